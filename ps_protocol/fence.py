@@ -1,0 +1,86 @@
+"""The fence: what every data request carries so that nothing stale is ever counted.
+
+A request is checked at its headers and again after its last byte, because the world may have moved on meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from .errors import BadHeader, PlanMismatch, StalePserver, StaleRun, UnsupportedProtocol
+from .vocabulary import PROTOCOL_VERSION, Incarnation, PserverIndex, Rank, Round
+
+MAX_DIGITS = 18  # of a number, which so fits into 63 bits
+MAX_TEXT = 128  # characters of a run's name or of a plan's digest
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Identity of one data request; each field is the header `gradpost-<field with dashes>`."""
+
+    protocol: int
+    run: str
+    attempt: int
+    plan: str
+    pserver: PserverIndex
+    pserver_incarnation: Incarnation
+    rank: Rank
+    trainer_incarnation: Incarnation
+    round: Round
+
+    def at_round(self, round_: Round) -> Fence:
+        """The same identity in another round."""
+        return replace(self, round=round_)
+
+    def to_headers(self) -> dict[str, str]:
+        """HTTP headers, lower case as HTTP/2 wants them."""
+        return {header: str(getattr(self, name)) for name, header, _ in _HEADERS}
+
+    @classmethod
+    def from_headers(cls, headers: Mapping[str, str]) -> Fence:
+        """Parse lower-case headers; raises BadHeader or UnsupportedProtocol, naming the header."""
+        values: dict[str, Any] = {}
+        for name, header, is_number in _HEADERS:
+            text = headers.get(header)
+            if text is None:
+                raise BadHeader(f"the header {header} is missing")
+            if is_number:
+                if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
+                    raise BadHeader(f"the header {header} is not a number", expected="digits", actual=text[:40])
+                values[name] = int(text)
+            else:
+                if not (text.isascii() and text.isprintable() and 0 < len(text) <= MAX_TEXT):
+                    raise BadHeader(f"the header {header} is no identifier", expected="ASCII", actual=text[:40])
+                values[name] = text
+            if name == "protocol" and values[name] != PROTOCOL_VERSION:
+                raise UnsupportedProtocol(
+                    "this service speaks another version of the protocol", expected=PROTOCOL_VERSION, actual=text
+                )
+        return cls(**values)
+
+    def check_addressee(
+        self, *, run: str, attempt: int, plan: str, pserver: PserverIndex, pserver_incarnation: Incarnation
+    ) -> None:
+        """Raise what is stale about the addressee; the trainer's part is checked against the members."""
+        if (self.run, self.attempt) != (run, attempt):
+            raise StaleRun(
+                "this request belongs to another run",
+                expected=f"run {run} attempt {attempt}",
+                actual=f"run {self.run} attempt {self.attempt}",
+            )
+        if self.plan != plan:
+            raise PlanMismatch("this request was made for another slice plan", expected=plan, actual=self.plan)
+        if (self.pserver, self.pserver_incarnation) != (pserver, pserver_incarnation):
+            raise StalePserver(
+                "this request was meant for another pserver, or another life of this one",
+                expected=f"pserver {pserver} incarnation {pserver_incarnation}",
+                actual=f"pserver {self.pserver} incarnation {self.pserver_incarnation}",
+            )
+
+
+_HEADERS = tuple(
+    (field.name, "gradpost-" + field.name.replace("_", "-"), field.name not in ("run", "plan"))
+    for field in fields(Fence)
+)

@@ -1,0 +1,201 @@
+"""Frames: the body of every tensor request, a safetensors stream of many blocks.
+
+    8 bytes   length of the header, little endian
+    header    JSON: {"w.block0": {"dtype": "F32", "shape": [5000], "data_offsets": [0, 20000]}, "__metadata__": {…}}
+    data      the tensors, one after another, without holes
+
+Parsing copies nothing: an entry is an offset into the caller's buffer. Limits are checked before anything is built.
+The format is https://huggingface.co/docs/safetensors/index#format; `safetensors.torch.load` reads our replies.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import BodyTooLarge, MalformedFrame
+from .vocabulary import DTYPE_BYTES, is_shape, is_size
+
+CONTENT_TYPE = "application/x-safetensors"
+LENGTH_BYTES = 8
+ALIGNMENT = 64  # our own frames start their data on it, for aligned loads
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLimits:
+    """What a receiver accepts; a larger frame is refused with `body_too_large`."""
+
+    max_body_bytes: int = 256 * 1024 * 1024
+    max_header_bytes: int = 1024 * 1024
+    max_tensors: int = 16 * 1024
+
+
+DEFAULT_LIMITS = FrameLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a frame; `begin` and `end` are byte offsets into the data section."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A parsed header: where the data section begins in the buffer, and what lies in it, in order of offset."""
+
+    tensors: tuple[TensorEntry, ...]
+    metadata: Mapping[str, str]
+    data_begin: int
+    data_bytes: int
+
+
+def encode_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    min_bytes: int = 0,
+) -> bytes:
+    """Length and header of a frame whose data follows in the given order of (name, dtype, shape).
+
+    Padded with spaces so that the data starts on a multiple of 64 bytes, and to `min_bytes` at least, so that a
+    kept buffer can take another header of the same size. What follows is the caller's: little-endian elements.
+    Raises ValueError for a name that stands twice or that JSON or the format cannot hold.
+
+    >>> header = encode_header([("w", "F32", (2,)), ("b", "F32", (1,))])
+    >>> int.from_bytes(header[:8], "little"), len(header)
+    (120, 128)
+    >>> header[8:].rstrip()
+    b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[1],"data_offsets":[8,12]}}'
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, dtype, shape in tensors:
+        if name in header or name == "__metadata__":
+            raise ValueError(f"a frame cannot hold two entries called {name!r}")
+        size = DTYPE_BYTES[dtype] * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    total = max(LENGTH_BYTES + len(encoded), min_bytes)
+    total += -total % ALIGNMENT
+    return (total - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + encoded.ljust(total - LENGTH_BYTES)
+
+
+def parse_frame(body: memoryview | bytes | bytearray, limits: FrameLimits = DEFAULT_LIMITS) -> Frame:
+    """Parse and check a whole frame, at least as strictly as the reference parser: no holes, no overlaps, no rest.
+
+    Raises MalformedFrame or BodyTooLarge, and nothing else whatever the bytes are.
+
+    >>> frame = parse_frame(encode_header([("w.block0", "F32", (2,))], {"num_blocks": "1"}) + bytes(8))
+    >>> frame.tensors
+    (TensorEntry(name='w.block0', dtype='F32', shape=(2,), begin=0, end=8),)
+    >>> frame.metadata, frame.data_begin, frame.data_bytes
+    ({'num_blocks': '1'}, 128, 8)
+    """
+    if len(body) > limits.max_body_bytes:
+        raise BodyTooLarge("the frame is too large", expected=f"<= {limits.max_body_bytes} bytes", actual=len(body))
+    data_begin = parse_length(body, limits)
+    if len(body) < data_begin:
+        raise MalformedFrame("the frame ends within its header", expected=f"{data_begin} bytes", actual=len(body))
+    frame = parse_header(bytes(body[LENGTH_BYTES:data_begin]), limits)
+    if frame.data_bytes != len(body) - data_begin:
+        raise MalformedFrame(
+            "the data is not as long as the header says",
+            expected=f"{frame.data_bytes} bytes",
+            actual=len(body) - data_begin,
+        )
+    return frame
+
+
+def parse_length(start: memoryview | bytes | bytearray, limits: FrameLimits) -> int:
+    """Where the data begins, from a frame's first eight bytes."""
+    if len(start) < LENGTH_BYTES:
+        raise MalformedFrame("a frame starts with the header's length", expected="8 bytes", actual=len(start))
+    header_bytes = int.from_bytes(start[:LENGTH_BYTES], "little")
+    if header_bytes > limits.max_header_bytes:
+        raise BodyTooLarge(
+            "the frame's header is too large", expected=f"<= {limits.max_header_bytes} bytes", actual=header_bytes
+        )
+    return LENGTH_BYTES + header_bytes
+
+
+def parse_header(header: bytes, limits: FrameLimits) -> Frame:
+    """Parse the JSON header of a frame and check that its tensors tile the data section."""
+    if not header.startswith(b"{"):
+        raise MalformedFrame("the frame's header must begin with {", actual=f"{header[:8]!r}")
+    # Counted before JSON builds an object for each. Escapes could hide some, hence the second look below.
+    if (num_tensors := header.count(b'"data_offsets"')) > limits.max_tensors:
+        raise _too_many_tensors(num_tensors, limits)
+    try:
+        text = header.decode()
+        parsed: dict[str, Any] = json.loads(text, object_pairs_hook=_object_without_duplicates)
+        if "\\u" in text:  # half of a surrogate pair is valid JSON, but no text: nobody could print or send it on
+            json.dumps(parsed, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise MalformedFrame(f"the frame's header is not JSON: {error}") from None
+    metadata = parsed.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise MalformedFrame("__metadata__ must map strings to strings")
+    if len(parsed) > limits.max_tensors:
+        raise _too_many_tensors(len(parsed), limits)
+    entries = sorted((_parse_entry(name, value) for name, value in parsed.items()), key=lambda e: (e.begin, e.end))
+    offset = 0
+    for entry in entries:
+        if entry.begin != offset:
+            raise MalformedFrame(
+                f"tensor {_shown(entry.name)} leaves a hole or overlaps",
+                expected=f"offset {offset}",
+                actual=entry.begin,
+            )
+        offset = entry.end
+    return Frame(tuple(entries), metadata, LENGTH_BYTES + len(header), offset)
+
+
+_ENTRY_MEMBERS = {"dtype", "shape", "data_offsets"}
+
+
+def _parse_entry(name: str, value: Any) -> TensorEntry:
+    if not isinstance(value, dict) or value.keys() != _ENTRY_MEMBERS:
+        raise MalformedFrame(f"tensor {_shown(name)} must have dtype, shape and data_offsets, nothing else")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise MalformedFrame(
+            f"tensor {_shown(name)} has an unknown dtype", expected=", ".join(DTYPE_BYTES), actual=_shown(dtype)
+        )
+    if not isinstance(shape, list) or not is_shape(shape := tuple(shape)):
+        raise MalformedFrame(f"tensor {_shown(name)} has a shape that is not a list of sizes")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_size, offsets)):
+        raise MalformedFrame(f"tensor {_shown(name)} has data_offsets that are not two sizes")
+    begin, end = offsets
+    num_bytes = DTYPE_BYTES[dtype] * math.prod(shape)
+    if end - begin != num_bytes:
+        raise MalformedFrame(
+            f"tensor {_shown(name)}: offsets do not fit dtype and shape",
+            expected=f"{num_bytes} bytes",
+            actual=f"{end - begin} bytes",
+        )
+    return TensorEntry(name, dtype, shape, begin, end)
+
+
+def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return result
+
+
+def _too_many_tensors(num_tensors: int, limits: FrameLimits) -> BodyTooLarge:
+    return BodyTooLarge("the frame holds too many tensors", expected=f"<= {limits.max_tensors}", actual=num_tensors)
+
+
+def _shown(value: object) -> str:
+    """What a stranger sent, cut to what an error message can bear."""
+    return f"{value!r:.200}"

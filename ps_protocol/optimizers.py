@@ -1,0 +1,132 @@
+"""Which optimizers may run on a pserver, and what they are told.
+
+An optimizer travels as a class name, flags and numbers, checked against this list; nothing is unpickled.
+All of them are element-wise, so that a block can be stepped without the rest of its parameter.
+Flags shape the slots and are fixed for a run (they are part of the plan's digest); numbers may change per push.
+Names and defaults are those of https://docs.pytorch.org/docs/stable/optim.html.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import BadHyperParameters, UnsupportedOptimizer
+
+HyperParameters = dict[str, float | list[float]]  # the numbers of one parameter group
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRule:
+    """What one update rule of `torch.optim` wants to know."""
+
+    numbers: tuple[str, ...]
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """The optimizer of a run: its class name and the flags of each parameter group."""
+
+    name: str
+    group_flags: tuple[dict[str, bool], ...]
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> OptimizerSpec:
+        """Checked; raises UnsupportedOptimizer."""
+        match value:
+            case {"name": str(name), "group_flags": [*group_flags], **rest} if not rest:
+                return check_optimizer(name, group_flags)
+            case _:
+                raise UnsupportedOptimizer("an optimizer is an object of its name and its group_flags, nothing else")
+
+
+_ADAM = OptimizerRule(("lr", "betas", "eps", "weight_decay"), ("amsgrad", "maximize", "decoupled_weight_decay"))
+
+RULES: Mapping[str, OptimizerRule] = {
+    "SGD": OptimizerRule(("lr", "momentum", "dampening", "weight_decay"), ("nesterov", "maximize")),
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
+    "Adagrad": OptimizerRule(("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"), ("maximize",)),
+    "RMSprop": OptimizerRule(("lr", "alpha", "eps", "weight_decay", "momentum"), ("centered", "maximize")),
+    "Adadelta": OptimizerRule(("lr", "rho", "eps", "weight_decay"), ("maximize",)),
+    "Adamax": OptimizerRule(("lr", "betas", "eps", "weight_decay"), ("maximize",)),
+    "NAdam": OptimizerRule(
+        ("lr", "betas", "eps", "weight_decay", "momentum_decay"), ("decoupled_weight_decay", "maximize")
+    ),
+    "RAdam": OptimizerRule(("lr", "betas", "eps", "weight_decay"), ("decoupled_weight_decay", "maximize")),
+}
+
+# Known, and refused for a reason that a person can act on.
+REFUSED: Mapping[str, str] = {
+    "LBFGS": "it evaluates a closure several times a step and mixes all elements in its line search",
+    "SparseAdam": "its gradients are sparse",
+    "Adafactor": "its second moment is factored over the rows and columns of the whole tensor",
+    "Muon": "it orthogonalises whole matrices",
+    "ASGD": "its averaging is not implemented on the pserver",
+    "Rprop": "its sign rule is not implemented on the pserver",
+}
+
+
+def check_optimizer(name: str, group_flags: Sequence[Mapping[str, Any]]) -> OptimizerSpec:
+    """Return the spec, or raise UnsupportedOptimizer naming what is allowed."""
+    rule = RULES.get(name)
+    if rule is None:
+        reason = REFUSED.get(name, "it is not on the list, so it is not known to be element-wise")
+        raise UnsupportedOptimizer(f"{name} cannot run on a pserver: {reason}", expected=", ".join(RULES), actual=name)
+    for index, flags in enumerate(group_flags):
+        if (
+            not isinstance(flags, Mapping)
+            or set(flags) != set(rule.flags)
+            or not all(isinstance(v, bool) for v in flags.values())
+        ):
+            raise UnsupportedOptimizer(
+                f"the flags of group {index} are not those of {name}",
+                expected=f"booleans {', '.join(rule.flags)}",
+                actual=f"{flags!s:.200}",
+            )
+    return OptimizerSpec(name, tuple(dict(sorted(flags.items())) for flags in group_flags))
+
+
+def check_hyper_parameters(spec: OptimizerSpec, groups: object) -> list[HyperParameters]:
+    """Return one dictionary of numbers for each parameter group, or raise BadHyperParameters.
+
+    Every number of the rule must be there, finite and not negative; betas are pairs in [0, 1).
+    """
+    names = RULES[spec.name].numbers
+    if not isinstance(groups, list) or len(groups) != len(spec.group_flags):
+        raise BadHyperParameters(
+            "hyper-parameters must be a list with one object for each parameter group",
+            expected=f"{len(spec.group_flags)} groups",
+            actual=f"{len(groups)} groups" if isinstance(groups, list) else type(groups).__name__,
+        )
+    for index, numbers in enumerate(groups):
+        if not isinstance(numbers, dict) or set(numbers) != set(names):
+            raise BadHyperParameters(
+                f"group {index} of {spec.name} needs exactly its numbers",
+                expected=", ".join(names),
+                actual=f"{', '.join(map(str, numbers)):.200}" if isinstance(numbers, dict) else type(numbers).__name__,
+            )
+        for key, value in numbers.items():
+            _check_number(index, key, value)
+    return groups
+
+
+def _check_number(group: int, key: str, value: object) -> None:
+    if key == "betas":
+        ok = isinstance(value, list) and len(value) == 2 and all(_is_number(v) and 0 <= v < 1 for v in value)
+        expected = "two numbers in [0, 1)"
+    elif key == "dampening":  # the one number that torch lets be anything
+        ok, expected = _is_number(value), "a finite number"
+    else:
+        ok, expected = _is_number(value) and value >= 0, "a finite number of at least 0"  # type: ignore[operator]
+    if not ok:
+        raise BadHyperParameters(f"{key} of group {group} is wrong", expected=expected, actual=f"{value!r:.80}")
+
+
+def _is_number(value: object) -> bool:
+    if type(value) is int:
+        return abs(value) < 1 << 63  # a larger one is no float, and JSON may hold one
+    return isinstance(value, float) and math.isfinite(value)

@@ -1,0 +1,48 @@
+"""Which pserver owns a block: three pure functions from sized names to pserver indices."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+
+from .vocabulary import Placement, PserverIndex
+
+SizedName = tuple[str, int]  # a block's name and its size in bytes
+
+
+def place_round_robin(blocks: Sequence[SizedName], num_pservers: int) -> list[PserverIndex]:
+    """One cursor over all blocks of all parameters.
+
+    >>> place_round_robin([("w.block0", 8), ("w.block1", 8), ("b.block0", 4)], 2)
+    [0, 1, 0]
+    """
+    return [i % num_pservers for i in range(len(blocks))]
+
+
+def place_hash(blocks: Sequence[SizedName], num_pservers: int) -> list[PserverIndex]:
+    """SHA-256 of the block's name modulo M: stable across processes and machines, unlike Python's `hash()`."""
+    digests = (hashlib.sha256(name.encode()).digest() for name, _ in blocks)
+    return [int.from_bytes(digest[:8], "big") % num_pservers for digest in digests]
+
+
+def place_balanced(blocks: Sequence[SizedName], num_pservers: int) -> list[PserverIndex]:
+    """Largest first onto the least loaded (Graham's LPT rule); ties by the blocks' order, then the lowest index.
+
+    >>> place_balanced([("a.block0", 4), ("b.block0", 16), ("c.block0", 8)], 2)
+    [1, 0, 1]
+    """
+    loads = [(0, index) for index in range(num_pservers)]
+    owners = [0] * len(blocks)
+    for i in sorted(range(len(blocks)), key=lambda i: -blocks[i][1]):
+        load, owner = heapq.heappop(loads)
+        owners[i] = owner
+        heapq.heappush(loads, (load + blocks[i][1], owner))
+    return owners
+
+
+PLACE: Mapping[Placement, Callable[[Sequence[SizedName], int], list[PserverIndex]]] = {
+    "balanced": place_balanced,
+    "round_robin": place_round_robin,
+    "hash": place_hash,
+}

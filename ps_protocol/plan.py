@@ -1,0 +1,244 @@
+"""The slice plan: made once when a run starts, the same on every machine, known by its digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from .errors import BadModel
+from .optimizers import OptimizerSpec
+from .placement import PLACE
+from .slicing import DEFAULT_MIN_BLOCK_SIZE, slice_parameter
+from .vocabulary import (
+    DTYPE_BYTES,
+    PARAMETER_DTYPES,
+    Block,
+    BufferSpec,
+    ParameterSpec,
+    Placement,
+    PserverIndex,
+    is_name,
+    is_shape,
+    is_size,
+)
+
+DEFAULT_PLACEMENT: Placement = "balanced"  # never worse on real models: docs/placement.md
+MAX_PSERVERS = 1 << 16
+
+
+@dataclass(frozen=True)
+class SlicePlan:
+    """Blocks in the order of the parameters, their owners, and what the optimizer must agree on.
+
+    Two plans are the same exactly if their digests are.
+    """
+
+    parameters: tuple[ParameterSpec, ...]
+    blocks: tuple[Block, ...]
+    num_pservers: int
+    buffers: tuple[BufferSpec, ...] = ()
+    optimizer: OptimizerSpec | None = None  # None in a plan that is only looked at
+    digest: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        canonical = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        object.__setattr__(self, "digest", hashlib.sha256(canonical.encode()).hexdigest()[:32])
+
+    @cached_property
+    def parameter(self) -> dict[str, ParameterSpec]:
+        """By name."""
+        return {spec.name: spec for spec in self.parameters}
+
+    @cached_property
+    def shards(self) -> tuple[tuple[Block, ...], ...]:
+        """The blocks of each pserver, in plan order."""
+        shards: list[list[Block]] = [[] for _ in range(self.num_pservers)]
+        for block in self.blocks:
+            shards[block.pserver].append(block)
+        return tuple(map(tuple, shards))
+
+    def block_bytes(self, block: Block) -> int:
+        """Size of a block's values on the wire."""
+        return block.num_elements * DTYPE_BYTES[self.parameter[block.parameter].dtype]
+
+    def shard_bytes(self, pserver: PserverIndex) -> int:
+        """Size of a shard's values on the wire."""
+        return sum(self.block_bytes(b) for b in self.shards[pserver])
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the digest, as plain JSON values."""
+        return {
+            "parameters": [[p.name, list(p.shape), p.dtype, p.group] for p in self.parameters],
+            "blocks": [[b.parameter, b.index, b.begin, b.end, b.pserver] for b in self.blocks],
+            "num_pservers": self.num_pservers,
+            "buffers": [[b.name, list(b.shape), b.dtype, b.pserver] for b in self.buffers],
+            "optimizer": None if self.optimizer is None else asdict(self.optimizer),
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> SlicePlan:
+        """The inverse of `to_json`, for what another process sent.
+
+        The digest is computed again, never believed. Raises BadModel or UnsupportedOptimizer, unless the blocks
+        tile every parameter, everything has an owner, and all else is as `make_plan` would have it.
+        """
+        match value:
+            case {
+                "parameters": [*parameters],
+                "blocks": [*blocks],
+                "num_pservers": num_pservers,
+                "buffers": [*buffers],
+                "optimizer": optimizer,
+                **rest,
+            } if not rest:
+                plan = cls(
+                    parameters=tuple(map(_parse_parameter, parameters)),
+                    blocks=tuple(map(_parse_block, blocks)),
+                    num_pservers=_check_num_pservers(num_pservers),
+                    buffers=tuple(map(_parse_buffer, buffers)),
+                    optimizer=None if optimizer is None else OptimizerSpec.from_json(optimizer),
+                )
+            case _:
+                raise BadModel(f"a slice plan is an object of {', '.join(f.name for f in fields(cls) if f.init)}")
+        _check_model(plan.parameters, [(b.name, b.shape, b.dtype) for b in plan.buffers], plan.optimizer)
+        _check_placed(plan)
+        return plan
+
+
+def make_plan(
+    parameters: Sequence[ParameterSpec],
+    num_pservers: int,
+    *,
+    min_block_size: int = DEFAULT_MIN_BLOCK_SIZE,
+    placement: Placement = DEFAULT_PLACEMENT,
+    slice_parameters: bool = True,
+    buffers: Sequence[tuple[str, tuple[int, ...], str]] = (),
+    optimizer: OptimizerSpec | None = None,
+) -> SlicePlan:
+    """Cut and place a model: a pure function of its arguments, the same in every process.
+
+    `buffers` are (name, shape, dtype) and stay whole; they go round the pservers.
+    Raises BadModel for a name that stands twice, a dtype that is not supported or a setting out of range.
+
+    >>> [(block.name, block.pserver) for block in make_plan([ParameterSpec("w1", (10, 1000))], 3).blocks]
+    [('w1.block0', 0), ('w1.block1', 1)]
+    """
+    _check_num_pservers(num_pservers)
+    if min_block_size < 1:
+        raise BadModel("min_block_size is too small", expected="at least 1 element", actual=min_block_size)
+    if placement not in PLACE:
+        raise BadModel("there is no such placement", expected=" or ".join(PLACE), actual=f"{placement!r:.80}")
+    _check_model(parameters, buffers, optimizer)
+    cuts = [
+        (spec, index, begin, end)
+        for spec in parameters
+        for index, (begin, end) in enumerate(
+            slice_parameter(spec.num_elements, num_pservers, min_block_size=min_block_size, whole=not slice_parameters)
+        )
+    ]
+    sized = [(f"{s.name}.block{i}", (end - begin) * DTYPE_BYTES[s.dtype]) for s, i, begin, end in cuts]
+    owners = PLACE[placement](sized, num_pservers)
+    return SlicePlan(
+        parameters=tuple(parameters),
+        blocks=tuple(
+            Block(spec.name, index, begin, end, owner)
+            for (spec, index, begin, end), owner in zip(cuts, owners, strict=True)
+        ),
+        num_pservers=num_pservers,
+        buffers=tuple(
+            BufferSpec(name, tuple(shape), dtype, i % num_pservers) for i, (name, shape, dtype) in enumerate(buffers)
+        ),
+        optimizer=optimizer,
+    )
+
+
+def _check_num_pservers(value: object) -> int:
+    if not is_size(value) or not 1 <= value <= MAX_PSERVERS:
+        raise BadModel(
+            "the number of pservers is out of range", expected=f"1 to {MAX_PSERVERS}", actual=f"{value!r:.80}"
+        )
+    return value
+
+
+def _check_model(
+    parameters: Sequence[ParameterSpec],
+    buffers: Sequence[tuple[str, tuple[int, ...], str]],
+    optimizer: OptimizerSpec | None,
+) -> None:
+    num_groups = None if optimizer is None else len(optimizer.group_flags)
+    names: set[str] = set()
+    for spec in parameters:
+        _check_tensor("parameter", spec.name, spec.shape, spec.dtype, PARAMETER_DTYPES, names)
+        if not is_size(spec.group) or (num_groups is not None and spec.group >= num_groups):
+            raise BadModel(
+                f"parameter {spec.name!r:.200} is in a group that the optimizer does not have",
+                expected="0 or more" if num_groups is None else f"one of {num_groups}",
+                actual=f"{spec.group!r:.80}",
+            )
+    names_of_parameters = frozenset(names)
+    for name, shape, dtype in buffers:
+        _check_tensor("buffer", name, shape, dtype, tuple(DTYPE_BYTES), names)
+        parameter, _, index = name.rpartition(".block")
+        if parameter in names_of_parameters and index.isdecimal():
+            raise BadModel(f"buffer {name!r:.200} is called like a block of parameter {parameter!r:.200}")
+
+
+def _check_tensor(
+    kind: str, name: object, shape: object, dtype: object, dtypes: Sequence[str], names: set[str]
+) -> None:
+    """Check one tensor and add its name to `names`."""
+    if not is_name(name):
+        raise BadModel(f"a {kind} cannot be called {name!r:.200}", expected="text, and not __metadata__")
+    if name in names:
+        raise BadModel(f"two tensors are called {name!r:.200}; each needs a name of its own")
+    names.add(name)
+    if dtype not in dtypes:
+        raise BadModel(f"{kind} {name!r:.200} has a wrong dtype", expected=", ".join(dtypes), actual=f"{dtype!r:.80}")
+    if not isinstance(shape, tuple | list) or not is_shape(tuple(shape)) or not is_size(8 * math.prod(shape)):
+        raise BadModel(f"{kind} {name!r:.200} has an impossible shape", actual=f"{shape!r:.200}")
+
+
+def _check_placed(plan: SlicePlan) -> None:
+    """Check that the blocks tile the parameters, in order, and that everything has an owner."""
+    blocks = iter(plan.blocks)
+    for spec in plan.parameters:
+        index, begin = 0, 0
+        while begin < spec.num_elements:
+            block = next(blocks, None)
+            if block is None or (block.parameter, block.index, block.begin) != (spec.name, index, begin):
+                raise BadModel(f"the blocks of parameter {spec.name!r:.200} leave a hole or overlap")
+            index, begin = index + 1, block.end
+            if not block.begin < block.end <= spec.num_elements:
+                raise BadModel(f"block {block.name!r:.200} is empty or longer than its parameter")
+    if next(blocks, None) is not None:
+        raise BadModel("the plan has more blocks than its parameters need")
+    everything: list[Block | BufferSpec] = [*plan.blocks, *plan.buffers]
+    for placed in everything:
+        if placed.pserver >= plan.num_pservers:
+            raise BadModel(f"{placed.name!r:.200} is on a pserver that the plan does not have", actual=placed.pserver)
+
+
+def _parse_parameter(value: Any) -> ParameterSpec:
+    match value:
+        case [str(name), [*shape], str(dtype), group]:
+            return ParameterSpec(name, tuple(shape), dtype, group)
+    raise BadModel("a parameter of a plan is name, shape, dtype and group", actual=f"{value!r:.200}")
+
+
+def _parse_block(value: Any) -> Block:
+    match value:
+        case [str(name), *numbers] if len(numbers) == 4 and all(map(is_size, numbers)):
+            return Block(name, *numbers)
+    raise BadModel("a block of a plan is parameter, index, begin, end and pserver", actual=f"{value!r:.200}")
+
+
+def _parse_buffer(value: Any) -> BufferSpec:
+    match value:
+        case [str(name), [*shape], str(dtype), pserver] if is_size(pserver):
+            return BufferSpec(name, tuple(shape), dtype, pserver)
+    raise BadModel("a buffer of a plan is name, shape, dtype and pserver", actual=f"{value!r:.200}")

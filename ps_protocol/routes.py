@@ -1,0 +1,43 @@
+"""Paths of the HTTP API, for both sides, and the request headers that are not part of the fence."""
+
+# every service
+HEALTH = "/healthz"
+READY = "/readyz"
+METRICS = "/metrics"
+
+# pserver: tensors (raw ASGI endpoints)
+SEND = "/v1/send"
+GET = "/v1/get"
+BARRIER = "/v1/barrier"
+INITIAL = "/v1/initial"
+# pserver: control and inspection
+RUN = "/v1/run"
+MEMBERS = "/v1/members"
+STATE = "/v1/state"
+BLOCKS = "/v1/blocks"
+BUFFERS = "/v1/buffers"
+
+# coordinator: membership
+REGISTER_PSERVER = "/v1/pservers"
+PSERVER_HEARTBEAT = "/v1/pservers/{index}/heartbeat"
+JOIN_TRAINER = "/v1/trainers"
+TRAINER_HEARTBEAT = "/v1/trainers/{rank}/heartbeat"
+DECLARE_MODEL = "/v1/trainers/{rank}/model"
+REPORT_RESULTS = "/v1/trainers/{rank}/results"
+LEAVE = "/v1/trainers/{rank}/leave"
+# coordinator: inspection
+PLAN = "/v1/plan"
+STATUS = "/v1/status"
+SUMMARY = "/v1/summary"
+PARAMETERS = "/v1/parameters"
+PARAMETER = "/v1/parameters/{name:path}"
+TARGETS = "/v1/targets"
+
+# "batch" or "fetch" on a barrier; "batch" on a get lets the batch barrier ride on it
+BARRIER_HEADER = "gradpost-barrier"
+# how long the server may hold the answer back, in seconds; it answers round_pending after that
+WAIT_HEADER = "gradpost-wait-seconds"
+
+# metadata of a pushed frame
+NUM_BLOCKS_KEY = "num_blocks"
+HYPER_PARAMETERS_KEY = "hyper_parameters"

@@ -1,0 +1,116 @@
+"""The nouns that every part of Gradpost shares.
+
+    parameter   one named trainable tensor
+    block       a half-open range of a parameter's flattened elements: unit of storage, version and update
+    shard       all the blocks of one pserver
+    slice plan  blocks + placement + digest
+    round       one synchronous cycle; round r produces version r, version 0 holds the initial values
+
+Everything here is a frozen value or a pure test of one; nothing needs more than itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, TypeGuard, get_args
+
+PROTOCOL_VERSION = 1
+
+Rank: TypeAlias = int  # which trainer, from 0
+Round: TypeAlias = int  # synchronous cycle, from 1; 0 means the initial values
+Incarnation: TypeAlias = int  # which life of the same trainer rank or pserver index, from 1
+PserverIndex: TypeAlias = int  # from 0
+
+Mode: TypeAlias = Literal["sync"]
+Placement: TypeAlias = Literal["balanced", "round_robin", "hash"]
+NonfinitePolicy: TypeAlias = Literal["reject", "allow"]
+
+PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
+
+# safetensors' names of element types, with their size in bytes.
+DTYPE_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1,
+    "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+# What a parameter, and therefore a gradient, may be made of.
+PARAMETER_DTYPES = ("F32", "BF16", "F16")
+
+MAX_DIMENSIONS = 64  # torch's own limit
+
+
+def is_size(value: object) -> TypeGuard[int]:
+    """Whether this counts elements, bytes or pservers: an integer (`True` is none) from 0 that fits into 63 bits."""
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def is_shape(value: object) -> TypeGuard[tuple[int, ...]]:
+    """Whether these are the sizes of a tensor that could exist.
+
+    >>> is_shape((10, 1000)), is_shape(()), is_shape((0, -1)), is_shape((2,) * 65)
+    (True, True, False, False)
+    """
+    return isinstance(value, tuple) and len(value) <= MAX_DIMENSIONS and all(map(is_size, value))
+
+
+def is_name(value: object) -> TypeGuard[str]:
+    """Whether a tensor can be called so on the wire: any text but the empty one, a lone surrogate, `__metadata__`.
+
+    >>> is_name("layers.0.weight"), is_name(""), is_name("__metadata__"), is_name("\\ud800")
+    (True, False, False, False)
+    """
+    if not isinstance(value, str) or value in ("", "__metadata__"):
+        return False
+    return value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """What a plan knows of one parameter; `group` is the index of its optimizer parameter group."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "F32"
+    group: int = 0
+
+    @property
+    def num_elements(self) -> int:
+        """1 for a scalar, whose shape is empty."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSpec:
+    """A tensor that is stored and handed out but never stepped (batch norm statistics), whole on one pserver."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    pserver: PserverIndex
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor's data."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Elements `[begin, end)` of a flattened parameter and the pserver that owns them."""
+
+    parameter: str
+    index: int
+    begin: int
+    end: int
+    pserver: PserverIndex
+
+    @property
+    def name(self) -> str:
+        """`{parameter}.block{index}`; unique, since only the last suffix is ours."""
+        return f"{self.parameter}.block{self.index}"
+
+    @property
+    def num_elements(self) -> int:
+        """Never zero."""
+        return self.end - self.begin
