@@ -1,0 +1,127 @@
+"""HTTP API of the coordinator: ordinary path operations over `Coordinator`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Response
+
+from ps_protocol import routes
+from ps_protocol.frames import CONTENT_TYPE
+from ps_protocol.messages import (
+    ClusterStatus,
+    DeclareModel,
+    JoinTrainer,
+    Leave,
+    PlanReady,
+    PserverHeartbeat,
+    PserverHeartbeatReply,
+    PserverRegistered,
+    RegisterPserver,
+    RunSummary,
+    TrainerHeartbeat,
+    TrainerHeartbeatReply,
+    TrainerJoined,
+)
+from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank
+from services.runtime.app import make_app
+from services.runtime.metrics import ServiceMetrics
+
+from .coordinator import Coordinator
+from .inspection import describe_parameters, describe_status, read_parameter
+from .targets import describe_targets
+
+MAX_WAIT_SECONDS = 30.0
+
+
+def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, lifespan: Any = None) -> FastAPI:
+    """The application; `coordinator` must be running on the same event loop."""
+    app = make_app(
+        title="Gradpost coordinator", role="coordinator", metrics=metrics, is_ready=lambda: None, lifespan=lifespan
+    )
+    cluster = coordinator.cluster
+
+    @app.post(routes.REGISTER_PSERVER, tags=["membership"])
+    async def register_pserver(request: RegisterPserver) -> PserverRegistered:
+        """A pserver offers itself and learns its index and incarnation."""
+        answer = cluster.register_pserver(request, coordinator.now())
+        coordinator.changed()
+        return answer
+
+    @app.post(routes.PSERVER_HEARTBEAT, tags=["membership"])
+    async def pserver_heartbeat(index: PserverIndex, message: PserverHeartbeat) -> PserverHeartbeatReply:
+        """A pserver renews its lease and reports its progress."""
+        reply = cluster.pserver_heartbeat(index, message, coordinator.now())
+        coordinator.changed()
+        return reply
+
+    @app.post(routes.JOIN_TRAINER, tags=["membership"])
+    async def join_trainer(request: JoinTrainer) -> TrainerJoined:
+        """A trainer takes its place and learns its rank, incarnation and the mode."""
+        answer = cluster.join_trainer(request, coordinator.now())
+        coordinator.changed()
+        return answer
+
+    @app.post(routes.DECLARE_MODEL, tags=["membership"], status_code=204)
+    async def declare_model(rank: Rank, message: DeclareModel) -> None:
+        """A trainer says what it will train; all must say the same."""
+        cluster.run.declare(rank, message)
+        coordinator.changed()
+
+    @app.get(routes.PLAN, tags=["membership"])
+    async def wait_for_plan(
+        rank: Rank,
+        run: str,
+        incarnation: Incarnation,
+        wait_seconds: Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS)] = 0.0,
+    ) -> PlanReady:
+        """The slice plan and the pservers, once everybody is here; waits up to `wait_seconds` for it."""
+        return await coordinator.wait_for_plan(rank, run, incarnation, wait_seconds)
+
+    @app.post(routes.TRAINER_HEARTBEAT, tags=["membership"])
+    async def trainer_heartbeat(rank: Rank, message: TrainerHeartbeat) -> TrainerHeartbeatReply:
+        """A trainer renews its lease and learns whether the run has failed."""
+        run = cluster.run
+        run.heartbeat(rank, message, coordinator.now())
+        return TrainerHeartbeatReply(state=run.state, failure=run.failure.to_problem() if run.failure else None)
+
+    @app.post(routes.LEAVE, tags=["membership"], status_code=204)
+    async def leave(rank: Rank, message: Leave) -> None:
+        """A trainer goes, done or failed."""
+        run = cluster.run
+        run.leave(rank, message, coordinator.now())
+        coordinator.changed()
+        if run.is_over:
+            await coordinator.summary()  # while the pservers are still here to tell
+
+    @app.get(routes.STATUS, tags=["inspection"])
+    async def status() -> ClusterStatus:
+        """Who is here, how far they are, and what is being waited for."""
+        return describe_status(coordinator)
+
+    @app.get(routes.SUMMARY, tags=["inspection"])
+    async def summary() -> RunSummary:
+        """The run in a few numbers, as the servers saw it."""
+        return await coordinator.summary()
+
+    @app.get(routes.PARAMETERS, tags=["inspection"])
+    async def parameters() -> dict[str, Any]:
+        """All parameters with their shapes and blocks."""
+        return describe_parameters(coordinator)
+
+    @app.get(
+        routes.PARAMETER,
+        tags=["inspection"],
+        response_class=Response,
+        responses={200: {"content": {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}}},
+    )
+    async def parameter(name: str) -> Response:
+        """One whole parameter, live, as a safetensors file; `round` in its metadata is the version."""
+        return Response(await read_parameter(coordinator, name), media_type=CONTENT_TYPE)
+
+    @app.get(routes.TARGETS, tags=["inspection"])
+    async def targets() -> list[dict[str, Any]]:
+        """All members for Prometheus' HTTP service discovery (`http_sd_configs`)."""
+        return describe_targets(coordinator)
+
+    return app

@@ -1,0 +1,94 @@
+"""Which pservers are here: indices, incarnations and leases. Pure: the caller brings the clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ps_protocol.errors import IndexTaken, StalePserver, WorldMismatch
+from ps_protocol.messages import PserverHeartbeat, PserverInfo, PserverRegistered, RegisterPserver
+from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
+
+
+@dataclass(slots=True)
+class PserverMember:
+    """One living pserver and what its last heartbeat said."""
+
+    info: PserverInfo
+    instance: str
+    seen_at: float  # by the monotonic clock
+    round: Round = 0
+    missing: tuple[Rank, ...] = ()
+    waiting_seconds: float = 0.0
+
+
+class PserverRegistry:
+    """At most `num_pservers` living members, one for each index."""
+
+    def __init__(self, num_pservers: int, lease_seconds: float) -> None:
+        self.num_pservers = num_pservers
+        self.lease_seconds = lease_seconds
+        self.members: dict[PserverIndex, PserverMember] = {}
+        self._incarnations: dict[PserverIndex, Incarnation] = {}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every index has a living pserver."""
+        return len(self.members) == self.num_pservers
+
+    def register(self, request: RegisterPserver, now: float) -> PserverRegistered:
+        """Give the process an index and an incarnation; the same process again gets the same answer."""
+        index = self._choose_index(request)
+        member = self.members.get(index)
+        if member is None or member.instance != request.instance:
+            self._incarnations[index] = self._incarnations.get(index, 0) + 1
+        info = PserverInfo(
+            index=index,
+            address=request.address.rstrip("/"),
+            incarnation=self._incarnations[index],
+            http2=request.http2,
+        )
+        self.members[index] = PserverMember(info, request.instance, now)
+        return PserverRegistered(index=index, incarnation=info.incarnation, lease_seconds=self.lease_seconds)
+
+    def _choose_index(self, request: RegisterPserver) -> PserverIndex:
+        for index, member in self.members.items():
+            if member.instance == request.instance:
+                return index
+        free = [index for index in range(self.num_pservers) if index not in self.members]
+        if request.index is None:
+            if not free:
+                raise WorldMismatch(
+                    f"the cluster has its {self.num_pservers} pservers; start the coordinator with more, "
+                    "or stop one of them",
+                    expected=self.num_pservers,
+                )
+            return free[0]
+        if request.index >= self.num_pservers:
+            raise WorldMismatch(
+                f"pserver {request.index} is beyond this cluster",
+                expected=f"0 to {self.num_pservers - 1}",
+                actual=request.index,
+            )
+        if request.index not in free:
+            holder = self.members[request.index].info.address
+            raise IndexTaken(f"a living pserver at {holder} has index {request.index}", current=holder)
+        return request.index
+
+    def heartbeat(self, index: PserverIndex, message: PserverHeartbeat, now: float) -> None:
+        """Renew a lease and take over the progress; StalePserver tells the sender to register again."""
+        member = self.members.get(index)
+        if member is None or member.info.incarnation != message.incarnation:
+            raise StalePserver(
+                f"pserver {index} incarnation {message.incarnation} is not a member; register again",
+                current=member.info.incarnation if member else None,
+            )
+        member.seen_at = now
+        member.round, member.missing = message.round, message.missing
+        member.waiting_seconds = message.waiting_seconds
+
+    def expire(self, now: float) -> list[PserverMember]:
+        """Drop and return those whose lease has run out."""
+        lost = [member for member in self.members.values() if now - member.seen_at > self.lease_seconds]
+        for member in lost:
+            del self.members[member.info.index]
+        return lost

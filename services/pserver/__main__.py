@@ -1,0 +1,47 @@
+"""`python -P -m services.pserver`: one pserver process, configured by `GRADPOST_*`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import torch
+
+from services.runtime.compute import ComputeExecutor
+from services.runtime.logs import configure_logs
+from services.runtime.metrics import ServiceMetrics
+from services.runtime.peers import make_peer_client
+from services.runtime.server import run_service, serve
+
+from .app import make_pserver_app
+from .metrics import PserverMetrics
+from .pserver import Pserver
+from .registration import Registration
+from .settings import PserverSettings
+
+
+def main(settings: PserverSettings) -> int:
+    """Serve until stopped or until the run is over; returns the exit code."""
+    configure_logs("pserver", settings.log_format, settings.log_level)
+    torch.set_num_threads(settings.threads)
+    return run_service(lambda stop: _serve(settings, stop))
+
+
+async def _serve(settings: PserverSettings, stop: asyncio.Event) -> int:
+    compute = ComputeExecutor()
+    metrics = ServiceMetrics("pserver")
+    pserver = Pserver(compute, PserverMetrics(metrics.registry, compute))
+    app = make_pserver_app(pserver, metrics, settings.frame_limits)
+    async with make_peer_client(settings) as http, asyncio.TaskGroup() as tasks:
+        registration = Registration(pserver, settings, http)
+
+        def stay_registered(address: str) -> None:
+            tasks.create_task(registration.run(address, stop))
+
+        await serve(app, settings, stop=stop, on_started=stay_registered)
+    compute.close()
+    return registration.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(PserverSettings()))

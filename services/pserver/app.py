@@ -1,0 +1,63 @@
+"""HTTP API of a pserver: binary tensor endpoints, and control endpoints for the coordinator."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Response
+
+from ps_protocol import routes
+from ps_protocol.frames import CONTENT_TYPE, FrameLimits
+from ps_protocol.messages import InstallMembers, InstallRun, PserverState
+from services.runtime.app import add_raw_route, make_app
+from services.runtime.metrics import ServiceMetrics
+
+from .endpoints import TensorEndpoints
+from .openapi import BARRIER_OPENAPI, GET_OPENAPI, SEND_OPENAPI
+from .pserver import Pserver
+
+BINARY: dict[int | str, dict[str, Any]] = {
+    200: {"content": {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
+}
+
+
+def make_pserver_app(pserver: Pserver, metrics: ServiceMetrics, limits: FrameLimits, lifespan: Any = None) -> FastAPI:
+    """The application; everything runs on the event loop that serves it."""
+    app = make_app(
+        title="Gradpost pserver", role="pserver", metrics=metrics, is_ready=pserver.readiness, lifespan=lifespan
+    )
+    tensors = TensorEndpoints(pserver, limits)
+    for path, endpoint, summary, openapi in (
+        (routes.SEND, tensors.send, "Push a bucket of gradient blocks", SEND_OPENAPI),
+        (routes.INITIAL, tensors.initial, "Upload a bucket of initial values", SEND_OPENAPI),
+        (routes.GET, tensors.get, "Get one version of the shard", GET_OPENAPI),
+        (routes.BARRIER, tensors.barrier, "Count a batch or fetch barrier", BARRIER_OPENAPI),
+    ):
+        add_raw_route(app, path, endpoint, methods=["POST"], summary=summary, openapi_extra=openapi)
+
+    @app.put(routes.RUN, tags=["control"], status_code=204)
+    async def install_run(message: InstallRun) -> None:
+        """The coordinator starts a run here."""
+        await pserver.install_run(message)
+
+    @app.put(routes.MEMBERS, tags=["control"], status_code=204)
+    async def install_members(message: InstallMembers) -> None:
+        """The coordinator changes the members of the run, or ends it."""
+        await pserver.install_members(message)
+
+    @app.get(routes.STATE, tags=["inspection"])
+    async def state(digest: bool = False) -> PserverState:
+        """The run, its barriers and counters; with `digest` also a digest of everything that is held."""
+        return await pserver.state(with_digest=digest)
+
+    @app.get(routes.BLOCKS, tags=["inspection"], response_class=Response, responses=BINARY)
+    async def blocks(name: Annotated[list[str], Query()]) -> Response:
+        """Blocks as they are now, all of one version, which stands in the metadata."""
+        return Response(b"".join(await pserver.run.inspect(name)), media_type=CONTENT_TYPE)
+
+    @app.get(routes.BUFFERS, tags=["inspection"], response_class=Response, responses=BINARY)
+    async def buffers() -> Response:
+        """The buffers that live here."""
+        return Response(b"".join(await pserver.run.inspect_buffers()), media_type=CONTENT_TYPE)
+
+    return app

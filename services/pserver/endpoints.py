@@ -1,0 +1,135 @@
+"""The binary endpoints: raw ASGI, because a path operation would cost more than the request.
+
+Each one parses the fence, checks it before the body is read, and hands over to the run.
+"""
+
+from __future__ import annotations
+
+import json
+
+from starlette.types import Receive, Scope, Send
+
+from ps_protocol.errors import BadHeader, GradpostError, MalformedFrame
+from ps_protocol.fence import Fence
+from ps_protocol.frames import CONTENT_TYPE, FrameLimits
+from ps_protocol.routes import BARRIER_HEADER, WAIT_HEADER
+
+from .bodies import content_length, discard_body, receive_body
+from .pserver import Pserver
+from .run import BarrierKind, Reply
+
+MAX_WAIT_SECONDS = 30.0
+MAX_GET_BODY_BYTES = 1024 * 1024
+
+
+class TensorEndpoints:
+    """`send`, `get`, `barrier` and `initial` of one pserver, each an ASGI application."""
+
+    def __init__(self, pserver: Pserver, limits: FrameLimits) -> None:
+        self._pserver = pserver
+        self._limits = limits
+
+    async def send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Push one bucket of gradient blocks for the open round."""
+        await self._receive_blocks(scope, receive, send, initial=False)
+
+    async def initial(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Upload one bucket of initial values and buffers."""
+        await self._receive_blocks(scope, receive, send, initial=True)
+
+    async def _receive_blocks(self, scope: Scope, receive: Receive, send: Send, *, initial: bool) -> None:
+        headers = _headers(scope)
+        num_bytes = content_length(headers, self._limits)  # a body of unknown or excessive length is not read at all
+        try:
+            fence = Fence.from_headers(headers)
+            run = self._pserver.run
+            run.admit_initial(fence) if initial else run.admit_push(fence)
+        except GradpostError:
+            await discard_body(receive)
+            raise
+        run.transports.add(scope["http_version"])
+        body = await receive_body(receive, num_bytes, self._limits, self._pserver.pool)
+        answer = await (run.set_initial(fence, body) if initial else run.push(fence, body))
+        await _send_json(send, answer.model_dump_json())
+
+    async def barrier(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Count a batch or fetch barrier and answer at once."""
+        headers = _headers(scope)
+        await discard_body(receive)
+        answer = self._pserver.run.barrier_arrived(Fence.from_headers(headers), _barrier_kind(headers))
+        await _send_json(send, answer.model_dump_json())
+
+    async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one version of the shard, or of the blocks named in the body (a JSON list)."""
+        headers = _headers(scope)
+        fence = Fence.from_headers(headers)
+        run = self._pserver.run
+        names = await _receive_names(receive)
+        if BARRIER_HEADER in headers:
+            if _barrier_kind(headers) != "batch":
+                raise BadHeader("only the batch barrier may ride on a get", expected="batch")
+            run.barrier_arrived(fence, "batch")
+        reply = await run.get(fence, _wait_seconds(headers), names)
+        run.transports.add(scope["http_version"])
+        await _send_reply(send, reply)
+        run.pulled_bytes += reply.num_bytes
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def _barrier_kind(headers: dict[str, str]) -> BarrierKind:
+    match headers.get(BARRIER_HEADER):
+        case "batch":
+            return "batch"
+        case "fetch":
+            return "fetch"
+        case other:
+            raise BadHeader(f"the header {BARRIER_HEADER} names no barrier", expected="batch or fetch", actual=other)
+
+
+def _wait_seconds(headers: dict[str, str]) -> float:
+    text = headers.get(WAIT_HEADER, "0")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MAX_WAIT_SECONDS:
+        raise BadHeader(
+            f"the header {WAIT_HEADER} is no time to wait", expected=f"0 to {MAX_WAIT_SECONDS:g}", actual=text[:40]
+        )
+    return seconds
+
+
+async def _receive_names(receive: Receive) -> list[str]:
+    body = b""
+    more = True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > MAX_GET_BODY_BYTES:
+            raise MalformedFrame("the list of blocks is too long", expected=f"<= {MAX_GET_BODY_BYTES} bytes")
+    try:
+        names = json.loads(body) if body else []
+    except (ValueError, RecursionError):
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise MalformedFrame("the body of a get is empty or a JSON list of block names")
+    return names
+
+
+async def _send_json(send: Send, json: str) -> None:
+    body = json.encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _send_reply(send: Send, reply: Reply) -> None:
+    headers = [(b"content-type", CONTENT_TYPE.encode()), (b"content-length", str(reply.num_bytes).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for chunk in reply.chunks[:-1]:
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    await send({"type": "http.response.body", "body": reply.chunks[-1]})

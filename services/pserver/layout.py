@@ -1,0 +1,79 @@
+"""Where each block of a shard lies in the shard's flat float32 tensors.
+
+All flat tensors of a shard (values, gradient, every slot) share one layout: by parameter group, then in plan order,
+so that the optimizer steps a whole group with one call.
+
+Results must not depend on how parameters were cut. A SIMD kernel works on 8 or 16 elements at a time and on the
+last few of a tensor one by one, and there the compiler fuses multiplications and additions differently: fused SGD
+with momentum rounds exactly those elements differently. So each element keeps its offset modulo 64 that it has in
+its parameter, a block is stepped in whole windows of 64 elements, and only the parameter's own last window is
+shorter:
+
+    parameter of 150 elements     |0      64      128  150|
+    block 0, elements [0, 75)     |xxxxxxx|x......|            stepped as [0, 128)
+    block 1, elements [75, 150)           |.xxxxxx|xxxx|       stepped as [64, 150)
+
+Thus every window is computed exactly as `torch.optim` computes it on the whole parameter, whatever the cuts, the
+number of pservers, the vector width (at most 64 elements) and the number of threads (torch gives each thread whole
+cache lines). The dots are padding: zeros at first, stepped along, never read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ps_protocol.plan import SlicePlan
+from ps_protocol.vocabulary import Block, PserverIndex
+
+WINDOW = 64  # elements; a multiple of every vector width and cache line
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlace:
+    """One block in the flat tensors; all positions count elements of the flat tensor.
+
+    `[begin, end)` are the block's own elements, `[step_begin, step_end)` what an update rule is run over;
+    the flat tensor is this block's from `step_begin`, a multiple of 64, to `padded_end`, the next one.
+    """
+
+    name: str
+    block: Block
+    group: int
+    dtype: str  # on the wire, by safetensors' name; the flat tensor is float32
+    begin: int
+    end: int
+    step_begin: int
+    step_end: int
+    padded_end: int
+
+
+class ShardLayout:
+    """The places of one pserver's blocks, and the length that its flat tensors need."""
+
+    def __init__(self, plan: SlicePlan, pserver: PserverIndex) -> None:
+        blocks = plan.shards[pserver]
+        places: list[BlockPlace] = []
+        offset = 0
+        for block in sorted(blocks, key=lambda b: plan.parameter[b.parameter].group):  # stable, so in plan order
+            parameter = plan.parameter[block.parameter]
+            begin = offset + block.begin % WINDOW
+            end = begin + block.num_elements
+            padded_end = end + -end % WINDOW
+            places.append(
+                BlockPlace(
+                    name=block.name,
+                    block=block,
+                    group=parameter.group,
+                    dtype=parameter.dtype,
+                    begin=begin,
+                    end=end,
+                    step_begin=offset,
+                    step_end=min(padded_end, begin + parameter.num_elements - block.begin),
+                    padded_end=padded_end,
+                )
+            )
+            offset = padded_end
+        self.num_elements = offset  # padding included
+        self.places = tuple(places)  # in the order of the flat tensor
+        by_name = {place.name: place for place in places}
+        self.place = {block.name: by_name[block.name] for block in blocks}  # by block name, in plan order

@@ -1,0 +1,40 @@
+"""What a pserver measures beyond requests; base units, no label per block."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from services.runtime.compute import ComputeExecutor
+
+
+class PserverMetrics:
+    """The pserver's own metrics in the service's registry."""
+
+    def __init__(self, registry: CollectorRegistry, compute: ComputeExecutor) -> None:
+        buckets = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+        self.rounds = Counter("gradpost_rounds_applied", "Rounds applied.", registry=registry)
+        self.round = Gauge("gradpost_round", "Newest applied round of the current run.", registry=registry)
+        self.apply_seconds = Histogram(
+            "gradpost_apply_seconds", "Aggregate, step and encode one round.", buckets=buckets, registry=registry
+        )
+        self.barrier_wait = Histogram(
+            "gradpost_barrier_wait_seconds",
+            "From the first batch barrier of a round to its last.",
+            buckets=buckets,
+            registry=registry,
+        )
+        self.staged_blocks = Counter("gradpost_staged_blocks", "Blocks staged.", registry=registry)
+        self.staged_bytes = Gauge(
+            "gradpost_staged_bytes", "Bytes in received bodies that are in use.", registry=registry
+        )
+        self.pooled_bytes = Gauge("gradpost_pooled_bytes", "Bytes in idle receive buffers.", registry=registry)
+        self.missing = Gauge(
+            "gradpost_barrier_missing", "Trainers that the open batch barrier waits for.", registry=registry
+        )
+        self.nonfinite = Counter("gradpost_nonfinite_pushes", "Pushes refused for NaN or infinity.", registry=registry)
+        self.disagreements = Counter(
+            "gradpost_hyper_parameter_disagreements", "Contributions whose numbers were ignored.", registry=registry
+        )
+        Gauge("gradpost_compute_queue", "Tensor jobs that are queued or running.", registry=registry).set_function(
+            lambda: compute.num_jobs
+        )

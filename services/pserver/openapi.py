@@ -1,0 +1,60 @@
+"""OpenAPI descriptions of the binary endpoints, which FastAPI cannot read off a signature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ps_protocol.fence import Fence
+from ps_protocol.frames import CONTENT_TYPE
+from ps_protocol.messages import BarrierAnswer, PushAnswer
+from ps_protocol.routes import BARRIER_HEADER, WAIT_HEADER
+
+_BINARY = {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}
+
+
+def _header(name: str, description: str, *, required: bool = True, schema: dict[str, Any] | None = None) -> Any:
+    return {
+        "name": name,
+        "in": "header",
+        "required": required,
+        "description": description,
+        "schema": schema or {"type": "string"},
+    }
+
+
+_EXAMPLE = Fence(
+    protocol=1, run="5f0c", attempt=0, plan="9a1e", pserver=0, pserver_incarnation=1, rank=0, trainer_incarnation=1,
+    round=1,
+)  # fmt: skip
+_FENCE = [_header(name, f"part of the fence, such as {value}") for name, value in _EXAMPLE.to_headers().items()]
+_BARRIER = _header(BARRIER_HEADER, "which barrier", schema={"type": "string", "enum": ["batch", "fetch"]})
+
+
+def _json_answer(model: type[PushAnswer] | type[BarrierAnswer]) -> dict[str, Any]:
+    return {"200": {"description": "done", "content": {"application/json": {"schema": model.model_json_schema()}}}}
+
+
+SEND_OPENAPI: dict[str, Any] = {
+    "tags": ["tensors"],
+    "description": "The body is a safetensors stream. The metadata of a contribution's last push holds `num_blocks` "
+    "(how many blocks the trainer sent here in this round) and `hyper_parameters` (JSON, one object a group).",
+    "parameters": _FENCE,
+    "requestBody": {"required": True, "content": _BINARY},
+    "responses": _json_answer(PushAnswer),
+}
+GET_OPENAPI: dict[str, Any] = {
+    "tags": ["tensors"],
+    "description": "Waits for the round to be applied. The batch barrier may ride on it. The body may be a JSON list "
+    "of block names; without one the whole shard is answered.",
+    "parameters": [
+        *_FENCE,
+        {**_BARRIER, "required": False},
+        _header(WAIT_HEADER, "how long to wait at most, in seconds", required=False, schema={"type": "number"}),
+    ],
+    "responses": {"200": {"description": "exactly the version of the fence's round", "content": _BINARY}},
+}
+BARRIER_OPENAPI: dict[str, Any] = {
+    "tags": ["tensors"],
+    "parameters": [*_FENCE, _BARRIER],
+    "responses": _json_answer(BarrierAnswer),
+}

@@ -1,0 +1,98 @@
+"""A shard's optimizer blocks: slots, step states, and the runs in which they are stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ps_protocol.optimizers import HyperParameters, OptimizerSpec
+
+from .layout import ShardLayout
+from .optimizer_rules import UPDATE_RULES, Operands, StepState
+
+
+@dataclass(slots=True)
+class _Stepped:
+    """Blocks of one group in one state, and the flat ranges that they make up."""
+
+    names: list[str] = field(default_factory=list)
+    runs: list[tuple[int, int]] = field(default_factory=list)
+
+
+class OptimizerBlocks:
+    """Owns the slots, flat float32 tensors of the shard's layout that are allocated when first needed, and the
+    step states, one a block, because a parameter without a gradient is skipped as `torch.optim` does.
+
+    Synchronous, not thread-safe.
+    """
+
+    def __init__(self, layout: ShardLayout, spec: OptimizerSpec) -> None:
+        self.spec = spec
+        self._layout = layout
+        self._rule = UPDATE_RULES[spec.name]
+        self._slots: dict[str, Tensor] = {}
+        self._states = dict.fromkeys(layout.place, StepState())
+
+    def apply(
+        self, values: Tensor, gradient: Tensor, present: Collection[str], hyper_parameters: list[HyperParameters]
+    ) -> None:
+        """Step the blocks named in `present`, once.
+
+        `values` and `gradient` are flat float32 tensors of the layout; `values` is written, `gradient` read
+        where blocks are present. `hyper_parameters` holds one checked dictionary for each parameter group.
+        """
+        for (group, state), stepped in self._find_runs(frozenset(present)).items():
+            options = {**hyper_parameters[group], **self.spec.group_flags[group]}
+            pieces = [piece for run in stepped.runs for piece in self._cut(*run)]
+            operands = Operands(
+                values=[values[begin:end] for begin, end in pieces],
+                gradients=[gradient[begin:end] for begin, end in pieces],
+                slots={
+                    name: [slot[begin:end] for begin, end in pieces]
+                    for name in self._rule.slots(options)
+                    for slot in (self._slot(name),)
+                },
+                state=state,
+            )
+            self._states.update(dict.fromkeys(stepped.names, self._rule.step(operands, options)))
+
+    def slots(self) -> dict[str, Tensor]:
+        """The slots allocated so far, by torch's name; flat float32 tensors of the layout, not copies."""
+        return dict(self._slots)
+
+    def states(self) -> dict[str, StepState]:
+        """The step state of every block, by block name."""
+        return dict(self._states)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the slots take."""
+        return sum(slot.nbytes for slot in self._slots.values())
+
+    def _find_runs(self, present: frozenset[str]) -> dict[tuple[int, StepState], _Stepped]:
+        """Present blocks by group and state; adjacent ones share a run, unless a parameter ends within a window."""
+        found: dict[tuple[int, StepState], _Stepped] = {}
+        for place in self._layout.places:
+            if place.name not in present:
+                continue
+            stepped = found.setdefault((place.group, self._states[place.name]), _Stepped())
+            stepped.names.append(place.name)
+            if stepped.runs and stepped.runs[-1][1] == place.step_begin:
+                stepped.runs[-1] = (stepped.runs[-1][0], place.step_end)
+            else:
+                stepped.runs.append((place.step_begin, place.step_end))
+        return found
+
+    def _cut(self, begin: int, end: int) -> list[tuple[int, int]]:
+        size = self._rule.max_elements
+        if size is None:
+            return [(begin, end)]
+        return [(at, min(at + size, end)) for at in range(begin, end, size)]
+
+    def _slot(self, name: str) -> Tensor:
+        if name not in self._slots:
+            self._slots[name] = torch.zeros(self._layout.num_elements)
+        return self._slots[name]

@@ -1,0 +1,111 @@
+"""The pserver: its identity and the run that it serves, one after another."""
+
+from __future__ import annotations
+
+import secrets
+
+from ps_protocol.errors import Conflict, NotReady, StalePserver
+from ps_protocol.messages import InstallMembers, InstallRun, PserverHeartbeat, PserverRegistered, PserverState
+from ps_protocol.vocabulary import Incarnation, PserverIndex
+from services.runtime.compute import ComputeExecutor
+
+from .bodies import BufferPool
+from .metrics import PserverMetrics
+from .run import PserverRun
+
+
+class Pserver:
+    """Who this process is (assigned by the coordinator) and what it holds. Lives on the event loop."""
+
+    def __init__(self, compute: ComputeExecutor, metrics: PserverMetrics) -> None:
+        self.instance = secrets.token_hex(16)  # of the process, so that a registration can be retried
+        self.index: PserverIndex | None = None
+        self.incarnation: Incarnation | None = None
+        self.pool = BufferPool()
+        self._compute = compute
+        self._metrics = metrics
+        self._run: PserverRun | None = None
+
+    @property
+    def run(self) -> PserverRun:
+        """The current run, or NotReady."""
+        if self._run is None:
+            raise NotReady("this pserver has no run yet", waiting_for="the cluster to be complete")
+        return self._run
+
+    def registered(self, answer: PserverRegistered) -> None:
+        """Take the identity that the coordinator gave; a run of an earlier identity is dropped."""
+        if (self.index, self.incarnation) != (answer.index, answer.incarnation):
+            self.index, self.incarnation, self._run = answer.index, answer.incarnation, None
+
+    async def install_run(self, message: InstallRun) -> None:
+        """Start serving a run; the same installation again changes nothing."""
+        if message.incarnation != self.incarnation or self.index is None:
+            raise StalePserver(
+                "this installation was meant for another life of this pserver",
+                expected=self.incarnation, actual=message.incarnation,
+            )  # fmt: skip
+        current = self._run
+        if current is not None and current.install.run == message.run:
+            if current.install.plan != message.plan:
+                raise Conflict("this run was installed with another plan")
+            return
+        run = PserverRun(message, self.index, self._compute, self._metrics)
+        self._run = run
+        await run.publish_initial()
+
+    async def install_members(self, message: InstallMembers) -> None:
+        """Pass a change of members to the run it belongs to."""
+        if self._run is not None:
+            await self._run.install_members(message)
+
+    def readiness(self) -> str | None:
+        """What is missing before this process can serve, or None."""
+        return "registration with the coordinator" if self.index is None else None
+
+    def heartbeat(self) -> PserverHeartbeat:
+        """What the coordinator is told regularly."""
+        run = self._run
+        return PserverHeartbeat(
+            incarnation=self.incarnation or 0,
+            run=run.install.run if run else None,
+            round=run.rounds.applied if run else 0,
+            missing=tuple(run.rounds.missing) if run and run.waiting_seconds else (),
+            waiting_seconds=run.waiting_seconds if run else 0.0,
+        )
+
+    def update_gauges(self) -> None:
+        """Called when metrics are scraped."""
+        self._metrics.staged_bytes.set(self.pool.used_bytes)
+        self._metrics.pooled_bytes.set(self.pool.idle_bytes)
+        self._metrics.round.set(self._run.rounds.applied if self._run else 0)
+        self._metrics.missing.set(len(self._run.rounds.missing) if self._run and self._run.waiting_seconds else 0)
+
+    async def state(self, *, with_digest: bool) -> PserverState:
+        """A picture for inspection; the digest reads the whole shard and is made on request only."""
+        run = self._run
+        if run is None:
+            return PserverState(
+                index=self.index, incarnation=self.incarnation, run=None, round=0, members=(), batch_barriers=(),
+                fetch_barriers=(), missing=(), waiting_seconds=0, num_blocks=0, shard_bytes=0, pushed_bytes=0,
+                pulled_bytes=0, transports=(), digest=None, failure=None,
+            )  # fmt: skip
+        rounds = run.rounds
+        return PserverState(
+            index=self.index,
+            incarnation=self.incarnation,
+            run=run.install.run,
+            round=rounds.applied,
+            members=tuple(sorted(rounds.members)),
+            batch_barriers=tuple(sorted(rounds.batch_barriers)),
+            fetch_barriers=tuple(sorted(rounds.fetch_barriers)),
+            missing=tuple(rounds.missing),
+            waiting_seconds=run.waiting_seconds,
+            num_blocks=len(run.plan.shards[run.index]),
+            shard_bytes=run.plan.shard_bytes(run.index),
+            pushed_bytes=run.pushed_bytes,
+            pulled_bytes=run.pulled_bytes,
+            transports=tuple(sorted(run.transports)),
+            digest=await run.digest() if with_digest else None,
+            failure=run.failure.to_problem() if run.failure else None,
+        )

@@ -1,0 +1,400 @@
+"""One run on one pserver: the rounds, the shard and the `asyncio.Condition` that guards them.
+
+Decisions are made synchronously by `Rounds`; this class does the waiting and hands tensor work to the compute
+thread. After every `await` the fence is checked again, since a round, a member or the run may have gone meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import xxhash
+
+from ps_protocol.errors import (
+    ApplyFailed,
+    BadHyperParameters,
+    GradpostError,
+    MalformedFrame,
+    NonFiniteGradient,
+    NotReady,
+    RoundPending,
+    RoundTimeout,
+    StaleRound,
+    StaleTrainer,
+    UnknownBlock,
+    WrongDtype,
+    WrongShape,
+    error_from_problem,
+)
+from ps_protocol.fence import Fence
+from ps_protocol.messages import BarrierAnswer, InstallMembers, InstallRun, PushAnswer
+from ps_protocol.optimizers import HyperParameters, check_hyper_parameters
+from ps_protocol.plan import SlicePlan
+from ps_protocol.routes import HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY
+from ps_protocol.vocabulary import PserverIndex, Rank, Round
+from services.runtime.compute import ComputeExecutor
+from services.runtime.logs import get_logger
+
+from .bodies import Body
+from .metrics import PserverMetrics
+from .rounds import Apply, Rounds
+from .shard import Shard
+from .tensors import StagedBlock, find_nonfinite
+
+log = get_logger()
+
+BarrierKind = Literal["batch", "fetch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The frame of one version, shared by everyone who gets it: the same bytes, encoded once."""
+
+    round: Round
+    chunks: Sequence[bytes]
+
+    @property
+    def num_bytes(self) -> int:
+        """Content-Length of the reply."""
+        return sum(map(len, self.chunks))
+
+
+class PserverRun:
+    """Everything a pserver holds for one run. Lives on the event loop; tensors are touched on `compute` only."""
+
+    def __init__(
+        self, install: InstallRun, index: PserverIndex, compute: ComputeExecutor, metrics: PserverMetrics
+    ) -> None:
+        self.install = install
+        self.index = index
+        self.plan = SlicePlan.from_json(install.plan)
+        self.shard = Shard(self.plan, index)
+        self.rounds: Rounds[StagedBlock] = Rounds(install.members)
+        self.members_number = install.number
+        self.failure: GradpostError | None = None
+        self.pushed_bytes = 0
+        self.pulled_bytes = 0
+        self.transports: set[str] = set()  # HTTP versions of the data requests
+        self._condition = asyncio.Condition()
+        self._compute = compute
+        self._metrics = metrics
+        self._reply: Reply | None = None  # of the applied round, once it may be read
+        self._waiting_since: float | None = None  # the open round's first batch barrier, by the loop's clock
+        self._apply_task: asyncio.Task[None] | None = None
+        self._disagreement_was_said = False
+
+    # ------------------------------------------------------------------ fences
+
+    def check_fence(self, fence: Fence) -> None:
+        """Raise what is stale about a request's addressee, or the failure that ended the run."""
+        fence.check_addressee(
+            run=self.install.run,
+            attempt=self.install.attempt,
+            plan=self.plan.digest,
+            pserver=self.index,
+            pserver_incarnation=self.install.incarnation,
+        )
+        if self.failure is not None:
+            raise self.failure
+
+    def admit_push(self, fence: Fence) -> Literal["open", "already_applied"]:
+        """Check a push before its body is read, and again before it is staged."""
+        self.check_fence(fence)
+        if self._reply is None:  # nothing may be stepped before version 0 can be read
+            raise NotReady("the initial values are not complete", waiting_for=self._uploader_name)
+        return self.rounds.admit(fence.rank, fence.trainer_incarnation, fence.round)
+
+    def admit_initial(self, fence: Fence) -> Literal["open", "already_applied"]:
+        """Check an upload of initial values: round 0, from the elected trainer."""
+        self.check_fence(fence)
+        self.rounds.check_member(fence.rank, fence.trainer_incarnation)
+        if fence.round != 0 or fence.rank != self.install.uploader:
+            raise StaleTrainer(f"the initial values are round 0 and come from {self._uploader_name}")
+        return "already_applied" if self.shard.is_initialised else "open"
+
+    @property
+    def _uploader_name(self) -> str:
+        return f"trainer {self.install.uploader}"
+
+    # ------------------------------------------------------------------ push
+
+    async def push(self, fence: Fence, body: Body) -> PushAnswer:
+        """Validate and stage one bucket. Answers as before if it was staged before; changes nothing on an error."""
+        num_blocks, hyper_parameters = self._parse_metadata(body.frame.metadata)
+        blocks = self._parse_blocks(body)
+        if self.install.nonfinite == "reject" and blocks:
+            culprit = await self._compute.run(find_nonfinite, blocks)
+            if culprit is not None:
+                self._metrics.nonfinite.inc()
+                raise NonFiniteGradient(
+                    f"trainer {fence.rank} pushed NaN or infinity in block {culprit!r} in round {fence.round}; "
+                    "nothing of this push was staged"
+                )
+        if self.admit_push(fence) == "already_applied":
+            return PushAnswer(status="already_applied", duplicates=len(blocks))
+        staged = self.rounds.blocks_arrived(fence.rank, blocks, num_blocks, hyper_parameters)
+        self.pushed_bytes += len(body.buffer)
+        self._metrics.staged_blocks.inc(staged)
+        complete = self.rounds.contributions[fence.rank].is_complete
+        return PushAnswer(status="staged", staged=staged, duplicates=len(blocks) - staged, complete=complete)
+
+    async def set_initial(self, fence: Fence, body: Body) -> PushAnswer:
+        """Store initial values and buffers; the run is readable at version 0 once all of them are here."""
+        entries = body.frame.tensors
+        known_buffers = {spec.name: spec for spec in self.plan.buffers if spec.pserver == self.index}
+        buffers = [e for e in entries if e.name in known_buffers]
+        for entry in buffers:
+            spec = known_buffers[entry.name]
+            if (entry.dtype, entry.shape) != (spec.dtype, spec.shape):
+                raise WrongShape(
+                    f"buffer {entry.name!r} does not fit the plan",
+                    expected=f"{spec.dtype} {list(spec.shape)}",
+                    actual=f"{entry.dtype} {list(entry.shape)}",
+                )
+        blocks = self._parse_blocks(body, skip=known_buffers.keys())
+
+        def store() -> None:
+            if not self.shard.is_initialised:  # a late duplicate must not overwrite what has been stepped since
+                for name, block in blocks.items():
+                    self.shard.set_initial(name, block.tensor())
+                for entry in buffers:
+                    self.shard.set_initial_buffer(entry.name, body.view(entry))
+
+        if self.admit_initial(fence) == "already_applied":
+            return PushAnswer(status="already_applied", duplicates=len(entries))
+        await self._compute.run(store)
+        await self.publish_initial()
+        return PushAnswer(status="staged", staged=len(entries), complete=self.shard.is_initialised)
+
+    async def publish_initial(self) -> None:
+        """Make version 0 readable once every value is here; a shard without blocks is so from the start."""
+        reply = await self._compute.run(self._encode_initial)
+        async with self._condition:
+            if reply is not None and self._reply is None:
+                self._reply = reply
+            self._condition.notify_all()
+
+    def _encode_initial(self) -> Reply | None:
+        ready = self.shard.is_initialised and self.shard.version == 0
+        return self._encode(0) if ready else None
+
+    def _parse_metadata(self, metadata: Mapping[str, str]) -> tuple[int | None, list[HyperParameters] | None]:
+        """The last push of a contribution says how many blocks it has, and the optimizer's numbers."""
+        text = metadata.get(NUM_BLOCKS_KEY)
+        if text is None:
+            return None, None
+        if not (text.isascii() and text.isdigit() and len(text) <= 9):
+            raise MalformedFrame(f"{NUM_BLOCKS_KEY} is not a number", expected="decimal digits", actual=text[:40])
+        assert self.plan.optimizer is not None  # a run always has one
+        try:
+            numbers = json.loads(metadata.get(HYPER_PARAMETERS_KEY, "null"))
+        except (ValueError, RecursionError) as error:
+            raise BadHyperParameters(f"{HYPER_PARAMETERS_KEY} is not JSON: {error}") from None
+        return int(text), check_hyper_parameters(self.plan.optimizer, numbers)
+
+    def _parse_blocks(self, body: Body, skip: Any = ()) -> dict[str, StagedBlock]:
+        blocks = {}
+        for entry in body.frame.tensors:
+            if entry.name in skip:
+                continue
+            place = self.shard.layout.place.get(entry.name)
+            if place is None:
+                raise UnknownBlock(f"block {entry.name!r} is not on pserver {self.index}")
+            if entry.dtype != place.dtype:
+                raise WrongDtype(f"block {entry.name!r}", expected=place.dtype, actual=entry.dtype)
+            if entry.shape != (place.block.num_elements,):
+                raise WrongShape(f"block {entry.name!r}", expected=[place.block.num_elements], actual=list(entry.shape))
+            blocks[entry.name] = StagedBlock(body, entry)
+        return blocks
+
+    # ------------------------------------------------------------------ barriers
+
+    def barrier_arrived(self, fence: Fence, kind: BarrierKind) -> BarrierAnswer:
+        """Count a barrier; starts the apply that it completes. Never waits."""
+        self.check_fence(fence)
+        if kind == "batch":
+            apply = self.rounds.batch_barrier_arrived(fence.rank, fence.trainer_incarnation, fence.round)
+            if self._waiting_since is None and self.rounds.batch_barriers:
+                self._waiting_since = asyncio.get_running_loop().time()
+        else:
+            apply = self.rounds.fetch_barrier_arrived(fence.rank, fence.trainer_incarnation, fence.round)
+        self._start(apply)
+        return BarrierAnswer(round=self.rounds.open, missing=tuple(self.rounds.missing))
+
+    async def install_members(self, message: InstallMembers) -> None:
+        """Take over a newer set of members, or the failure that ends every wait; an older number changes nothing."""
+        if message.run != self.install.run or message.number <= self.members_number:
+            return
+        self.members_number = message.number
+        if message.failure is not None:
+            await self._fail(error_from_problem(message.failure))
+            return
+        self._start(self.rounds.members_changed(message.members))
+        async with self._condition:
+            self._condition.notify_all()
+
+    # ------------------------------------------------------------------ apply
+
+    def _start(self, apply: Apply[StagedBlock] | None) -> None:
+        # A task of the run, not of the request that completed the barrier: that client may go away.
+        if apply is not None:
+            self._warn_of_disagreement(apply)
+            if self._waiting_since is not None:
+                self._metrics.barrier_wait.observe(asyncio.get_running_loop().time() - self._waiting_since)
+            self._apply_task = asyncio.create_task(self._apply(apply), name=f"apply round {apply.round}")
+
+    async def _apply(self, apply: Apply[StagedBlock]) -> None:
+        try:
+            with self._metrics.apply_seconds.time():
+                reply = await self._compute.run(self._step, apply)
+        except Exception as error:
+            log.exception("apply failed", round=apply.round)
+            await self._fail(
+                ApplyFailed(f"the optimizer of pserver {self.index} failed in round {apply.round}: {error}")
+            )
+            return
+        async with self._condition:
+            self.rounds.round_applied()
+            self._reply = reply
+            self._waiting_since = None
+            self._condition.notify_all()
+        self._metrics.rounds.inc()
+
+    def _step(self, apply: Apply[StagedBlock]) -> Reply:
+        """On the compute thread: aggregate in rank order, step, and encode what everybody will get."""
+        contributions = [{name: b.tensor() for name, b in c.blocks.items()} for c in apply.contributions]
+        gradient, present = self.shard.aggregate(contributions)
+        self.shard.apply(gradient, present, apply.hyper_parameters)
+        return self._encode(apply.round)
+
+    def _encode(self, round_: Round) -> Reply:
+        return Reply(round_, self.shard.encode(metadata=self._metadata(round_)))
+
+    def _metadata(self, round_: Round) -> dict[str, str]:
+        return {"run": self.install.run, "attempt": str(self.install.attempt), "round": str(round_)}
+
+    def _warn_of_disagreement(self, apply: Apply[StagedBlock]) -> None:
+        for rank, contribution in zip(apply.ranks, apply.contributions, strict=True):
+            if contribution.hyper_parameters != apply.hyper_parameters:
+                self._metrics.disagreements.inc()
+                if not self._disagreement_was_said:
+                    self._disagreement_was_said = True
+                    log.warning(
+                        "trainers push different hyper-parameters; the lowest rank's count",
+                        round=apply.round, used=f"trainer {apply.ranks[0]}", ignored=f"trainer {rank}",
+                    )  # fmt: skip
+
+    async def _fail(self, failure: GradpostError) -> None:
+        if self.failure is None:
+            self.failure = failure
+            log.error("run failed", code=failure.code, reason=failure.detail)
+        async with self._condition:
+            self._condition.notify_all()
+
+    # ------------------------------------------------------------------ inspection
+
+    async def inspect(self, names: Sequence[str]) -> Sequence[bytes]:
+        """Frame of these blocks as they are now, all of one version, which stands in the metadata."""
+        if self._reply is None:
+            raise NotReady("the initial values are not complete", waiting_for=self._uploader_name)
+        self._check_names(names)
+        _, chunks = await self._compute.run(self._encode_some, list(names))
+        return chunks
+
+    async def inspect_buffers(self) -> Sequence[bytes]:
+        """Frame of the buffers that live here."""
+        if self._reply is None:
+            raise NotReady("the initial values are not complete", waiting_for=self._uploader_name)
+        return await self._compute.run(self.shard.encode_buffers)
+
+    async def digest(self) -> str:
+        """Of everything that a request could change: values, slots, steps, barriers and staged contributions."""
+        rounds = self.rounds
+        barriers = (rounds.applied, sorted(rounds.batch_barriers), sorted(rounds.fetch_barriers))
+        staged = xxhash.xxh3_128(repr(barriers).encode())
+        for rank, contribution in sorted(rounds.contributions.items()):
+            staged.update(repr((rank, contribution.num_blocks, contribution.hyper_parameters)).encode())
+            for name, block in sorted(contribution.blocks.items()):
+                staged.update(name.encode())
+                staged.update(block.body.view(block.entry))
+        return f"{await self._compute.run(self.shard.digest)}-{staged.hexdigest()}"
+
+    # ------------------------------------------------------------------ get
+
+    async def get(self, fence: Fence, wait_seconds: float, names: Sequence[str] = ()) -> Reply:
+        """Return exactly version `fence.round`, waiting up to `wait_seconds` for it.
+
+        Raises RoundPending after that (the caller asks again), RoundTimeout when a trainer has been missing for the
+        round time-out, StaleRound when the version has been overwritten.
+        """
+        reply = await self._wait_for_round(fence, wait_seconds)
+        if names:
+            self._check_names(names)
+            version, chunks = await self._compute.run(self._encode_some, list(names))
+            self.check_fence(fence)
+            if version != fence.round:
+                raise StaleRound(f"round {fence.round} has been overwritten", current=version)
+            reply = Reply(version, chunks)
+        return reply
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self.shard.layout.place:
+                raise UnknownBlock(f"block {name!r} is not on pserver {self.index}")
+
+    def _encode_some(self, names: list[str]) -> tuple[Round, Sequence[bytes]]:
+        # The compute thread runs one job at a time, so the version belongs to the values.
+        version = self.shard.version
+        return version, self.shard.encode(names, metadata=self._metadata(version))
+
+    async def _wait_for_round(self, fence: Fence, wait_seconds: float) -> Reply:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_seconds
+        async with self._condition:
+            while True:
+                self.check_fence(fence)
+                self.rounds.admit(fence.rank, fence.trainer_incarnation, max(fence.round, 0))
+                if self._reply is not None and self._reply.round == fence.round:
+                    return self._reply
+                if self._reply is not None and self._reply.round > fence.round:
+                    raise StaleRound(f"round {fence.round} has been overwritten", current=self._reply.round)
+                timeout = min(deadline, self._round_deadline()) - loop.time()
+                if timeout <= 0:
+                    raise self._still_waiting(fence.round)
+                try:
+                    await asyncio.wait_for(self._condition.wait(), timeout)
+                except TimeoutError:
+                    continue
+
+    def _round_deadline(self) -> float:
+        if self._waiting_since is None or self.rounds.applying is not None:
+            return float("inf")
+        return self._waiting_since + self.install.round_timeout_seconds
+
+    def _still_waiting(self, round_: Round) -> GradpostError:
+        if self._reply is None:
+            return NotReady("the initial values are not complete", waiting_for=self._uploader_name)
+        missing = self.rounds.missing
+        if self._round_deadline() <= asyncio.get_running_loop().time():
+            return RoundTimeout(
+                f"{name_trainers(missing)} did not reach the batch barrier of round {self.rounds.open} within the "
+                f"round time-out of {self.install.round_timeout_seconds:g} s",
+                missing=missing, round=self.rounds.open,
+            )  # fmt: skip
+        return RoundPending(
+            f"round {round_} waits for {name_trainers(missing) or 'its apply'}", missing=missing, round=self.rounds.open
+        )
+
+    @property
+    def waiting_seconds(self) -> float:
+        """How long the open batch barrier has been waiting for its missing trainers."""
+        return 0.0 if self._waiting_since is None else asyncio.get_running_loop().time() - self._waiting_since
+
+
+def name_trainers(ranks: Sequence[Rank]) -> str:
+    """`trainer 1` or `trainers 1, 3`."""
+    return f"trainer{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""

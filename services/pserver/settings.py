@@ -1,0 +1,14 @@
+"""Settings of a pserver."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from services.runtime.settings import ServiceSettings
+
+
+class PserverSettings(ServiceSettings):
+    """Flag over `GRADPOST_*` over file over default."""
+
+    pserver_index: int | None = Field(default=None, ge=0, description="None: the coordinator chooses")
+    threads: int = Field(default=1, ge=1, description="torch threads of the compute thread")

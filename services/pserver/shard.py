@@ -1,0 +1,133 @@
+"""The shard: the values of one pserver's blocks, and everything that is done to them.
+
+Synchronous and not thread-safe: one thread computes. What happens in a round:
+
+    gradient, present = shard.aggregate(contributions)       # in rank order
+    shard.apply(gradient, present, hyper_parameters)
+    chunks = shard.encode(metadata={"round": "7"})           # the same bytes for everyone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+import xxhash
+from torch import Tensor
+
+from ps_protocol.errors import UnknownBlock, UnsupportedOptimizer, WrongDtype, WrongShape
+from ps_protocol.frames import encode_header
+from ps_protocol.optimizers import HyperParameters
+from ps_protocol.plan import SlicePlan
+from ps_protocol.vocabulary import PserverIndex
+
+from .aggregation import Aggregator
+from .layout import ShardLayout
+from .optimizer_blocks import OptimizerBlocks
+from .reply_chunks import ChunkEncoder, view_bytes
+from .tensors import TORCH_DTYPES
+
+
+class Shard:
+    """Masters are float32, whatever a parameter's dtype. Buffers are stored as they came and never stepped."""
+
+    def __init__(self, plan: SlicePlan, pserver: PserverIndex) -> None:
+        self.layout = ShardLayout(plan, pserver)
+        self.values = torch.zeros(self.layout.num_elements)  # flat float32; blocks are views of it
+        self.version = 0  # applies so far
+        self.versions = dict.fromkeys(self.layout.place, 0)  # the same of each block; an absent gradient adds none
+        self.optimizer = None if plan.optimizer is None else OptimizerBlocks(self.layout, plan.optimizer)
+        self._aggregator = Aggregator(self.layout)
+        self._encoder = ChunkEncoder(self.values)
+        self._buffer_specs = {spec.name: spec for spec in plan.buffers if spec.pserver == pserver}
+        self._buffers: dict[str, bytes] = {}
+        self._initialised: set[str] = set()
+
+    def block(self, name: str) -> Tensor:
+        """The master values of one block: a view of shape (num_elements,), float32. Raises UnknownBlock."""
+        place = self.layout.place.get(name)
+        if place is None:
+            raise UnknownBlock(f"block {name!r} is not in this shard")
+        return self.values[place.begin : place.end]
+
+    def set_initial(self, name: str, source: Tensor) -> None:
+        """Copy a block's first values from a tensor of shape (num_elements,) in the parameter's dtype.
+
+        Raises UnknownBlock, WrongDtype or WrongShape.
+        """
+        block = self.block(name)
+        dtype = TORCH_DTYPES[self.layout.place[name].dtype]
+        if source.dtype != dtype:
+            raise WrongDtype(f"block {name!r}", expected=str(dtype), actual=str(source.dtype))
+        if source.shape != block.shape:
+            raise WrongShape(f"block {name!r}", expected=list(block.shape), actual=list(source.shape))
+        block.copy_(source)
+        self._initialised.add(name)
+
+    def set_initial_buffer(self, name: str, data: bytes | bytearray | memoryview) -> None:
+        """Store a buffer's bytes. Raises UnknownBlock or WrongShape."""
+        spec = self._buffer_specs.get(name)
+        if spec is None:
+            raise UnknownBlock(f"buffer {name!r} is not in this shard")
+        if len(data) != spec.num_bytes:
+            raise WrongShape(f"buffer {name!r}", expected=f"{spec.num_bytes} bytes", actual=f"{len(data)} bytes")
+        self._buffers[name] = bytes(data)
+
+    @property
+    def is_initialised(self) -> bool:
+        """Whether every block and buffer has had its first values; a shard without any has from the start."""
+        return len(self._initialised) == len(self.layout.place) and len(self._buffers) == len(self._buffer_specs)
+
+    def aggregate(self, contributions: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, tuple[str, ...]]:
+        """Average contributions, which stand in rank order; see `Aggregator.aggregate`.
+
+        Returns the flat float32 gradient, which holds until the next call, and the names of the present blocks.
+        """
+        return self._aggregator.aggregate(contributions)
+
+    def apply(self, gradient: Tensor, present: Collection[str], hyper_parameters: list[HyperParameters]) -> None:
+        """Step the present blocks once with a gradient of the layout. Raises UnsupportedOptimizer if there is none.
+
+        After any other exception the shard is in an unknown state.
+        """
+        if self.optimizer is None:
+            raise UnsupportedOptimizer("this plan has no optimizer")
+        self.optimizer.apply(self.values, gradient, present, hyper_parameters)
+        self.version += 1
+        for name in present:
+            self.versions[name] += 1
+
+    def encode(self, blocks: Collection[str] | None = None, metadata: Mapping[str, str] | None = None) -> list[bytes]:
+        """A frame of these blocks (all by default) in plan order and the parameters' dtypes.
+
+        The header comes first, then chunks of about 1 MiB. The bytes are copies: they stay when the shard goes on.
+        """
+        for name in blocks or ():
+            self.block(name)  # raises UnknownBlock
+        wanted = self.layout.place.keys() if blocks is None else frozenset(blocks)
+        places = [place for name, place in self.layout.place.items() if name in wanted]
+        header = encode_header([(p.name, p.dtype, (p.block.num_elements,)) for p in places], metadata)
+        return [header, *self._encoder.encode(places)]
+
+    def encode_buffers(self, metadata: Mapping[str, str] | None = None) -> list[bytes]:
+        """A frame of the buffers that were set, in plan order and with their shapes."""
+        specs = [spec for name, spec in self._buffer_specs.items() if name in self._buffers]
+        header = encode_header([(spec.name, spec.dtype, spec.shape) for spec in specs], metadata)
+        return [header, *(self._buffers[spec.name] for spec in specs)]
+
+    def digest(self) -> str:
+        """XXH3 of values, slots, step states and buffers: equal exactly if two shards of a plan hold the same."""
+        digest = xxhash.xxh3_128()
+        slots = self.optimizer.slots() if self.optimizer else {}
+        states = self.optimizer.states() if self.optimizer else {}
+        flat = {"": view_bytes(self.values)} | {name: view_bytes(slot) for name, slot in sorted(slots.items())}
+        for name, place in self.layout.place.items():
+            digest.update(repr((name, tuple(states.get(name, ())))).encode())
+            for slot_name, data in flat.items():
+                digest.update(slot_name.encode())
+                digest.update(data[4 * place.begin : 4 * place.end])
+        for name in self._buffer_specs:
+            if name in self._buffers:
+                digest.update(name.encode())
+                digest.update(self._buffers[name])
+        return digest.hexdigest()

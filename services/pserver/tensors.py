@@ -1,0 +1,41 @@
+"""Staged blocks as torch sees them: views into received bodies, never copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ps_protocol.frames import TensorEntry
+
+from .bodies import Body
+from .finite import is_finite
+
+TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedBlock:
+    """One block of a received body. Holding it keeps the body's buffer from being reused."""
+
+    body: Body
+    entry: TensorEntry
+
+    def tensor(self) -> Tensor:
+        """View of shape (num_elements,) in the wire's dtype; valid while this block is held, not to be written."""
+        return torch.frombuffer(
+            self.body.buffer,
+            dtype=TORCH_DTYPES[self.entry.dtype],
+            count=self.entry.shape[0],
+            offset=self.body.frame.data_begin + self.entry.begin,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StagedBlock) and self.body.view(self.entry) == other.body.view(other.entry)
+
+
+def find_nonfinite(blocks: Mapping[str, StagedBlock]) -> str | None:
+    """Return the name of a block that holds NaN or infinity, if there is one."""
+    return next((name for name, block in blocks.items() if not is_finite(block.tensor())), None)

@@ -1,0 +1,1 @@
+"""What every service process needs, whatever its role: settings, HTTP application and server, metrics, logs."""

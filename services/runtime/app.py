@@ -1,0 +1,147 @@
+"""The FastAPI application that every service starts from, and raw ASGI routes inside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import Any, TypeAlias
+
+from fastapi import FastAPI, Request, Response
+from starlette.routing import Match, Route
+from starlette.types import Receive, Scope, Send
+
+from ps_protocol.errors import PROBLEM_CONTENT_TYPE, NotReady
+from ps_protocol.routes import HEALTH, METRICS, READY
+from ps_protocol.vocabulary import PROTOCOL_VERSION
+
+from .loop_lag import watch_loop_lag
+from .metrics import MeasureRequests, ServiceMetrics
+from .problems import install_error_handlers
+
+Lifespan: TypeAlias = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+RawEndpoint: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # of a control message; a plan of very many blocks is the largest one
+
+_PROBLEM_SCHEMA = {
+    "type": "object",
+    "description": "RFC 9457 problem document; further members depend on the code",
+    "required": ["type", "title", "status", "detail", "code", "may_be_retried"],
+    "properties": {
+        "type": {"type": "string"},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string"},
+        "instance": {"type": "string", "description": "path of the request"},
+        "code": {"type": "string", "description": "stable name of the error"},
+        "may_be_retried": {"type": "boolean"},
+    },
+}
+_PROBLEM_RESPONSE = {
+    "description": "Any error",
+    "content": {PROBLEM_CONTENT_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+}
+
+
+def make_app(
+    *,
+    title: str,
+    role: str,
+    metrics: ServiceMetrics,
+    is_ready: Callable[[], str | None],
+    lifespan: Lifespan | None = None,
+) -> FastAPI:
+    """An application with problem documents for errors, request metrics, and the routes that every service has.
+
+    `is_ready` returns None, or what is still missing; it is called for every probe and must be quick. `lifespan`
+    runs around serving, with the measurement of event loop lag around it; what it yields is not used.
+    """
+
+    @asynccontextmanager
+    async def measured_lifespan(app: FastAPI) -> AsyncIterator[None]:
+        lag = asyncio.create_task(watch_loop_lag(metrics.loop_lag.observe))
+        try:
+            async with lifespan(app) if lifespan else nullcontext():
+                yield
+        finally:
+            lag.cancel()
+
+    app = _ServiceApp(
+        title=title,
+        version=str(PROTOCOL_VERSION),
+        lifespan=measured_lifespan,
+        redoc_url=None,
+        responses={"default": _PROBLEM_RESPONSE},
+        # OpenTelemetry would measure every request a second time, the tensors' ones included.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False},
+    )
+    app.router.max_body_size = MAX_MESSAGE_BYTES  # of path operations; raw routes mind their own bodies
+    install_error_handlers(app)
+    app.add_middleware(MeasureRequests, metrics=metrics)  # added last, so outermost: it sees what the client gets
+
+    @app.get(HEALTH, tags=["service"])
+    async def health() -> dict[str, str]:
+        """The process lives and its event loop runs."""
+        return {"status": "ok"}
+
+    @app.get(READY, tags=["service"])
+    async def ready() -> dict[str, str]:
+        """The service can do its work; else `not_ready`, and `waiting_for` says what is missing."""
+        if missing := is_ready():
+            raise NotReady(f"this {role} is not ready", waiting_for=missing)
+        return {"status": "ok"}
+
+    @app.get(METRICS, tags=["service"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def prometheus_metrics(request: Request) -> Response:
+        """Metrics for Prometheus."""
+        body, content_type = metrics.render(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
+
+    return app
+
+
+def add_raw_route(
+    app: FastAPI,
+    path: str,
+    asgi_endpoint: RawEndpoint,
+    *,
+    methods: Sequence[str],
+    summary: str,
+    openapi_extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Serve `path` with an ASGI function or method, spared the cost of a path operation.
+
+    A GradpostError that it raises before its response begins is answered as everywhere. It reads the request's body
+    itself and is not limited in it. OpenAPI cannot be derived from it: `openapi_extra` is the operation object
+    (parameters, requestBody, responses), completed here.
+    """
+    app.router.routes.append(_RawRoute(path, asgi_endpoint, methods, summary, openapi_extra or {}))
+
+
+class _RawRoute(Route):
+    def __init__(
+        self, path: str, endpoint: RawEndpoint, methods: Sequence[str], summary: str, extra: Mapping[str, Any]
+    ) -> None:
+        super().__init__(path, endpoint)
+        self.app = endpoint  # Starlette takes a function for `request -> response`; this one is the ASGI app itself
+        self.methods = set(methods)  # without the HEAD that comes with GET: it would compute a body to throw it away
+        responses = {**extra.get("responses", {}), "default": _PROBLEM_RESPONSE}
+        operation = {"summary": summary, **extra, "responses": responses}
+        self.operations = {m.lower(): {**operation, "operationId": f"{self.name}_{m.lower()}"} for m in methods}
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, child_scope = super().matches(scope)
+        if match is not Match.NONE:
+            child_scope["route"] = self  # as FastAPI's own routes do; the metrics take their label from it
+        return match, child_scope
+
+
+class _ServiceApp(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        document = super().openapi()
+        for route in self.routes:
+            if isinstance(route, _RawRoute):
+                document["paths"].setdefault(route.path_format, {}).update(route.operations)
+        document.setdefault("components", {}).setdefault("schemas", {})["Problem"] = _PROBLEM_SCHEMA
+        return document

@@ -1,0 +1,97 @@
+"""The address of a service: taking it, waiting until it answers, and how others are told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from contextlib import suppress
+from typing import Any
+
+from .settings import ServiceSettings
+
+
+class ListenError(OSError):
+    """The host and port cannot be taken; the message says why and what to do."""
+
+
+def take_port(host: str, port: int, *, share: bool) -> socket.socket:
+    """Bind `host` and `port` (0: a free one) for this process alone, without listening yet. Raises ListenError.
+
+    With `share`, another socket *of this process* may listen there beside it, one that sets SO_REUSEPORT as well.
+    Linux would then let any process of this user join in and hand each of them a part of the connections, without
+    an error anywhere, so that an exclusive bind comes first: it fails if somebody listens.
+    """
+    try:
+        [(family, _, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        # SO_REUSEADDR passes over connections in TIME_WAIT that an earlier life left behind, not over a listener.
+        taken = _bind(family, address, socket.SO_REUSEADDR)
+        if share:
+            with taken:
+                address = taken.getsockname()
+            taken = _bind(family, address, socket.SO_REUSEPORT)
+        return taken
+    except OSError as error:  # gaierror included
+        if error.errno == errno.EADDRINUSE:
+            reason = (
+                "another process listens there; stop it or choose another port (--port or GRADPOST_PORT, 0 for any)"
+            )
+        else:
+            reason = f"{error.strerror}; choose another address (--host or GRADPOST_HOST, --port or GRADPOST_PORT)"
+        raise ListenError(f"cannot listen on {_join(host, port)}: {reason}") from error
+
+
+def _bind(family: int, address: Any, option: int) -> socket.socket:
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, option, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+async def wait_until_listening(bound: socket.socket) -> None:
+    """Wait until connections to the address of `bound` are accepted."""
+    while True:
+        with socket.socket(bound.family, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            with suppress(ConnectionRefusedError):
+                await asyncio.get_running_loop().sock_connect(probe, bound.getsockname())
+                return
+        await asyncio.sleep(0.005)
+
+
+def advertised_address(settings: ServiceSettings, port: int) -> str:
+    """The base URL under which others reach a service that listens on `port`, without a slash at its end.
+
+    What the settings say, else the host that it listens on; if that is every interface, the address from which this
+    machine reaches other networks, and its name if it reaches none. With TLS the certificate must be valid for it.
+    """
+    if settings.advertise_address is not None:
+        return settings.advertise_address
+    host = _outgoing_host() if settings.host in ("0.0.0.0", "::") else settings.host
+    scheme = "https" if settings.tls_cert else "http"
+    return f"{scheme}://{_join(host, port)}"
+
+
+def announce(settings: ServiceSettings, address: str) -> None:
+    """Tell the process that started this one, over `ready_fd`, that it serves and where; then close that."""
+    if settings.ready_fd is not None:
+        os.write(settings.ready_fd, f"{address}\n".encode())
+        os.close(settings.ready_fd)
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _outgoing_host() -> str:
+    # Connecting a UDP socket sends nothing; the kernel only picks the route. The targets are the documentation's.
+    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))
+            return str(probe.getsockname()[0])
+    return socket.gethostname()

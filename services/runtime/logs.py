@@ -1,0 +1,87 @@
+"""Logs: short coloured lines on a terminal, one JSON object a line elsewhere; always to stderr.
+
+log = get_logger()
+configure_logs("pserver", format=settings.log_format, level=settings.log_level)
+bind_facts(pserver=0, run="5f0c")                            # on every later line of this process
+with structlog.contextvars.bound_contextvars(trainer=1):     # on the lines of this task
+    log.info("joined", round=7)
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import MutableMapping
+from typing import Any, Literal
+
+import structlog
+
+LogFormat = Literal["auto", "console", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+_NAME = "gradpost"
+
+# A process plays one role; a context variable would reach neither the tasks of the HTTP server nor other threads.
+_facts: dict[str, Any] = {}
+
+
+def get_logger() -> structlog.stdlib.BoundLogger:
+    """The logger of all services: `log.info("what happened", key=value)`. May be called before `configure_logs`."""
+    logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(_NAME)
+    return logger
+
+
+def configure_logs(role: str, format: LogFormat = "auto", level: LogLevel = "info") -> None:  # noqa: A002
+    """Send our logs of `level` and everybody else's warnings through one renderer to stderr; replaces what was set.
+
+    `auto` means console if stderr is a terminal, else JSON.
+    """
+    is_terminal = sys.stderr.isatty()
+    rendering: list[structlog.typing.Processor]
+    if format == "console" or (format == "auto" and is_terminal):
+        time = structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False)
+        # The plain formatter, because the others print local variables, and those hold whole tensors.
+        plain = structlog.dev.plain_traceback
+        rendering = [structlog.dev.ConsoleRenderer(colors=is_terminal, exception_formatter=plain)]
+    else:
+        time = structlog.processors.TimeStamper(fmt="iso", utc=True)
+        rendering = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        _merge_facts,
+        structlog.stdlib.add_log_level,
+        time,
+    ]
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger(_NAME).setLevel(level.upper())
+    logging.captureWarnings(True)
+    _facts.clear()
+    _facts["role"] = role
+
+
+def bind_facts(**facts: Any) -> None:
+    """Add facts to every later line of this process, whichever task or thread writes it."""
+    _facts.update(facts)
+
+
+def _merge_facts(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    return {**_facts, **event}

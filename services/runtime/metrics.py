@@ -1,0 +1,136 @@
+"""Prometheus metrics of a service process: base units, prefix `gradpost_`, no label per parameter, block or path."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import NamedTuple
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    GCCollector,
+    Histogram,
+    Info,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+)
+from prometheus_client.exposition import choose_encoder
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+# Both labels come from the client, so that only what is listed may become one.
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_NO_ROUTE = "unmatched"
+
+
+class _Request(NamedTuple):
+    """The children of the request metrics for one combination of labels."""
+
+    total: Counter
+    seconds: Histogram
+    received: Counter
+    sent: Counter
+
+
+class ServiceMetrics:
+    """One process's metrics in a registry of its own, to which a role adds with `registry=metrics.registry`."""
+
+    def __init__(self, role: str) -> None:
+        # A second series for each counter, which nothing reads.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
+        Info("gradpost_service", "The role of this process.", registry=self.registry).info({"role": role})
+        self.loop_lag = Histogram(
+            "gradpost_event_loop_lag_seconds",
+            "How late the event loop ran a timer.",
+            buckets=LATENCY_BUCKETS,
+            registry=self.registry,
+        )
+        labels = ("route", "method", "code")
+        self._total = Counter("gradpost_http_requests", "Requests answered.", labels, registry=self.registry)
+        self._seconds = Histogram(
+            "gradpost_http_request_seconds",
+            "From a request's headers to the end of its answer.",
+            labels,
+            buckets=LATENCY_BUCKETS,
+            registry=self.registry,
+        )
+        self._received = Counter(
+            "gradpost_http_request_bytes", "Bytes of request bodies.", labels, registry=self.registry
+        )
+        self._sent = Counter(
+            "gradpost_http_response_bytes", "Bytes of response bodies.", labels, registry=self.registry
+        )
+        self._requests: dict[tuple[str, str, int], _Request] = {}
+
+    def observe_request(
+        self, route: str, method: str, status: int, *, seconds: float, received_bytes: int, sent_bytes: int
+    ) -> None:
+        """Count one request. `route` is a template, never a path; status 0 means that none was sent."""
+        key = (route, method, status // 100)
+        request = self._requests.get(key)
+        if request is None:  # looking up a child by its labels takes a lock and builds strings
+            code = f"{status // 100}xx" if status else "none"
+            values = (route, method if method in _METHODS else "other", code)
+            request = self._requests[key] = _Request(
+                self._total.labels(*values),
+                self._seconds.labels(*values),
+                self._received.labels(*values),
+                self._sent.labels(*values),
+            )
+        request.total.inc()
+        request.seconds.observe(seconds)
+        request.received.inc(received_bytes)
+        request.sent.inc(sent_bytes)
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """All metrics in the text format that the Accept header asks for, with its content type."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
+
+
+class MeasureRequests:
+    """ASGI middleware that counts requests, their seconds and bytes; a few microseconds a request."""
+
+    def __init__(self, app: ASGIApp, metrics: ServiceMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on and observe it once it is over, however it ended."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begin = perf_counter()
+        status = received_bytes = sent_bytes = 0
+
+        async def count_received() -> Message:
+            nonlocal received_bytes
+            message = await receive()
+            received_bytes += len(message.get("body", b""))
+            return message
+
+        async def count_sent(message: Message) -> None:
+            nonlocal status, sent_bytes
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                sent_bytes += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self._app(scope, count_received, count_sent)
+        finally:
+            self._metrics.observe_request(
+                getattr(scope.get("route"), "path", _NO_ROUTE),
+                scope["method"],
+                status,
+                seconds=perf_counter() - begin,
+                received_bytes=received_bytes,
+                sent_bytes=sent_bytes,
+            )

@@ -1,0 +1,142 @@
+"""Serving an application on a port until told to stop, and the life of a service process around it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from inspect import isawaitable
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ps_protocol.errors import GradpostError, TryAgain
+
+from .backends import Backend, make_granian, make_uvicorn
+from .listen import ListenError, advertised_address, announce, take_port, wait_until_listening
+from .logs import get_logger
+from .memory import keep_large_buffers
+from .problems import problem_response
+from .settings import ServiceSettings
+
+GRACE_SECONDS = 5.0  # what a request in flight gets to end when the service stops
+
+log = get_logger()
+
+
+async def serve(
+    app: FastAPI,
+    settings: ServiceSettings,
+    *,
+    stop: asyncio.Event,
+    on_started: Callable[[str], Awaitable[None] | None] | None = None,
+) -> None:
+    """Serve `app` until `stop` is set, then end within about `GRACE_SECONDS`.
+
+    In order: take the port, enter the app's lifespan, listen, write the advertised address to `ready_fd`, call
+    `on_started` with it. On stop: refuse new connections, let requests in flight finish, answer those that take
+    longer with `try_again`, leave the lifespan. Raises ListenError, what the lifespan or `on_started` raises, and
+    RuntimeError if the HTTP server ends by itself.
+    """
+    requests = _RequestsInFlight(app)
+    is_granian = settings.server == "granian"
+    with take_port(settings.host, settings.port, share=is_granian) as bound:
+        address = advertised_address(settings, bound.getsockname()[1])
+        # Not through the server: it would turn what the lifespan raises into a log line and an exit code.
+        async with app.router.lifespan_context(app):
+            if is_granian:
+                backend = make_granian(requests, settings, bound)
+            else:
+                backend = make_uvicorn(requests, settings, bound, grace_seconds=int(GRACE_SECONDS) + 1)
+            serving = asyncio.create_task(backend.serve())
+            try:
+                await _while_serving(serving, wait_until_listening(bound))
+                log.info("serving", address=address, server=settings.server)
+                announce(settings, address)
+                if on_started is not None and isawaitable(started := on_started(address)):
+                    await started
+                await _while_serving(serving, stop.wait())
+            finally:
+                await _shut_down(backend, serving, requests)
+
+
+def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
+    """Run a whole service process and return its exit code; `main` should end soon after the event is set.
+
+    SIGTERM and SIGINT set it; a second SIGINT exits at once. A GradpostError or ListenError that `main` raises is
+    one log line and exit code 1.
+    """
+
+    async def run() -> int:
+        stop = asyncio.Event()
+
+        def handle(received: signal.Signals) -> None:
+            if received == signal.SIGINT and stop.is_set():
+                os._exit(128 + received)
+            log.info("stopping", signal=received.name)
+            stop.set()
+
+        for handled in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(handled, handle, handled)
+        try:
+            return await main(stop)
+        except (GradpostError, ListenError) as error:
+            log.error(str(error))
+            return 1
+
+    keep_large_buffers()
+    return asyncio.run(run())
+
+
+class _RequestsInFlight:
+    """The application as the server sees it: knows the requests that are not answered yet, and can end them."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._ended: set[asyncio.Task[Any]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        task = asyncio.current_task()
+        assert task is not None  # both servers run each request in a task of its own
+        self._tasks.add(task)
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            if task not in self._ended:
+                raise
+            with suppress(RuntimeError):  # the response has begun; the server cuts it off
+                await problem_response(TryAgain("the service stops"), instance=scope["path"])(scope, receive, send)
+        finally:
+            self._tasks.discard(task)
+
+    def end(self) -> None:
+        self._ended |= self._tasks
+        for task in self._tasks:
+            task.cancel()
+
+
+async def _while_serving(serving: asyncio.Task[None], waiting: Coroutine[Any, Any, Any]) -> None:
+    """Wait for `waiting`, but not for a server that is no more."""
+    task = asyncio.create_task(waiting)
+    try:
+        await asyncio.wait({serving, task}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            raise RuntimeError("the HTTP server ended by itself") from serving.exception()
+    finally:
+        task.cancel()
+
+
+async def _shut_down(backend: Backend, serving: asyncio.Task[None], requests: _RequestsInFlight) -> None:
+    backend.stop()
+    await asyncio.wait({serving}, timeout=GRACE_SECONDS)
+    if not serving.done():
+        requests.end()
+        await asyncio.wait({serving}, timeout=1.0)
+    if not serving.done():
+        log.warning("leaving connections that do not end")  # such as a request whose headers never came
+    elif error := serving.exception():
+        log.error("the HTTP server failed", exc_info=error)

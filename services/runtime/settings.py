@@ -1,0 +1,84 @@
+"""Settings that every service has; a role adds its own in a subclass."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, FilePath, model_validator
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from ps_protocol.environment import PREFIX, check_environment, read_settings_file
+from ps_protocol.frames import FrameLimits
+
+from .logs import LogFormat, LogLevel
+
+_LIMITS = FrameLimits()
+
+
+def _check_base_url(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"expected a base URL such as http://10.0.0.5:7070, got {url!r}")
+    return url.rstrip("/")
+
+
+BaseUrl = Annotated[str, AfterValidator(_check_base_url)]
+
+
+class ServiceSettings(BaseSettings):
+    """Keyword argument over `GRADPOST_*` over TOML file over default; read once, then frozen.
+
+    Raises ps_protocol.environment.SettingsError for a variable or key that no role knows, and pydantic's
+    ValidationError for a value that does not fit.
+    """
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True)
+
+    host: str = Field(default="127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
+    port: int = Field(default=0, ge=0, le=65535, description="0: a free one")
+    advertise_address: BaseUrl | None = Field(default=None, description="base URL under which others reach it")
+    server: Literal["granian", "uvicorn"] = Field(
+        default="granian", description="granian: HTTP/1.1 and HTTP/2 on one port; uvicorn: HTTP/1.1"
+    )
+    coordinator: BaseUrl = Field(default="http://127.0.0.1:7070", description="base URL of the coordinator")
+    lease_seconds: float = Field(default=10.0, gt=0, description="a member that is silent for so long is lost")
+    exit_when_done: bool = Field(default=False, description="exit when the run is over")
+    log_format: LogFormat = Field(default="auto", description="auto: console on a terminal, JSON lines elsewhere")
+    log_level: LogLevel = "info"
+    tls_cert: FilePath | None = Field(default=None, description="PEM file of the certificate chain; turns TLS on")
+    tls_key: FilePath | None = Field(default=None, description="PEM file of the certificate's private key")
+    tls_ca: FilePath | None = Field(
+        default=None, description="PEM file of the authority that other services are signed by"
+    )
+    max_body_bytes: int = Field(default=_LIMITS.max_body_bytes, ge=1)
+    max_header_bytes: int = Field(default=_LIMITS.max_header_bytes, ge=1)
+    max_tensors: int = Field(default=_LIMITS.max_tensors, ge=1)
+    ready_fd: int | None = Field(
+        default=None, ge=0, description="file descriptor that gets the address and a newline once it serves"
+    )
+
+    @property
+    def frame_limits(self) -> FrameLimits:
+        """What a receiver of tensors accepts."""
+        return FrameLimits(self.max_body_bytes, self.max_header_bytes, self.max_tensors)
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together: give both or neither")
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Where values come from, best first."""
+        check_environment(os.environ)
+        of_all_roles = read_settings_file(os.environ)
+        own = {key: value for key, value in of_all_roles.items() if key in settings_cls.model_fields}
+        return init_settings, env_settings, InitSettingsSource(settings_cls, own)

@@ -1,0 +1,292 @@
+"""The protocol as a trainer speaks it: one asynchronous client for all pservers of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+import httpx
+import torch
+from torch import Tensor
+
+from ps_protocol.errors import WrongDtype, WrongShape
+from ps_protocol.fence import Fence
+from ps_protocol.frames import encode_header
+from ps_protocol.messages import DeclareModel, RunSummary, TrainerJoined
+from ps_protocol.optimizers import HyperParameters, OptimizerSpec
+from ps_protocol.plan import SlicePlan
+from ps_protocol.routes import HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY
+from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec, Rank, Round
+
+from .buckets import Bucket, make_buckets
+from .membership import Membership
+from .metrics import MetricsServer, TrainerMetrics
+from .pserver_client import PserverClient
+from .settings import TrainerSettings, read_settings
+from .tensors import TORCH_DTYPES, writable_bytes
+from .transport import BulkTransport, make_control_client
+
+T = TypeVar("T")
+
+MAX_CONCURRENT_PUSHES = 4  # per pserver; more would only queue in the connection
+
+
+class ParameterClient:
+    """Joins a run and exchanges whole parameters with its pservers, by name.
+
+    For use in `async` code that wants the parameter server without `RemoteOptimizer`; every method runs on the loop
+    that `join` was awaited on. Tensors are copied on the way out, so the caller keeps its own. A round is
+
+        await client.send(r, gradients)     # blocks of every gradient, to their pservers
+        await client.batch_barrier(r)       # only after every pserver acknowledged every push
+        values = await client.get(r)        # waits until all trainers' barriers are in and the round is applied
+        await client.fetch_barrier(r)
+
+    Every method raises what ended the run (`TrainerLost`, `RoundTimeout`, …) instead of waiting for ever.
+    """
+
+    def __init__(self, coordinator: str | None = None, **arguments: Any) -> None:
+        """Arguments are those of `TrainerSettings`; what is None comes from `GRADPOST_*`."""
+        self.settings: TrainerSettings = read_settings(coordinator=coordinator, **arguments)
+        self.metrics = TrainerMetrics()
+        self.joined: TrainerJoined
+        self.plan: SlicePlan
+        self.uploader: Rank
+        self.pservers: list[PserverClient] = []
+        self._metrics_server: MetricsServer | None = None
+        self._control = make_control_client(self.settings.tls_ca)
+        self._bulk: list[httpx.AsyncClient] = []
+        self.membership = Membership(self.settings, self._control, self.metrics)
+
+    # ------------------------------------------------------------------ life
+
+    async def join(self) -> TrainerJoined:
+        """Take a place in the run that is gathering; waits for the coordinator and for an earlier run to end."""
+        address = None
+        if self.settings.metrics_port is not None and self._metrics_server is None:
+            host = self.settings.metrics_host
+            self._metrics_server = MetricsServer(
+                self.metrics.registry, host, self.settings.metrics_port, lambda: bool(self.pservers)
+            )
+            address = f"http://{host}:{self._metrics_server.port}"
+        self.joined = await self.membership.join(address)
+        return self.joined
+
+    async def declare(
+        self,
+        parameters: Sequence[ParameterSpec],
+        optimizer: OptimizerSpec,
+        buffers: Sequence[tuple[str, tuple[int, ...], str]] = (),
+    ) -> SlicePlan:
+        """Say what will be trained; waits until all trainers said the same and the pservers have the plan."""
+        settings = self.settings
+        ready = await self.membership.guard(
+            self.membership.declare(
+                DeclareModel(
+                    run=self.joined.run,
+                    incarnation=self.joined.incarnation,
+                    parameters=tuple((p.name, p.shape, p.dtype, p.group) for p in parameters),
+                    buffers=tuple(buffers),
+                    optimizer=optimizer.name,
+                    group_flags=optimizer.group_flags,
+                    min_block_size=settings.min_block_size,
+                    placement=settings.placement,
+                    slice_parameters=settings.slice_parameters,
+                    nonfinite=settings.nonfinite,
+                )
+            )
+        )
+        self.plan = SlicePlan.from_json(ready.plan)
+        self.uploader = ready.uploader
+        transports: dict[bool, httpx.AsyncClient] = {}
+        for info in ready.pservers:
+            if info.http2 not in transports:
+                transport = BulkTransport(http2=info.http2, tls_ca=settings.tls_ca)
+                transports[info.http2] = httpx.AsyncClient(transport=transport, timeout=None, trust_env=False)
+            fence = Fence(
+                protocol=PROTOCOL_VERSION,
+                run=ready.run,
+                attempt=ready.attempt,
+                plan=self.plan.digest,
+                pserver=info.index,
+                pserver_incarnation=info.incarnation,
+                rank=self.joined.rank,
+                trainer_incarnation=self.joined.incarnation,
+                round=0,
+            )
+            self.pservers.append(
+                PserverClient(
+                    info,
+                    fence,
+                    transports[info.http2],
+                    self.metrics,
+                    retry_seconds=settings.retry_seconds,
+                    deadline_seconds=self.joined.round_timeout_seconds + 30,
+                )
+            )
+        self._bulk = list(transports.values())
+        await self._on_all(lambda pserver: pserver.warm_up())
+        return self.plan
+
+    async def leave(self, outcome: str = "done", reason: str = "") -> None:
+        """Leave the run, `done` or `failed`, and close all connections."""
+        await self.membership.leave(outcome, reason)
+        for client in (self._control, *self._bulk):
+            await client.aclose()
+        if self._metrics_server is not None:
+            self._metrics_server.close()
+
+    async def __aenter__(self) -> ParameterClient:
+        await self.join()
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        await self.leave("done" if error is None else "failed", "" if error is None else repr(error))
+
+    async def summary(self) -> RunSummary:
+        """The run in a few numbers, as the servers saw it."""
+        return await self.membership.summary()
+
+    # ------------------------------------------------------------------ whole parameters
+
+    async def send_initial(self, values: Mapping[str, Tensor]) -> None:
+        """Upload the initial values of all parameters and buffers; only the elected uploader may."""
+        parameters = self._flatten({name: values[name] for name in self.plan.parameter})
+        buckets = make_buckets(self.plan, self.plan.parameter, bucket_bytes=self.settings.bucket_bytes)
+        for bucket in (b for shard in buckets for b in shard):
+            bucket.fill(parameters)
+        pushes = [
+            self._push_all(pserver, 0, [b.frame() for b in shard], initial=True)
+            for pserver, shard in zip(self.pservers, buckets, strict=True)
+        ]
+        for spec in self.plan.buffers:
+            header = encode_header([(spec.name, spec.dtype, spec.shape)])
+            data = values[spec.name].detach().to("cpu").contiguous()
+            frame = memoryview(header + bytes(writable_bytes(data)))
+            pushes.append(self._push_all(self.pservers[spec.pserver], 0, [frame], initial=True))
+        await self.membership.guard(_gather(pushes))
+
+    async def send(
+        self, round_: Round, gradients: Mapping[str, Tensor], hyper_parameters: list[HyperParameters]
+    ) -> None:
+        """Push the gradients of one round (parameter name -> tensor of its shape and dtype), block by block.
+
+        A parameter that is left out has no gradient in this round. Returns when every pserver has acknowledged
+        every push; the batch barrier may follow.
+        """
+        flat = self._flatten(gradients)
+        buckets = make_buckets(self.plan, flat, bucket_bytes=self.settings.bucket_bytes)
+        pushes = []
+        for pserver, shard in zip(self.pservers, buckets, strict=True):
+            for bucket in shard:
+                bucket.fill(flat)
+            frames = [b.frame() for b in shard[:-1]] + [shard[-1].frame(completion(shard, hyper_parameters))]
+            pushes.append(self._push_all(pserver, round_, frames))
+        await self.membership.guard(_gather(pushes))
+
+    async def batch_barrier(self, round_: Round) -> None:
+        """Tell every pserver that this trainer's contribution is complete everywhere."""
+        await self._on_all(lambda pserver: pserver.barrier(round_, "batch"))
+
+    async def get(self, round_: Round, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Wait for version `round_` and return parameters by name, newly allocated; all of them without `names`."""
+        specs = [self.plan.parameter[name] for name in names or self.plan.parameter]
+        values = {spec.name: torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype]) for spec in specs}
+        destinations = self.destinations({name: writable_bytes(tensor) for name, tensor in values.items()})
+        await self.membership.guard(
+            _gather(
+                pserver.get(round_, wanted, names=() if names is None else list(wanted))
+                for pserver, wanted in zip(self.pservers, destinations, strict=True)
+                if wanted or names is None
+            )
+        )
+        return values
+
+    async def fetch_barrier(self, round_: Round) -> None:
+        """Tell every pserver that this version was read; any message for a later round implies it."""
+        await self._on_all(lambda pserver: pserver.barrier(round_, "fetch"))
+        self.membership.round = max(self.membership.round, round_)
+
+    def _flatten(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        flat = {}
+        for name, tensor in tensors.items():
+            spec = self.plan.parameter[name]
+            tensor = torch.as_tensor(tensor).detach()
+            if tuple(tensor.shape) != spec.shape:
+                raise WrongShape(f"tensor for {name!r}", expected=list(spec.shape), actual=list(tensor.shape))
+            if tensor.dtype != TORCH_DTYPES[spec.dtype]:
+                raise WrongDtype(f"tensor for {name!r}", expected=spec.dtype, actual=str(tensor.dtype))
+            flat[name] = tensor.reshape(-1)
+        return flat
+
+    # ------------------------------------------------------------------ for those who keep their own buffers
+
+    def destinations(self, memory: Mapping[str, memoryview]) -> list[dict[str, memoryview]]:
+        """For each pserver, where its blocks land in the bytes of whole parameters (name -> writable bytes)."""
+        result: list[dict[str, memoryview]] = []
+        for shard in self.plan.shards:
+            wanted = {}
+            for block in shard:
+                if block.parameter in memory:
+                    size = self.plan.block_bytes(block) // block.num_elements
+                    wanted[block.name] = memory[block.parameter][block.begin * size : block.end * size]
+            result.append(wanted)
+        return result
+
+    async def pull(
+        self, round_: Round, destinations: Sequence[Mapping[str, memoryview]], *, with_batch_barrier: bool
+    ) -> None:
+        """Wait for version `round_` of every shard and write it to `destinations`; the barrier may ride on it."""
+        await self.membership.guard(
+            _gather(
+                pserver.get(round_, wanted, with_batch_barrier=with_batch_barrier)
+                for pserver, wanted in zip(self.pservers, destinations, strict=True)
+            )
+        )
+        self.membership.round = round_
+
+    async def pull_buffers(self, memory: Mapping[str, memoryview]) -> None:
+        """Fetch all buffers of the run (name -> writable bytes)."""
+        owned: dict[int, dict[str, memoryview]] = {}
+        for spec in self.plan.buffers:
+            owned.setdefault(spec.pserver, {})[spec.name] = memory[spec.name]
+        await self.membership.guard(_gather(self.pservers[i].get_buffers(wanted) for i, wanted in owned.items()))
+
+    async def push(self, round_: Round, bucket: Bucket, frame: memoryview) -> None:
+        """Push one bucket; its buffer belongs to this request until it returns."""
+        await self.membership.guard(self.pservers[bucket.pserver].push(round_, frame))
+
+    async def _push_all(
+        self, pserver: PserverClient, round_: Round, frames: Sequence[memoryview], *, initial: bool = False
+    ) -> None:
+        limit = asyncio.Semaphore(MAX_CONCURRENT_PUSHES)
+
+        async def push(frame: memoryview) -> None:
+            async with limit:
+                await pserver.push(round_, frame, initial=initial)
+
+        await _gather(push(frame) for frame in frames)
+
+    async def _on_all(self, action: Callable[[PserverClient], Coroutine[Any, Any, object]]) -> None:
+        await self.membership.guard(_gather(action(pserver) for pserver in self.pservers))
+
+
+def completion(shard: Sequence[Bucket], hyper_parameters: list[HyperParameters]) -> dict[str, str]:
+    """Metadata of a contribution's last push to a pserver: how many blocks there are, and the optimizer's numbers."""
+    return {
+        NUM_BLOCKS_KEY: str(sum(len(bucket.slots) for bucket in shard)),
+        HYPER_PARAMETERS_KEY: json.dumps(hyper_parameters, separators=(",", ":")),
+    }
+
+
+async def _gather(work: Any) -> None:
+    """Run all at once; the first error cancels the rest and is raised as it is."""
+    tasks = [asyncio.ensure_future(item) for item in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,75 @@
+"""Landing a reply in its destination: bytes go from the network's chunk straight to where they belong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ps_protocol.errors import MalformedFrame
+from ps_protocol.frames import LENGTH_BYTES, Frame, FrameLimits, parse_header, parse_length
+
+
+class FrameSink:
+    """Incremental reader of one frame. Writes to `destinations` (tensor name -> its writable bytes) as chunks come.
+
+    A frame that breaks off leaves them half written; the same version read again repairs that.
+    """
+
+    def __init__(self, destinations: Mapping[str, memoryview], limits: FrameLimits) -> None:
+        self._destinations = destinations
+        self._limits = limits
+        self._start = bytearray()  # length and header, until they are complete
+        self._frame: Frame | None = None
+        self._index = 0  # the tensor that is being filled
+        self._filled = 0  # bytes of it
+
+    def feed(self, chunk: bytes | memoryview) -> None:
+        """Take the next bytes of the frame, in any portions."""
+        rest = memoryview(chunk)
+        if self._frame is None:
+            rest = self._feed_start(rest)
+        while len(rest) and self._frame is not None:
+            if self._index == len(self._frame.tensors):
+                raise MalformedFrame("the frame is longer than its header says")
+            entry = self._frame.tensors[self._index]
+            count = min(len(rest), entry.end - entry.begin - self._filled)
+            self._destinations[entry.name][self._filled : self._filled + count] = rest[:count]
+            rest = rest[count:]
+            self._filled += count
+            if self._filled == entry.end - entry.begin:
+                self._index, self._filled = self._index + 1, 0
+
+    def _feed_start(self, rest: memoryview) -> memoryview:
+        rest = self._fill_start(rest, LENGTH_BYTES)
+        if len(self._start) < LENGTH_BYTES:
+            return rest
+        data_begin = parse_length(self._start, self._limits)
+        rest = self._fill_start(rest, data_begin)
+        if len(self._start) < data_begin:
+            return rest
+        frame = parse_header(bytes(self._start[LENGTH_BYTES:]), self._limits)
+        for entry in frame.tensors:
+            destination = self._destinations.get(entry.name)
+            if destination is None or len(destination) != entry.end - entry.begin:
+                raise MalformedFrame(
+                    f"the reply's tensor {entry.name!r} is not what was asked for",
+                    expected="no such tensor" if destination is None else f"{len(destination)} bytes",
+                    actual=f"{entry.end - entry.begin} bytes",
+                )
+        self._frame = frame
+        return rest
+
+    def _fill_start(self, rest: memoryview, wanted: int) -> memoryview:
+        count = max(0, min(len(rest), wanted - len(self._start)))
+        self._start += rest[:count]
+        return rest[count:]
+
+    def finish(self) -> Mapping[str, str]:
+        """Check that every destination was filled and return the frame's metadata."""
+        tensors = self._frame.tensors if self._frame else ()
+        # Empty tensors at the end take no bytes and are never reached by feed().
+        rest = tensors[self._index :]
+        if self._frame is None or self._filled or any(e.end > e.begin for e in rest):
+            raise MalformedFrame("the reply ended early")
+        if missing := self._destinations.keys() - {entry.name for entry in tensors}:
+            raise MalformedFrame(f"the reply lacks {sorted(missing)[0]!r}")
+        return self._frame.metadata

@@ -1,0 +1,235 @@
+"""A trainer's membership: joining the run, declaring the model, heartbeats, leaving."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import httpx
+
+from ps_protocol.errors import Ended, GradpostError, Unreachable, error_from_problem
+from ps_protocol.messages import (
+    ClusterStatus,
+    DeclareModel,
+    JoinTrainer,
+    Leave,
+    Message,
+    PlanReady,
+    RunSummary,
+    TrainerHeartbeat,
+    TrainerHeartbeatReply,
+    TrainerJoined,
+)
+from ps_protocol.routes import (
+    DECLARE_MODEL,
+    JOIN_TRAINER,
+    LEAVE,
+    PLAN,
+    STATUS,
+    SUMMARY,
+    TRAINER_HEARTBEAT,
+)
+from ps_protocol.vocabulary import PROTOCOL_VERSION, Round
+
+from .logs import make_log
+from .metrics import TrainerMetrics
+from .settings import TrainerSettings
+
+T = TypeVar("T")
+
+RETRY_SECONDS = 0.25
+PLAN_WAIT_SECONDS = 5.0
+
+
+class Membership:
+    """One trainer's place in one run. All methods run on the I/O loop."""
+
+    def __init__(self, settings: TrainerSettings, http: httpx.AsyncClient, metrics: TrainerMetrics) -> None:
+        self.joined: TrainerJoined
+        self.round: Round = 0  # the newest round that was pulled from every pserver
+        self.results: dict[str, float] = {}
+        self.failure: asyncio.Future[GradpostError] | None = None
+        self._settings = settings
+        self._http = http
+        self._metrics = metrics
+        self._coordinator = settings.coordinator.rstrip("/")
+        self._heartbeats: asyncio.Task[None] | None = None
+        self._log = make_log()
+        self._said = ""
+
+    # ------------------------------------------------------------------ joining
+
+    async def join(self, metrics_address: str | None) -> TrainerJoined:
+        """Take a place, retrying until the coordinator is there and a run can be joined.
+
+        A rank that is held by a living trainer is tried for a lease and a half, then RankTaken is raised.
+        """
+        request = JoinTrainer(
+            protocol=PROTOCOL_VERSION,
+            instance=secrets.token_hex(16),
+            rank=self._settings.rank,
+            world_size=self._settings.world_size,
+            mode=self._settings.mode,
+            metrics_address=metrics_address,
+        )
+        self.joined = TrainerJoined.model_validate_json(await self._insist("POST", JOIN_TRAINER, request))
+        self._log = make_log(run=self.joined.run, trainer=self.joined.rank)
+        self.failure = asyncio.get_running_loop().create_future()
+        self._heartbeats = asyncio.create_task(self._send_heartbeats(), name="heartbeats")
+        return self.joined
+
+    async def declare(self, message: DeclareModel) -> PlanReady:
+        """Declare the model and wait until everybody is here and the pservers have the plan."""
+        await self._insist("POST", DECLARE_MODEL.format(rank=self.joined.rank), message)
+        query = {
+            "rank": self.joined.rank,
+            "run": self.joined.run,
+            "incarnation": self.joined.incarnation,
+            "wait_seconds": PLAN_WAIT_SECONDS,
+        }
+        return PlanReady.model_validate_json(await self._insist("GET", PLAN, params=query))
+
+    async def leave(self, outcome: str, reason: str = "") -> None:
+        """Say goodbye; best effort, since the lease ends anyhow."""
+        if self._heartbeats is not None:
+            self._heartbeats.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._heartbeats
+            self._heartbeats = None
+            # The last heartbeat carries what was reported since the one before it.
+            await self._try_post(TRAINER_HEARTBEAT, self._heartbeat())
+            message = Leave(
+                run=self.joined.run,
+                incarnation=self.joined.incarnation,
+                outcome="done" if outcome == "done" else "failed",
+                round=self.round,
+                reason=reason[:2000],
+            )
+            await self._try_post(LEAVE, message)
+
+    async def _try_post(self, path: str, message: Message) -> None:
+        with contextlib.suppress(httpx.TransportError, GradpostError):
+            await self._request("POST", path.format(rank=self.joined.rank), message)
+
+    # ------------------------------------------------------------------ heartbeats
+
+    def _heartbeat(self) -> TrainerHeartbeat:
+        return TrainerHeartbeat(
+            run=self.joined.run, incarnation=self.joined.incarnation, round=self.round, results=dict(self.results)
+        )
+
+    async def _send_heartbeats(self) -> None:
+        loop = asyncio.get_running_loop()
+        path = TRAINER_HEARTBEAT.format(rank=self.joined.rank)
+        period = self.joined.lease_seconds / 3
+        while True:
+            due = loop.time() + period
+            await asyncio.sleep(period)
+            self._metrics.loop_lag.set(max(0.0, loop.time() - due))
+            try:
+                reply = TrainerHeartbeatReply.model_validate_json(await self._request("POST", path, self._heartbeat()))
+            except httpx.TransportError as error:
+                # Training goes on without the coordinator.
+                self._say(f"the coordinator at {self._coordinator} did not answer a heartbeat: {type(error).__name__}")
+                continue
+            except GradpostError as error:
+                self._fail(error)
+                return
+            if reply.failure is not None:
+                self._fail(error_from_problem(reply.failure))
+                return
+
+    def _fail(self, error: GradpostError) -> None:
+        if self.failure is not None and not self.failure.done():
+            self.failure.set_result(error)
+
+    async def guard(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work`, but end it with the run's failure as soon as that is known. Nobody waits for ever."""
+        assert self.failure is not None
+        task = asyncio.ensure_future(work)
+        try:
+            waits: set[asyncio.Future[Any]] = {task, self.failure}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise self.failure.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
+
+    # ------------------------------------------------------------------ inspection
+
+    async def status(self) -> ClusterStatus:
+        """How the cluster stands."""
+        return ClusterStatus.model_validate_json(await self._insist("GET", STATUS))
+
+    async def summary(self) -> RunSummary:
+        """The run in a few numbers, as the servers saw it; carries what was reported until now."""
+        await self._try_post(TRAINER_HEARTBEAT, self._heartbeat())
+        return RunSummary.model_validate_json(await self._insist("GET", SUMMARY))
+
+    # ------------------------------------------------------------------ requests
+
+    async def _insist(
+        self, method: str, path: str, message: Message | None = None, params: dict[str, Any] | None = None
+    ) -> bytes:
+        """Repeat a request until it is answered. Says on one line what is being waited for.
+
+        An unreachable coordinator is tried for `retry_seconds`, a taken rank for a lease; what merely waits for
+        others goes on as long as the coordinator says so.
+        """
+        loop = asyncio.get_running_loop()
+        silent_since = refused_since = loop.time()
+        while True:
+            try:
+                return await self._request(method, path, message, params)
+            except httpx.TransportError as error:
+                self._say(f"waiting for the coordinator at {self._coordinator}")
+                if loop.time() - silent_since > self._settings.retry_seconds:
+                    raise Unreachable(
+                        f"the coordinator at {self._coordinator} did not answer for "
+                        f"{self._settings.retry_seconds:g} s ({type(error).__name__}); is it running, and is "
+                        "GRADPOST_COORDINATOR its address?"
+                    ) from error
+            except GradpostError as error:
+                silent_since = loop.time()
+                if not error.may_be_retried:
+                    raise
+                if error.status == 503:  # it is nobody's fault: others are on their way
+                    refused_since = silent_since
+                elif loop.time() - refused_since > self._settings.retry_seconds / 4:
+                    raise
+                self._say(f"waiting: {error.detail}")
+            await asyncio.sleep(RETRY_SECONDS)
+
+    def _say(self, line: str) -> None:
+        if line != self._said:
+            self._said = line
+            self._log.info(line)
+
+    async def _request(
+        self, method: str, path: str, message: Message | None = None, params: dict[str, Any] | None = None
+    ) -> bytes:
+        response = await self._http.request(
+            method,
+            self._coordinator + path,
+            params=params,
+            content=None if message is None else message.model_dump_json(),
+            headers={"content-type": "application/json"},
+        )
+        if response.is_error:
+            raise read_problem(response)
+        return response.content
+
+
+def read_problem(response: httpx.Response) -> GradpostError:
+    """The exception that a problem document stands for; something that is not one came from somebody else."""
+    try:
+        return error_from_problem(response.json())
+    except ValueError:
+        return Ended(f"{response.url} answered {response.status_code} without a problem document; is it Gradpost?")

@@ -1,0 +1,72 @@
+"""What a trainer measures, and the small server that shows it on `/metrics`, `/healthz` and `/readyz`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
+
+_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class TrainerMetrics:
+    """Counters of one trainer in a registry of their own, so that a script's metrics are left alone."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        self.rounds = Counter("gradpost_trainer_rounds", "Rounds completed.", registry=registry)
+        self.round = Gauge("gradpost_trainer_round", "Newest completed round.", registry=registry)
+        self.step_seconds = self._histogram("gradpost_trainer_step_seconds", "One step(): push, barrier and pull.")
+        self.push_seconds = self._histogram("gradpost_trainer_push_seconds", "Until every push was acknowledged.")
+        self.pull_seconds = self._histogram("gradpost_trainer_pull_seconds", "Barrier and pull, waiting included.")
+        self.requests = Counter(
+            "gradpost_trainer_requests", "Requests to pservers, tries included.", ["route"], registry=registry
+        )
+        self.retries = Counter("gradpost_trainer_retries", "Tries after the first.", ["reason"], registry=registry)
+        self.pushed_bytes = Counter("gradpost_trainer_pushed_bytes", "Bytes pushed.", registry=registry)
+        self.pulled_bytes = Counter("gradpost_trainer_pulled_bytes", "Bytes pulled.", registry=registry)
+        self.loop_lag = Gauge("gradpost_trainer_loop_lag_seconds", "Delay of the I/O loop.", registry=registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(name, text, buckets=_BUCKETS, registry=self.registry)
+
+
+class MetricsServer:
+    """Serves a registry on a daemon thread until it is closed; `is_ready` decides `/readyz`."""
+
+    def __init__(self, registry: CollectorRegistry, host: str, port: int, is_ready: Callable[[], bool]) -> None:
+        metrics_app = make_wsgi_app(registry)
+
+        def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+            path = environ["PATH_INFO"]
+            if path == "/metrics":
+                page: Iterable[bytes] = metrics_app(environ, start_response)
+                return page
+            ok = path == "/healthz" or (path == "/readyz" and is_ready())
+            status = "200 OK" if ok else ("503 Service Unavailable" if path == "/readyz" else "404 Not Found")
+            start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+            return [f"{status[4:].lower()}\n".encode()]
+
+        self._server = make_server(host, port, app, server_class=_Server, handler_class=_QuietHandler)
+        self.port: int = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, name="gradpost metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving and free the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Scrapes are not worth a line each."""

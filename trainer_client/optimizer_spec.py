@@ -1,0 +1,42 @@
+"""Reading a torch.optim optimizer: its class, flags and numbers, as the protocol carries them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ps_protocol.errors import UnsupportedOptimizer
+from ps_protocol.optimizers import RULES, HyperParameters, OptimizerSpec, check_optimizer
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
+    """The spec of an optimizer; raises UnsupportedOptimizer with the reason.
+
+    A subclass of an allowed class is refused: its rule may be another one. `foreach`, `fused` and `capturable`
+    choose an implementation, which is the pserver's business; they are ignored.
+    """
+    cls = type(optimizer)
+    if cls is not getattr(torch.optim, cls.__name__, None):
+        raise UnsupportedOptimizer(
+            f"{cls.__module__}.{cls.__qualname__} cannot run on a pserver: it is not a class of torch.optim",
+            expected=", ".join(RULES),
+            actual=cls.__qualname__,
+        )
+    rule = RULES.get(cls.__name__)
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise UnsupportedOptimizer("differentiable=True cannot work across a network", actual="differentiable=True")
+    flags = () if rule is None else rule.flags
+    return check_optimizer(
+        cls.__name__, [{flag: bool(group[flag]) for flag in flags} for group in optimizer.param_groups]
+    )
+
+
+def read_hyper_parameters(spec: OptimizerSpec, param_groups: list[dict[str, Any]]) -> list[HyperParameters]:
+    """The current numbers of every group, as plain floats; tensors (lr) are read."""
+    names = RULES[spec.name].numbers
+    return [{name: _plain(group[name]) for name in names} for group in param_groups]
+
+
+def _plain(value: Any) -> float | list[float]:
+    return [float(v) for v in value] if isinstance(value, tuple | list) else float(value)

@@ -1,0 +1,178 @@
+"""One pserver as a trainer sees it: push, barrier and get, each repeated with the same identity until answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
+
+import httpx
+import tenacity
+
+from ps_protocol.errors import GradpostError, TryAgain, Unreachable
+from ps_protocol.fence import Fence
+from ps_protocol.frames import CONTENT_TYPE, FrameLimits
+from ps_protocol.messages import BarrierAnswer, PserverInfo, PushAnswer
+from ps_protocol.routes import BARRIER, BARRIER_HEADER, BUFFERS, GET, HEALTH, INITIAL, SEND, WAIT_HEADER
+from ps_protocol.vocabulary import Round
+
+from .frame_sink import FrameSink
+from .membership import read_problem
+from .metrics import TrainerMetrics
+from .transport import BODY_EXTENSION
+
+T = TypeVar("T")
+
+WAIT_SECONDS = 10.0  # how long a pserver holds a get back before it says who is missing
+PAUSE_SECONDS = 0.02  # a get waits at the pserver; this is for answers that come at once
+
+
+class PserverClient:
+    """Requests of one trainer to one pserver. All methods run on the I/O loop.
+
+    Every request may be repeated: its identity is in the fence, so the pserver counts it once.
+    """
+
+    def __init__(
+        self,
+        info: PserverInfo,
+        fence: Fence,
+        http: httpx.AsyncClient,
+        metrics: TrainerMetrics,
+        *,
+        retry_seconds: float,
+        deadline_seconds: float,
+    ) -> None:
+        self.info = info
+        self._fence = fence
+        self._http = http
+        self._metrics = metrics
+        self._retry_seconds = retry_seconds
+        self._deadline_seconds = deadline_seconds
+        self._limits = FrameLimits(max_body_bytes=1 << 62, max_header_bytes=1 << 30, max_tensors=1 << 30)
+
+    async def warm_up(self) -> None:
+        """Open the connection: the first frames are small until the server's settings arrive."""
+        await self._repeat("warm_up", lambda: self._http.get(self.info.address + HEALTH))
+
+    async def push(self, round_: Round, body: memoryview, *, initial: bool = False) -> PushAnswer:
+        """Push one encoded bucket. `body` must not change until this returns."""
+        path = INITIAL if initial else SEND
+        headers = {**self._fence.at_round(round_).to_headers(), "content-type": CONTENT_TYPE}
+
+        async def attempt() -> PushAnswer:
+            response = await self._http.post(
+                self.info.address + path, headers=headers, extensions={BODY_EXTENSION: body}
+            )
+            _raise_for_problem(response)
+            return PushAnswer.model_validate_json(response.content)
+
+        answer = await self._repeat(path, attempt)
+        self._metrics.pushed_bytes.inc(len(body))
+        return answer
+
+    async def barrier(self, round_: Round, kind: str) -> BarrierAnswer:
+        """Send a batch or fetch barrier."""
+        headers = {**self._fence.at_round(round_).to_headers(), BARRIER_HEADER: kind}
+
+        async def attempt() -> BarrierAnswer:
+            response = await self._http.post(self.info.address + BARRIER, headers=headers)
+            _raise_for_problem(response)
+            return BarrierAnswer.model_validate_json(response.content)
+
+        return await self._repeat(BARRIER, attempt)
+
+    async def get(
+        self,
+        round_: Round,
+        destinations: Mapping[str, memoryview],
+        *,
+        with_batch_barrier: bool = False,
+        names: Sequence[str] = (),
+    ) -> None:
+        """Wait for version `round_` and write its blocks to `destinations` (block name -> its writable bytes).
+
+        Without `names` the whole shard is fetched and every block of it needs a destination.
+        """
+        headers = {**self._fence.at_round(round_).to_headers(), WAIT_HEADER: f"{WAIT_SECONDS:g}"}
+        if with_batch_barrier:
+            headers[BARRIER_HEADER] = "batch"
+        metadata = await self._fetch("POST", GET, headers, destinations, names)
+        expected = (self._fence.run, str(self._fence.attempt), str(round_))
+        if (metadata.get("run"), metadata.get("attempt"), metadata.get("round")) != expected:
+            raise GradpostError("a pserver answered another version than it was asked for", actual=dict(metadata))
+
+    async def get_buffers(self, destinations: Mapping[str, memoryview]) -> None:
+        """Fetch the buffers that live there."""
+        await self._fetch("GET", BUFFERS, {}, destinations, ())
+
+    async def _fetch(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        destinations: Mapping[str, memoryview],
+        names: Sequence[str],
+    ) -> Mapping[str, str]:
+        async def attempt() -> Mapping[str, str]:
+            sink = FrameSink(destinations, self._limits)
+            request = self._http.build_request(
+                method, self.info.address + path, headers=headers, json=list(names) if names else None
+            )
+            response = await self._http.send(request, stream=True)
+            try:
+                if response.is_error:
+                    await response.aread()
+                _raise_for_problem(response)
+                async for chunk in response.aiter_raw():
+                    sink.feed(chunk)
+                self._metrics.pulled_bytes.inc(response.num_bytes_downloaded)
+            finally:
+                await response.aclose()
+            return sink.finish()
+
+        return await self._repeat(path, attempt)
+
+    # ------------------------------------------------------------------ retries
+
+    async def _repeat(self, route: str, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Repeat while the pserver asks for it, and while it cannot be reached for up to `retry_seconds`."""
+        while True:
+            try:
+                return await self._reach(route, attempt)
+            except TryAgain as answer:
+                # It answered, so it lives: it waits for others, and says itself when that is over.
+                self._metrics.retries.labels(answer.code).inc()
+                await asyncio.sleep(PAUSE_SECONDS)
+
+    async def _reach(self, route: str, attempt: Callable[[], Awaitable[T]]) -> T:
+        policy = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type((httpx.TransportError, TimeoutError)),
+            wait=tenacity.wait_random_exponential(multiplier=0.05, max=2),
+            stop=tenacity.stop_after_delay(self._retry_seconds),
+            before_sleep=lambda state: self._metrics.retries.labels(_reason(state)).inc(),
+        )
+
+        async def bounded() -> T:
+            self._metrics.requests.labels(route).inc()
+            async with asyncio.timeout(self._deadline_seconds):
+                return await attempt()
+
+        try:
+            return await policy(bounded)
+        except tenacity.RetryError as error:
+            cause = error.last_attempt.exception()
+            raise Unreachable(
+                f"pserver {self.info.index} at {self.info.address} could not be reached for "
+                f"{self._retry_seconds:g} s: {cause!r}"
+            ) from cause
+
+
+def _reason(state: tenacity.RetryCallState) -> str:
+    error = state.outcome.exception() if state.outcome else None
+    return type(error).__name__
+
+
+def _raise_for_problem(response: httpx.Response) -> None:
+    if response.is_error:
+        raise read_problem(response)

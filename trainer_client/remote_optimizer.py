@@ -1,0 +1,223 @@
+"""The whole change to a training script: an optimizer whose `step()` happens on the pservers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ps_protocol.errors import BadModel
+from ps_protocol.messages import RunSummary
+from ps_protocol.vocabulary import ParameterSpec, Round
+
+from .buckets import Bucket, make_buckets
+from .client import completion
+from .logs import make_log
+from .optimizer_spec import describe_optimizer, read_hyper_parameters
+from .session import Session, connect
+from .tensors import lands_directly, wire_dtype, writable_bytes
+
+METADATA_BYTES_PER_GROUP = 256
+MAX_KEPT_LAYOUTS = 4  # which parameters have a gradient seldom changes
+
+
+class RemoteOptimizer(Optimizer):
+    """Wraps a `torch.optim` optimizer: gradients go to the pservers, stepped parameters come back.
+
+        optimizer = RemoteOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-3))
+
+    It is a `torch.optim.Optimizer` over the same `param_groups`, so learning-rate schedulers work on it: every push
+    carries the groups' current numbers. The wrapped optimizer's own `step()` is never called.
+
+    The constructor joins the run, waits for all trainers and pservers, and pulls the initial values of the lowest
+    rank into the parameters (and into the buffers of `model`, if given), so that everybody starts from the same.
+    Every argument is also a setting (`GRADPOST_*`); the argument wins.
+
+    Args:
+        optimizer: one of the element-wise optimizers of torch.optim; only read.
+        model: gives buffers (batch norm statistics) their start, and parameters their names.
+        session: from `connect()`; by default the open session, or a new one made with `arguments`.
+        arguments: `coordinator`, `mode`, `min_block_size`, `placement`, `slice_parameters`, `nonfinite`,
+            `bucket_bytes`, `retry_seconds`; those that shape the plan must be the same on all trainers.
+
+    Raises:
+        UnsupportedOptimizer, BadModel, ModelMismatch: before anything was sent to a pserver.
+        Ended and its children: what ended the run, instead of waiting for ever.
+
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, *, model: nn.Module | None = None, session: Session | None = None, **arguments: Any
+    ) -> None:
+        if isinstance(optimizer, RemoteOptimizer):
+            raise BadModel("the optimizer is remote already")
+        self.spec = describe_optimizer(optimizer)
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.param_groups = optimizer.param_groups  # the very same list: schedulers may hold either
+        self._named = _name_parameters(optimizer, model)
+        self._buffers = _stored_buffers(model)
+        self._session = session or connect(**arguments)
+        self._layouts: dict[frozenset[str], list[list[Bucket]]] = {}
+        self._landing = {
+            name: p if lands_directly(p) else torch.empty(p.shape, dtype=p.dtype)
+            for name, p in (self._named | self._buffers).items()
+        }
+        self._start()
+
+    @property
+    def session(self) -> Session:
+        """The place in the run."""
+        return self._session
+
+    @property
+    def round(self) -> Round:
+        """The newest completed round; the next `step()` is `round + 1`."""
+        return self._session.round
+
+    def summary(self) -> RunSummary:
+        """The run in a few numbers, as the servers saw it."""
+        return self._session.summary()
+
+    def __repr__(self) -> str:
+        return f"RemoteOptimizer({self.spec.name}, round {self.round}, {self._session!r})"
+
+    # ------------------------------------------------------------------ the start
+
+    def _start(self) -> None:
+        client, io = self._session.client, self._session.io
+        groups = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        parameters = [
+            ParameterSpec(name, tuple(p.shape), wire_dtype(name, p), groups[id(p)]) for name, p in self._named.items()
+        ]
+        buffers = [(name, tuple(b.shape), wire_dtype(name, b)) for name, b in self._buffers.items()]
+        io.run(client.declare(parameters, self.spec, buffers))
+        if self._session.rank == client.uploader:
+            values = {name: t.detach().to("cpu") for name, t in (self._named | self._buffers).items()}
+            io.run(client.send_initial(values))
+        self._destinations = client.destinations(
+            {name: writable_bytes(self._landing[name]) for name in self._named if self._landing[name].numel()}
+        )
+        io.run(client.pull(0, self._destinations, with_batch_barrier=False))
+        if self._buffers:
+            io.run(client.pull_buffers({name: writable_bytes(self._landing[name]) for name in self._buffers}))
+        self._land(self._named | self._buffers)
+
+    # ------------------------------------------------------------------ step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Push the gradients, wait until all trainers' are applied, and pull the parameters. Blocks for the round.
+
+        A parameter whose `grad` is None is skipped, as torch does; anything done to `grad` before is honoured.
+        """
+        if closure is not None:
+            raise BadModel("step(closure) cannot work remotely: the loss would be evaluated several times a round")
+        client, io, metrics = self._session.client, self._session.io, self._session.client.metrics
+        round_ = self.round + 1
+        started = time.perf_counter()
+        gradients = {name: _flat_gradient(name, p) for name, p in self._named.items() if p.grad is not None}
+        numbers = read_hyper_parameters(self.spec, self.param_groups)
+        layout = self._layout(frozenset(gradients))
+        pushes: list[Future[None]] = []
+        try:
+            # Bucket by bucket, so that the network works while the next one is being copied.
+            for bucket, shard in _interleave(layout):
+                bucket.fill(gradients)
+                frame = bucket.frame(completion(shard, numbers) if bucket is shard[-1] else None)
+                pushes.append(io.start(client.push(round_, bucket, frame)))
+            for push in pushes:
+                push.result()
+            pushed = time.perf_counter()
+            io.run(client.pull(round_, self._destinations, with_batch_barrier=True))
+        except BaseException:
+            for push in pushes:
+                push.cancel()
+            # A request that was given up may still be reading its buffer: leave it alone.
+            self._layouts.clear()
+            raise
+        self._land(self._named)
+        ended = time.perf_counter()
+        metrics.push_seconds.observe(pushed - started)
+        metrics.pull_seconds.observe(ended - pushed)
+        metrics.step_seconds.observe(ended - started)
+        metrics.rounds.inc()
+        metrics.round.set(round_)
+
+    def _layout(self, present: frozenset[str]) -> list[list[Bucket]]:
+        layout = self._layouts.get(present)
+        if layout is None:
+            if len(self._layouts) >= MAX_KEPT_LAYOUTS:
+                self._layouts.clear()
+            client = self._session.client
+            layout = self._layouts[present] = make_buckets(
+                client.plan,
+                present,
+                bucket_bytes=client.settings.bucket_bytes,
+                metadata_bytes=METADATA_BYTES_PER_GROUP * len(self.param_groups),
+            )
+        return layout
+
+    def _land(self, tensors: dict[str, Tensor]) -> None:
+        """Copy what was pulled to where it could not be written directly: other devices, other memory formats."""
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                if self._landing[name] is not tensor:
+                    tensor.copy_(self._landing[name])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while being constructed: the plan is made once, when the run starts."""
+        if hasattr(self, "_session"):
+            _refuse_group()
+        super().add_param_group(param_group)
+
+
+def _refuse_group() -> NoReturn:
+    raise BadModel("a parameter group cannot be added: the slice plan is made once, when the run starts")
+
+
+def _interleave(layout: list[list[Bucket]]) -> list[tuple[Bucket, list[Bucket]]]:
+    """Buckets in the order in which they leave: one of each pserver in turn, so that all of them are busy."""
+    longest = max(map(len, layout), default=0)
+    return [(shard[i], shard) for i in range(longest) for shard in layout if i < len(shard)]
+
+
+def _flat_gradient(name: str, parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.is_sparse:
+        raise BadModel(f"the gradient of {name!r} is sparse; only dense gradients can be pushed")
+    return gradient.detach().reshape(-1)
+
+
+def _name_parameters(optimizer: Optimizer, model: nn.Module | None) -> dict[str, Tensor]:
+    """Names from the model, from `named_parameters()`, or by position, which is said once."""
+    from_model = {} if model is None else {id(p): name for name, p in model.named_parameters()}
+    named: dict[str, Tensor] = {}
+    by_position = 0
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            name = from_model.get(id(parameter)) or (group["param_names"][i] if "param_names" in group else None)
+            if name is None:
+                name, by_position = f"group{g}.parameter{i}", by_position + 1
+            if name in named:
+                raise BadModel(f"two parameters are called {name!r}; every parameter needs a name of its own")
+            named[name] = parameter
+    if by_position:
+        make_log().info(
+            f"{by_position} parameters have no names and are called by their position, such as group0.parameter0; "
+            "give the optimizer model.named_parameters(), or RemoteOptimizer the model"
+        )
+    return named
+
+
+def _stored_buffers(model: nn.Module | None) -> dict[str, Tensor]:
+    """The buffers that belong to the model's state_dict."""
+    if model is None:
+        return {}
+    stored = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in stored}

@@ -1,0 +1,153 @@
+"""A trainer's session: a place in a run for the life of a script, reached by blocking calls."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from types import TracebackType
+from typing import Any
+
+from ps_protocol.messages import RunSummary
+from ps_protocol.vocabulary import Mode, Rank, Round
+
+from .client import ParameterClient
+from .io_thread import IoThread
+
+CLOSE_SECONDS = 15.0
+
+_current: Session | None = None
+
+
+class Session:
+    """Rank, world size and the connection to the cluster. Made by `connect`.
+
+    It leaves the run by itself when the script ends: as done, or as failed if an exception ended it.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        self.io = IoThread()
+        try:
+            self.client = self.io.run(_make_client(arguments))
+            self._joined = self.io.run(self.client.join())
+        except BaseException:
+            self.io.close()
+            raise
+        self._pid = os.getpid()
+        self._is_open = True
+        self._error: BaseException | None = None  # what ended the script
+
+    def __repr__(self) -> str:
+        state = "open" if self._is_open else "closed"
+        return f"<Session [trainer {self.rank} of {self.world_size} | run {self.run} | mode {self.mode} | {state}]>"
+
+    @property
+    def rank(self) -> Rank:
+        """This trainer's rank, from 0."""
+        return self._joined.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many trainers take part."""
+        return self._joined.world_size
+
+    @property
+    def run(self) -> str:
+        """Identity of the run."""
+        return self._joined.run
+
+    @property
+    def mode(self) -> Mode:
+        """The mode that the servers run."""
+        return self._joined.mode
+
+    @property
+    def round(self) -> Round:
+        """The newest round that was pulled."""
+        return self.client.membership.round
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this trainer is still in the run."""
+        return self._is_open
+
+    def report(self, **results: float) -> None:
+        """Report numbers of the run, such as `loss` or `accuracy`; `gradpost up` and `status` show the latest.
+
+        Costs nothing: they travel with the next heartbeat. The lowest rank's word counts in the summary.
+        """
+        update = {name: float(value) for name, value in results.items()}
+        self.io.loop.call_soon_threadsafe(self.client.membership.results.update, update)
+
+    def summary(self) -> RunSummary:
+        """The run in a few numbers, as the servers saw it. Blocks for an answer of the coordinator."""
+        return self.io.run(self.client.summary())
+
+    def close(self, outcome: str = "done", reason: str = "") -> None:
+        """Leave the run, `done` or `failed`. Blocks for a few seconds at most; safe to call twice."""
+        global _current
+        # A forked child (a data loader's worker) has neither the thread nor the membership.
+        if not self._is_open or os.getpid() != self._pid:
+            return
+        self._is_open = False
+        if _current is self:
+            _current = None
+        try:
+            self.io.start(self.client.leave(outcome, reason)).result(timeout=CLOSE_SECONDS)
+        except Exception as error:
+            print(f"gradpost: leaving the run failed: {error!r}", file=sys.stderr)
+        finally:
+            self.io.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._error = error
+        self._close_at_exit()
+
+    def _close_at_exit(self) -> None:
+        if self._error is None:
+            self.close()
+        else:
+            self.close("failed", f"{type(self._error).__name__}: {self._error}")
+
+
+async def _make_client(arguments: dict[str, Any]) -> ParameterClient:
+    return ParameterClient(**arguments)  # on the loop that it will live on
+
+
+def connect(
+    coordinator: str | None = None, *, rank: int | None = None, world_size: int | None = None, **arguments: Any
+) -> Session:
+    """Join the run and return the session; the same open session if called again without arguments.
+
+    Call it first, to know rank and world size before the data is loaded. What is None comes from the settings:
+    `GRADPOST_COORDINATOR`, `RANK`, `WORLD_SIZE`. Further arguments are those of `RemoteOptimizer`. Blocks until the
+    coordinator has a place; raises Unreachable if it does not answer, RankTaken or WorldMismatch if there is none.
+    """
+    global _current
+    given = {"coordinator": coordinator, "rank": rank, "world_size": world_size, **arguments}
+    given = {name: value for name, value in given.items() if value is not None}
+    if _current is not None and _current.is_open:
+        if given:
+            raise RuntimeError(
+                f"this process is in a session already: {_current!r}. Pass its arguments to the first connect(), "
+                "or close it first."
+            )
+        return _current
+    session = _current = Session(**given)
+    _watch_exit(session)
+    return session
+
+
+def _watch_exit(session: Session) -> None:
+    """Leave as done at a normal exit, as failed if an exception ends the script."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        session._error = error
+        previous(kind, error, traceback)
+
+    sys.excepthook = hook
+    atexit.register(session._close_at_exit)

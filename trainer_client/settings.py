@@ -1,0 +1,63 @@
+"""Settings of a trainer; every constructor argument is also one, and the argument wins."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pydantic import AliasChoices, Field
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from ps_protocol.environment import check_environment
+from ps_protocol.vocabulary import NonfinitePolicy, Placement
+
+
+class TrainerSettings(BaseSettings):
+    """Argument over `GRADPOST_*` over the file `GRADPOST_SETTINGS_FILE` over default.
+
+    `RANK` and `WORLD_SIZE` are read as torchrun, Kubeflow and Indexed Jobs set them.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="GRADPOST_", frozen=True, extra="ignore", populate_by_name=True)
+
+    coordinator: str = "http://127.0.0.1:7070"
+    rank: int | None = Field(default=None, ge=0, validation_alias=AliasChoices("rank", "RANK"))
+    world_size: int | None = Field(default=None, ge=1, validation_alias=AliasChoices("world_size", "WORLD_SIZE"))
+    mode: str | None = Field(default=None, description="refuse to train in another mode than this")
+    min_block_size: int | None = Field(default=None, ge=1, description="elements; None: the coordinator's")
+    placement: Placement | None = None
+    slice_parameters: bool | None = None
+    nonfinite: NonfinitePolicy | None = None
+    bucket_bytes: int = Field(default=4 * 1024 * 1024, ge=1)
+    retry_seconds: float = Field(default=60.0, gt=0, description="how long an unreachable service is tried")
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = Field(default=0, ge=0, le=65535, description="0: a free one")
+    tls_ca: Path | None = None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flag over environment over file."""
+        file = TomlConfigSettingsSource(settings_cls, os.environ.get("GRADPOST_SETTINGS_FILE"))
+        return init_settings, env_settings, file
+
+
+def read_settings(**arguments: object) -> TrainerSettings:
+    """Read the settings once; an argument that is None leaves the choice to the environment.
+
+    Raises ValueError for a value out of range or an unknown `GRADPOST_*` variable.
+    """
+    check_environment(os.environ)
+    given = {name: value for name, value in arguments.items() if value is not None}
+    return TrainerSettings(**given)  # type: ignore[arg-type]

@@ -1,0 +1,33 @@
+"""Between torch tensors and the wire: dtype names, flat views, bytes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ps_protocol.errors import BadModel
+
+WIRE_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL",
+}  # fmt: skip
+TORCH_DTYPES = {name: dtype for dtype, name in WIRE_DTYPES.items()}
+
+
+def wire_dtype(name: str, tensor: Tensor) -> str:
+    """safetensors' name of a tensor's dtype; BadModel if it has none."""
+    try:
+        return WIRE_DTYPES[tensor.dtype]
+    except KeyError:
+        raise BadModel(f"{name!r} is {tensor.dtype}, which the protocol does not carry") from None
+
+
+def writable_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor as bytes; shares it and keeps it alive."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def lands_directly(tensor: Tensor) -> bool:
+    """Whether pulled bytes may be written to the tensor's own memory: it lies flat, in order, in host memory."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous()

@@ -1,0 +1,127 @@
+"""What carries httpx requests to the pservers: hyper through pyreqwest, because tensors are large.
+
+httpx stays the API. Its own HTTP/2 is pure Python and costs seconds of CPU a gigabyte; this transport sends a body from
+a memoryview without a copy and hands out reply chunks as they come from the socket.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from datetime import timedelta
+from pathlib import Path
+
+import httpx
+from pyreqwest import exceptions
+from pyreqwest.client import Client, ClientBuilder
+from pyreqwest.response import Response
+
+BODY_EXTENSION = "gradpost_body"  # request extension: a memoryview that must not change until the request has ended
+WINDOW_BYTES = 16 * 1024 * 1024
+FRAME_BYTES = 1024 * 1024
+CHUNK_BYTES = 1024 * 1024
+CONNECT_SECONDS = 5
+PING_SECONDS = 5
+
+# Most specific first; every other error of pyreqwest becomes httpx.TransportError.
+_ERRORS: tuple[tuple[type[exceptions.PyreqwestError], type[httpx.TransportError]], ...] = (
+    (exceptions.ConnectTimeoutError, httpx.ConnectTimeout),
+    (exceptions.ReadTimeoutError, httpx.ReadTimeout),
+    (exceptions.WriteTimeoutError, httpx.WriteTimeout),
+    (exceptions.PoolTimeoutError, httpx.PoolTimeout),
+    (exceptions.RequestTimeoutError, httpx.TimeoutException),
+    (exceptions.ConnectError, httpx.ConnectError),
+    (exceptions.ReadError, httpx.ReadError),
+    (exceptions.WriteError, httpx.WriteError),
+    (exceptions.NetworkError, httpx.NetworkError),
+    (exceptions.PyreqwestError, httpx.TransportError),
+)
+
+
+class BulkTransport(httpx.AsyncBaseTransport):
+    """One connection to each origin, over HTTP/2 with prior knowledge (or ALPN under TLS), or HTTP/1.1.
+
+    Ignores httpx's timeouts: a bulk request is bounded by its caller, and dead peers are found by pings.
+    """
+
+    def __init__(self, *, http2: bool, tls_ca: Path | None = None) -> None:
+        self._client = _build_client(http2, tls_ca)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send one request; the reply's body is streamed. Raises httpx.TransportError and its children."""
+        body: memoryview | None = request.extensions.get(BODY_EXTENSION)
+        headers = [(k, v) for k, v in request.headers.multi_items() if k not in ("content-length", "host")]
+        builder = self._client.request(request.method, str(request.url)).headers(headers)
+        builder = builder.body_bytes(await request.aread() if body is None else body)
+        pending = builder.build_streamed()
+        try:
+            reply = await pending.__aenter__()
+        except exceptions.PyreqwestError as error:
+            raise map_error(error, request) from error
+        return httpx.Response(
+            reply.status, headers=list(reply.headers.items()), stream=_ReplyStream(pending, reply, request)
+        )
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self._client.close()
+
+
+class _ReplyStream(httpx.AsyncByteStream):
+    """Chunks of a reply as bytes-like objects, valid until the next one is asked for."""
+
+    def __init__(self, pending: AbstractAsyncContextManager[Response], reply: Response, request: httpx.Request) -> None:
+        self._pending, self._reply, self._request = pending, reply, request
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        read = self._reply.body_reader.read
+        try:
+            while (chunk := await read(CHUNK_BYTES)) is not None:
+                yield chunk  # type: ignore[misc]  # a buffer, not bytes: saves a copy, and httpx passes it on as it is
+        except exceptions.PyreqwestError as error:
+            raise map_error(error, self._request) from error
+
+    async def aclose(self) -> None:
+        await self._pending.__aexit__(None, None, None)
+
+
+def map_error(error: exceptions.PyreqwestError, request: httpx.Request) -> httpx.TransportError:
+    """The httpx exception that stands for a pyreqwest one."""
+    for theirs, ours in _ERRORS:
+        if isinstance(error, theirs):
+            return ours(error.message, request=request)
+    raise AssertionError  # the last row is the base class
+
+
+def _build_client(http2: bool, tls_ca: Path | None) -> Client:
+    builder = (
+        ClientBuilder()
+        .no_proxy()  # cluster traffic never goes through a proxy that happens to be set
+        .follow_redirects(False)
+        .connect_timeout(timedelta(seconds=CONNECT_SECONDS))
+        .tcp_nodelay(True)
+        .tcp_keepalive(timedelta(seconds=PING_SECONDS))
+    )
+    if http2:
+        builder = (
+            builder.http2_initial_stream_window_size(WINDOW_BYTES)
+            .http2_initial_connection_window_size(2 * WINDOW_BYTES)
+            .http2_max_frame_size(FRAME_BYTES)
+            .http2_keep_alive_interval(timedelta(seconds=PING_SECONDS))
+            .http2_keep_alive_timeout(timedelta(seconds=2 * PING_SECONDS))
+            .http2_keep_alive_while_idle(True)
+        )
+        if tls_ca is None:
+            builder = builder.http2_prior_knowledge()
+    else:
+        builder = builder.http1_only()
+    if tls_ca is not None:
+        builder = builder.add_root_certificate_pem(tls_ca.read_bytes())
+    return builder.build()
+
+
+def make_control_client(tls_ca: Path | None) -> httpx.AsyncClient:
+    """Plain httpx for small control messages, on connections of their own: a tensor must not block a heartbeat."""
+    verify = ssl.create_default_context(cafile=str(tls_ca)) if tls_ca else True
+    return httpx.AsyncClient(verify=verify, trust_env=False, timeout=httpx.Timeout(10.0, connect=CONNECT_SECONDS))
