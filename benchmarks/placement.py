@@ -1,0 +1,174 @@
+"""How evenly each placement loads the pservers, for the shapes of real models: the tables of docs/placement.md.
+
+    python benchmarks/placement.py
+
+Nothing is trained and no model is downloaded; the shapes follow from the architectures' rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ps_protocol.plan import make_plan
+from ps_protocol.vocabulary import PLACEMENTS, ParameterSpec, Placement
+
+Shape = tuple[int, ...]
+Named = Iterator[tuple[str, Shape]]
+
+NUM_PSERVERS = (2, 3, 4, 8)
+
+
+def seed_net() -> Named:
+    """The two-layer net of the design document: a wide input, a narrow hidden layer."""
+    yield from (("w1", (10, 1000)), ("b1", (10, 1000)), ("w2", (1, 10)), ("b2", (1, 10)))
+
+
+def small_cnn() -> Named:
+    """PyTorch's MNIST example: two convolutions, two linear layers."""
+    yield from linear("conv1", (32, 1, 3, 3))
+    yield from linear("conv2", (64, 32, 3, 3))
+    yield from linear("fc1", (128, 9216))
+    yield from linear("fc2", (10, 128))
+
+
+def resnet18() -> Named:
+    """Torchvision's resnet18."""
+    return resnet((2, 2, 2, 2), bottleneck=False)
+
+
+def resnet50() -> Named:
+    """Torchvision's resnet50."""
+    return resnet((3, 4, 6, 3), bottleneck=True)
+
+
+def resnet(depths: tuple[int, ...], *, bottleneck: bool) -> Named:
+    """Residual stages; convolutions have no bias, each is followed by a batch norm."""
+    yield "conv1.weight", (64, 3, 7, 7)
+    yield from norm("bn1", 64)
+    num_inputs = 64
+    for stage, depth in enumerate(depths, start=1):
+        width = 64 * 2 ** (stage - 1)
+        num_outputs = width * 4 if bottleneck else width
+        for index in range(depth):
+            block = f"layer{stage}.{index}"
+            convolutions = (
+                [(width, num_inputs, 1, 1), (width, width, 3, 3), (num_outputs, width, 1, 1)]
+                if bottleneck
+                else [(width, num_inputs, 3, 3), (width, width, 3, 3)]
+            )
+            for i, shape in enumerate(convolutions, start=1):
+                yield f"{block}.conv{i}.weight", shape
+                yield from norm(f"{block}.bn{i}", shape[0])
+            if index == 0 and (stage > 1 or num_inputs != num_outputs):  # a shortcut of another shape is projected
+                yield f"{block}.downsample.0.weight", (num_outputs, num_inputs, 1, 1)
+                yield from norm(f"{block}.downsample.1", num_outputs)
+            num_inputs = num_outputs
+    yield from linear("fc", (1000, num_inputs))
+
+
+def gpt2_small() -> Named:
+    """Hugging Face's gpt2; its head is the token embedding, so it is no parameter of its own."""
+    yield "wte.weight", (50257, 768)
+    yield "wpe.weight", (1024, 768)
+    for i in range(12):
+        yield from norm(f"h.{i}.ln_1", 768)
+        yield from linear(f"h.{i}.attn.c_attn", (768, 3 * 768), bias=3 * 768)  # its linear layers are transposed
+        yield from linear(f"h.{i}.attn.c_proj", (768, 768))
+        yield from norm(f"h.{i}.ln_2", 768)
+        yield from linear(f"h.{i}.mlp.c_fc", (768, 4 * 768), bias=4 * 768)
+        yield from linear(f"h.{i}.mlp.c_proj", (4 * 768, 768), bias=768)
+    yield from norm("ln_f", 768)
+
+
+def bert_base() -> Named:
+    """Hugging Face's bert-base-uncased with its pooler."""
+    for kind, size in (("word", 30522), ("position", 512), ("token_type", 2)):
+        yield f"embeddings.{kind}_embeddings.weight", (size, 768)
+    yield from norm("embeddings.LayerNorm", 768)
+    for i in range(12):
+        layer = f"encoder.layer.{i}"
+        for part in ("self.query", "self.key", "self.value", "output.dense"):
+            yield from linear(f"{layer}.attention.{part}", (768, 768))
+        yield from norm(f"{layer}.attention.output.LayerNorm", 768)
+        yield from linear(f"{layer}.intermediate.dense", (3072, 768))
+        yield from linear(f"{layer}.output.dense", (768, 3072))
+        yield from norm(f"{layer}.output.LayerNorm", 768)
+    yield from linear("pooler.dense", (768, 768))
+
+
+def vit_b_16() -> Named:
+    """Torchvision's vit_b_16 for images of 224 x 224: 14 x 14 patches and the class token."""
+    yield "class_token", (1, 1, 768)
+    yield from linear("conv_proj", (768, 3, 16, 16))
+    yield "encoder.pos_embedding", (1, 14 * 14 + 1, 768)
+    for i in range(12):
+        layer = f"encoder.layers.encoder_layer_{i}"
+        yield from norm(f"{layer}.ln_1", 768)
+        yield f"{layer}.self_attention.in_proj_weight", (3 * 768, 768)
+        yield f"{layer}.self_attention.in_proj_bias", (3 * 768,)
+        yield from linear(f"{layer}.self_attention.out_proj", (768, 768))
+        yield from norm(f"{layer}.ln_2", 768)
+        yield from linear(f"{layer}.mlp.0", (3072, 768))
+        yield from linear(f"{layer}.mlp.3", (768, 3072))
+    yield from norm("encoder.ln", 768)
+    yield from linear("heads.head", (1000, 768))
+
+
+def linear(name: str, weight: Shape, bias: int | None = None) -> Named:
+    """A weight and its bias, of the size of the weight's first dimension if not said otherwise."""
+    yield f"{name}.weight", weight
+    yield f"{name}.bias", (weight[0] if bias is None else bias,)
+
+
+def norm(name: str, size: int) -> Named:
+    """The scale and shift of a batch or layer norm."""
+    yield f"{name}.weight", (size,)
+    yield f"{name}.bias", (size,)
+
+
+MODELS: dict[str, Callable[[], Named]] = {
+    "the seed's net": seed_net,
+    "small CNN": small_cnn,
+    "ResNet-18": resnet18,
+    "ResNet-50": resnet50,
+    "GPT-2 small": gpt2_small,
+    "BERT-base": bert_base,
+    "ViT-B/16": vit_b_16,
+}
+
+
+def model_parameters(model: str) -> list[ParameterSpec]:
+    """The parameters of a model in its own order."""
+    return [ParameterSpec(name, shape) for name, shape in MODELS[model]()]
+
+
+def imbalance(
+    parameters: list[ParameterSpec], num_pservers: int, placement: Placement, *, slice_parameters: bool
+) -> float:
+    """The largest share over the mean share: 1 is even, `num_pservers` is all on one."""
+    plan = make_plan(parameters, num_pservers, placement=placement, slice_parameters=slice_parameters)
+    shares = [plan.shard_bytes(pserver) for pserver in range(num_pservers)]
+    return max(shares) * num_pservers / sum(shares)
+
+
+def markdown_table(*, slice_parameters: bool) -> str:
+    """One row a model, one group of columns a placement."""
+    columns = [(placement, num_pservers) for placement in PLACEMENTS for num_pservers in NUM_PSERVERS]
+    lines = [
+        "| model | parameters | tensors | " + " | ".join(f"{placement} {n}" for placement, n in columns) + " |",
+        "|---|--:|--:|" + "--:|" * len(columns),
+    ]
+    for model in MODELS:
+        parameters = model_parameters(model)
+        cells = [
+            f"{imbalance(parameters, n, placement, slice_parameters=slice_parameters):.3f}" for placement, n in columns
+        ]
+        total = sum(spec.num_elements for spec in parameters)
+        lines.append(f"| {model} | {total:,} | {len(parameters)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(markdown_table(slice_parameters=True))
+    print()
+    print(markdown_table(slice_parameters=False))
