@@ -1,0 +1,185 @@
+"""`gradpost`: one function a command, which holds the command's options and its help, and nothing else.
+
+To add a command, add a function here that imports its module when it is called. What a command raises as
+CommandError, GradpostError or SettingsError ends it with one line on stderr (see `output`); `--json` prints with
+`output.print_json`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ps_protocol.environment import SettingsError
+from ps_protocol.errors import GradpostError
+from ps_protocol.plan import DEFAULT_PLACEMENT
+from ps_protocol.slicing import DEFAULT_MIN_BLOCK_SIZE
+from ps_protocol.vocabulary import Mode, NonfinitePolicy, Placement
+
+from .output import CommandError, exit_with
+
+app = typer.Typer(
+    name="gradpost",
+    help="A parameter server for PyTorch over plain HTTP.",
+    add_completion=False,
+    rich_markup_mode=None,  # help and usage errors are plain text: half the time, and the same in a pipe
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+Coordinator = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Where it is; else GRADPOST_COORDINATOR, else http://127.0.0.1:7070."),
+]
+
+
+@app.callback()
+def gradpost() -> None:
+    """A callback makes typer keep the commands' names while there is only one."""
+
+
+@app.command()
+def plan(
+    pservers: Annotated[int, typer.Option("--pservers", metavar="M", help="Number of pservers.")],
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE.safetensors", help="The model; only its header is read.")
+    ] = None,
+    param: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME:SHAPE[:DTYPE]", help="A parameter, as w1:10x1000, s: (a scalar) or e:8x4:BF16."),
+    ] = None,
+    min_block_size: Annotated[
+        int, typer.Option(metavar="N", help="A parameter is cut into ceil(elements / N) blocks at most.")
+    ] = DEFAULT_MIN_BLOCK_SIZE,
+    placement: Annotated[Placement, typer.Option(help="How blocks are placed.")] = DEFAULT_PLACEMENT,
+    whole: Annotated[bool, typer.Option("--whole", help="Keep each parameter whole, on one pserver.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what of a model would land on which pserver.
+
+    Parameters are taken in the order of the file's data, then of the --param options. A trainer takes them in the
+    model's order, which a safetensors file does not keep (writers sort it by dtype and name): round_robin, and equal
+    sizes under balanced, may fall on other pservers there. The digest is of a plan without an optimizer.
+
+    Tensors of other types than F32, BF16 and F16 cannot be stepped: they count as buffers, which stay whole. A file
+    does not tell float buffers (running means) from parameters, so these are planned as parameters.
+    """
+    from .plan import show_plan
+
+    show_plan(
+        file,
+        param or [],
+        num_pservers=pservers,
+        min_block_size=min_block_size,
+        placement=placement,
+        slice_parameters=not whole,
+        as_json=as_json,
+    )
+
+
+serve_app = typer.Typer(
+    help="Run one service of a cluster in this process.", rich_markup_mode=None, no_args_is_help=True
+)
+app.add_typer(serve_app, name="serve")
+# The flags are the role's settings, which are imported when it is asked for them: `--help` is one of its arguments.
+PASS_ON: dict[str, Any] = {"ignore_unknown_options": True, "help_option_names": [], "allow_interspersed_args": False}
+Arguments = Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS]")]
+
+
+@serve_app.command(context_settings=PASS_ON)
+def coordinator(arguments: Arguments = None) -> None:
+    """Run the coordinator: who is here, the slice plan, the inspection API."""
+    from .serve import serve
+
+    serve("coordinator", arguments or [])
+
+
+@serve_app.command(context_settings=PASS_ON)
+def pserver(arguments: Arguments = None) -> None:
+    """Run a pserver: it holds a shard of the model and steps the optimizer."""
+    from .serve import serve
+
+    serve("pserver", arguments or [])
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def up(
+    command: Annotated[
+        list[str], typer.Argument(metavar="COMMAND", help="The training script, as: -- python train.py --epochs 3")
+    ],
+    pservers: Annotated[
+        int, typer.Option(metavar="M", min=1, envvar="GRADPOST_NUM_PSERVERS", help="Number of pservers.")
+    ] = 2,
+    trainers: Annotated[
+        int, typer.Option(metavar="N", min=1, envvar="GRADPOST_NUM_TRAINERS", help="Number of trainers.")
+    ] = 2,
+    mode: Annotated[Mode | None, typer.Option(help="How trainers wait for each other.")] = None,
+    server: Annotated[str | None, typer.Option(metavar="granian|uvicorn", help="HTTP/2, or HTTP/1.1 only.")] = None,
+    port: Annotated[int, typer.Option(metavar="N", help="The coordinator's port; 0: a free one.")] = 0,
+    min_block_size: Annotated[int | None, typer.Option(metavar="N", help="Elements of the smallest block.")] = None,
+    placement: Annotated[Placement | None, typer.Option(help="How blocks are placed.")] = None,
+    whole: Annotated[bool, typer.Option("--whole", help="Keep each parameter whole, on one pserver.")] = False,
+    nonfinite: Annotated[NonfinitePolicy | None, typer.Option(help="What becomes of a NaN gradient.")] = None,
+    lease: Annotated[
+        float | None, typer.Option("--lease-seconds", metavar="X", help="Silence after which a process is lost.")
+    ] = None,
+    round_timeout: Annotated[
+        float | None,
+        typer.Option("--round-timeout", "--round-timeout-seconds", metavar="X", help="Longest wait for a trainer."),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all that the services log.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as JSON on stdout, and all else on stderr.")
+    ] = False,
+) -> None:
+    """Run a training script on a local cluster: one coordinator, M pservers and N trainers, all on loopback.
+
+    Each trainer runs COMMAND with its own RANK. What is not given here comes from GRADPOST_* variables. The exit
+    code is that of the first script that fails, 128 + n if signal n ended it, or 0.
+    """
+    from .up import run_up
+
+    settings = {
+        "mode": mode,
+        "server": server,
+        "port": port,
+        "min_block_size": min_block_size,
+        "placement": placement,
+        "slice_parameters": False if whole else None,
+        "nonfinite": nonfinite,
+        "lease_seconds": lease,
+        "round_timeout_seconds": round_timeout,
+    }
+    sys.exit(run_up(command, pservers, trainers, settings, verbose=verbose, as_json=as_json))
+
+
+@app.command()
+def status(
+    coordinator: Coordinator = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Again every second, until Ctrl-C.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show who takes part in the run, how far everybody is, and who is being waited for."""
+    from .status import show_status
+
+    show_status(coordinator, watch=watch, as_json=as_json)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Check this machine and its settings, and say what to do about each problem; 1 if something is broken."""
+    from .doctor import show_checks
+
+    sys.exit(show_checks(as_json=as_json))
+
+
+def main() -> None:
+    """Run the command line; never returns."""
+    try:
+        app(prog_name="gradpost")
+    except (CommandError, GradpostError, SettingsError) as error:
+        exit_with(error)

@@ -1,0 +1,113 @@
+"""How every command speaks: tables for people, JSON for programs, one line on stderr for what went wrong.
+
+stdout carries the answer and nothing else. The exit code is 0, or 1 if the cluster failed (or is not there), or 2
+if the command was asked for something impossible; a command raises, and `main` turns that into line and code.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+from ps_protocol.environment import SettingsError
+from ps_protocol.errors import BadInput, GradpostError
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+
+
+class CommandError(Exception):
+    """What a command cannot do, in words that its user can act on."""
+
+    def __init__(self, message: str, *more: str, exit_code: int = EXIT_BAD_INPUT) -> None:
+        super().__init__(message)
+        self.messages = (message, *more)  # one for each problem
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table; numbers go to the right."""
+
+    title: str
+    justify: Literal["left", "right"] = "left"
+
+
+def print_json(value: Any) -> None:
+    """Print the answer for a program: one JSON document, ASCII, with members in the order of the schema."""
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def print_line(text: str = "") -> None:
+    """Print one line of the answer for a person."""
+    print(printable(text))
+
+
+def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: drawn to the terminal's width, or, into a file or pipe, plain, whole and always the same."""
+    from rich.console import Console
+
+    rows = [[printable(cell) for cell in row] for row in rows]
+    console = Console()
+    if console.is_terminal:
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for column in columns:
+            is_text = column.justify == "left"
+            table.add_column(column.title, justify=column.justify, overflow="fold", no_wrap=not is_text)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console.print(table)
+        return
+    lines = [[column.title for column in columns], *rows]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    for line in lines:
+        cells = (
+            cell.rjust(width) if column.justify == "right" else cell.ljust(width)
+            for cell, width, column in zip(line, widths, columns, strict=True)
+        )
+        print("  ".join(cells).rstrip())
+    print()
+
+
+def warn(message: str) -> None:
+    """Say on stderr what may be wrong with an answer that is given all the same."""
+    print(f"gradpost: warning: {printable(message)}", file=sys.stderr)
+
+
+def exit_with(error: CommandError | GradpostError | SettingsError) -> NoReturn:
+    """Say on stderr why there is no answer, in one line for each problem, and exit."""
+    if isinstance(error, CommandError):
+        exit_code, messages = error.exit_code, error.messages
+    else:
+        exit_code = EXIT_BAD_INPUT if isinstance(error, BadInput | SettingsError) else EXIT_FAILED
+        messages = (str(error),)
+    for message in messages:
+        print(f"gradpost: error: {printable(message)}", file=sys.stderr)
+    sys.exit(exit_code)
+
+
+def count(number: int, noun: str) -> str:
+    """Say how many there are.
+
+    >>> count(1, "block"), count(2000, "block")
+    ('1 block', '2,000 blocks')
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def printable(text: str) -> str:
+    r"""Escape what would break a line or command the terminal; a parameter may be called anything.
+
+    >>> print(printable("naïve \x1b[31m\n"))
+    naïve \x1b[31m\n
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

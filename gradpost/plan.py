@@ -1,0 +1,170 @@
+"""`gradpost plan`: what would land where."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ps_protocol.errors import BadInput
+from ps_protocol.frames import LENGTH_BYTES, FrameLimits, TensorEntry, parse_header, parse_length
+from ps_protocol.plan import SlicePlan, make_plan
+from ps_protocol.vocabulary import PARAMETER_DTYPES, BufferSpec, ParameterSpec, Placement
+
+from .output import Column, CommandError, count, print_json, print_line, print_table, warn
+
+# A file's header holds all of a model's tensors; the reference parser has the same limit of its size.
+FILE_LIMITS = FrameLimits(max_header_bytes=100_000_000, max_tensors=1_000_000)
+
+_PARAM = re.compile(r"(?P<name>.+?):(?P<shape>(?:[0-9]+(?:x[0-9]+)*)?)(?::(?P<dtype>[A-Za-z0-9_]+))?", re.DOTALL)
+
+
+def show_plan(
+    file: Path | None,
+    params: Sequence[str],
+    *,
+    num_pservers: int,
+    min_block_size: int,
+    placement: Placement,
+    slice_parameters: bool,
+    as_json: bool,
+) -> None:
+    """Plan the file's tensors and the `--param` texts and print the outcome; warns of an uneven one."""
+    if file is None and not params:
+        raise CommandError("there is nothing to plan: give a safetensors file, --param NAME:SHAPE or both")
+    tensors = [] if file is None else read_tensors(file)
+    parameters = [ParameterSpec(t.name, t.shape, t.dtype) for t in tensors if t.dtype in PARAMETER_DTYPES]
+    buffers = [(t.name, t.shape, t.dtype) for t in tensors if t.dtype not in PARAMETER_DTYPES]
+    plan = make_plan(
+        [*parameters, *map(parse_param, params)],
+        num_pservers,
+        min_block_size=min_block_size,
+        placement=placement,
+        slice_parameters=slice_parameters,
+        buffers=buffers,
+    )
+    if as_json:
+        print_json(plan_to_json(plan))
+    else:
+        _print_tables(plan)
+    _warn_of_buffers(plan.buffers)
+    _warn_of_imbalance(plan, placement, slice_parameters)
+
+
+def parse_param(text: str) -> ParameterSpec:
+    """Parse `NAME:SHAPE[:DTYPE]`; raises CommandError.
+
+    >>> parse_param("w1:10x1000")
+    ParameterSpec(name='w1', shape=(10, 1000), dtype='F32', group=0)
+    >>> parse_param("scale::BF16").shape
+    ()
+    """
+    match = _PARAM.fullmatch(text)
+    if match is None:
+        raise CommandError(f"--param {text:.200} is not NAME:SHAPE[:DTYPE], as w1:10x1000, s: (a scalar) or e:8x4:BF16")
+    name, shape, dtype = match.group("name", "shape", "dtype")
+    sizes = shape.split("x") if shape else []
+    if any(len(size) > 18 for size in sizes):
+        raise CommandError(f"--param {text:.200} is too large")
+    return ParameterSpec(name, tuple(map(int, sizes)), dtype or "F32")
+
+
+def read_tensors(path: Path) -> tuple[TensorEntry, ...]:
+    """Read a safetensors file's header, and nothing else of it; tensors come in the order of their data.
+
+    Raises CommandError if it cannot be read, is not such a file, or was cut short.
+    """
+    try:
+        with path.open("rb") as file:
+            data_begin = parse_length(file.read(LENGTH_BYTES), FILE_LIMITS)
+            frame = parse_header(file.read(data_begin - LENGTH_BYTES), FILE_LIMITS)
+            status = os.fstat(file.fileno())
+    except OSError as error:
+        raise CommandError(f"cannot read {path}: {error.strerror}") from None
+    except BadInput as error:
+        raise CommandError(f"{path} is not a safetensors file: {error}") from None
+    num_bytes = data_begin + frame.data_bytes
+    if stat.S_ISREG(status.st_mode) and status.st_size != num_bytes:  # a pipe has no size
+        raise CommandError(f"{path} is damaged: expected {num_bytes} bytes, found {status.st_size}")
+    return frame.tensors
+
+
+def held_bytes(plan: SlicePlan) -> list[int]:
+    """Bytes that each pserver would hold, its buffers included."""
+    held = [plan.shard_bytes(pserver) for pserver in range(plan.num_pservers)]
+    for buffer in plan.buffers:
+        held[buffer.pserver] += buffer.num_bytes
+    return held
+
+
+def plan_to_json(plan: SlicePlan) -> dict[str, Any]:
+    """What `--json` prints; `share` is a fraction of all bytes."""
+    held = held_bytes(plan)
+    total = max(sum(held), 1)
+    return {
+        "digest": plan.digest,
+        "blocks": [
+            {"name": block.name, "begin": block.begin, "end": block.end, "pserver": block.pserver}
+            for block in plan.blocks
+        ],
+        "pservers": [
+            {"pserver": pserver, "bytes": num_bytes, "share": num_bytes / total}
+            for pserver, num_bytes in enumerate(held)
+        ],
+    }
+
+
+def _print_tables(plan: SlicePlan) -> None:
+    print_table(
+        [Column("block"), *(Column(title, "right") for title in ("begin", "end", "bytes", "pserver"))],
+        [(b.name, f"{b.begin:,}", f"{b.end:,}", f"{plan.block_bytes(b):,}", str(b.pserver)) for b in plan.blocks],
+    )
+    if plan.buffers:
+        print_table(
+            [Column("buffer"), Column("dtype"), Column("bytes", "right"), Column("pserver", "right")],
+            [(b.name, b.dtype, f"{b.num_bytes:,}", str(b.pserver)) for b in plan.buffers],
+        )
+    held = held_bytes(plan)
+    total = max(sum(held), 1)
+    print_table(
+        [Column(title, "right") for title in ("pserver", "blocks", "bytes", "share", "of the mean")],
+        [
+            (
+                str(pserver),
+                str(len(plan.shards[pserver])),
+                f"{num_bytes:,}",
+                f"{num_bytes / total:.1%}",
+                f"{num_bytes * plan.num_pservers / total:.2f}x",
+            )
+            for pserver, num_bytes in enumerate(held)
+        ],
+    )
+    print_line(
+        f"{count(len(plan.parameters), 'parameter')}, {count(len(plan.blocks), 'block')}, "
+        f"{count(sum(held), 'byte')} on {count(plan.num_pservers, 'pserver')}"
+    )
+    print_line(f"digest {plan.digest}")
+
+
+def _warn_of_buffers(buffers: Sequence[BufferSpec]) -> None:
+    if buffers:
+        shown = ", ".join(f"{b.name} ({b.dtype})" for b in buffers[:3])
+        rest = f" and {len(buffers) - 3} more" if len(buffers) > 3 else ""
+        warn(f"not {', '.join(PARAMETER_DTYPES)}, so counted as buffers, whole: {shown}{rest}")
+
+
+def _warn_of_imbalance(plan: SlicePlan, placement: Placement, slice_parameters: bool) -> None:
+    held = held_bytes(plan)
+    largest = max(held)
+    if 2 * largest * plan.num_pservers <= 3 * sum(held):  # 1.5 times the mean
+        return
+    ratio = largest * plan.num_pservers / sum(held)
+    advice = ""
+    if not slice_parameters:
+        advice = "; leave --whole out"
+    elif placement != "balanced":
+        advice = "; try --placement balanced"
+    warn(f"pserver {held.index(largest)} holds {ratio:.1f} times the mean share, and the others wait for it{advice}")

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+
+from gradpost import main, output
+from gradpost.output import CommandError
+from ps_protocol.environment import SettingsError
+from ps_protocol.errors import BadModel, GradpostError, Unreachable
+
+from .conftest import RunCommand, run_process
+
+HEAVY = "torch numpy fastapi granian httpx safetensors prometheus_client structlog services trainer_client"
+
+IMPORTED = """
+import sys
+from gradpost.main import main
+sys.argv = ["gradpost", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as stop:
+    assert not stop.code, stop.code
+print([name for name in "{heavy}".split() if name in sys.modules], file=sys.stderr)
+""".replace("{heavy}", HEAVY)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["plan", "--help"], ["plan", "--param", "w:10x10", "--pservers", "1", "--json"]],
+    ids=" ".join,
+)
+def test_nothing_heavy_is_imported(arguments: list[str]) -> None:
+    """Help and plan answer within a second, which torch alone would take."""
+    outcome = run_process("-c", IMPORTED, *arguments)
+    assert (outcome.exit_code, outcome.stderr) == (0, "[]\n")
+    assert outcome.stdout
+
+
+def test_python_m_gradpost() -> None:
+    outcome = run_process("-m", "gradpost", "--help")
+    assert outcome.exit_code == 0
+    assert "Usage: gradpost [OPTIONS] COMMAND" in outcome.stdout
+    assert "plan" in outcome.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [["frobnicate"], ["plan", "--frobnicate"], ["plan", "--pservers", "two"], ["plan"]]
+)
+def test_a_wrong_usage_is_explained(run_command: RunCommand, arguments: list[str]) -> None:
+    outcome = run_command(*arguments)
+    assert (outcome.exit_code, outcome.stdout) == (2, "")
+    assert "Usage: gradpost" in outcome.stderr
+    assert outcome.stderr.splitlines()[-1].startswith("Error: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [
+        (CommandError("no"), 2),
+        (CommandError("no", exit_code=3), 3),
+        (BadModel("no"), 2),
+        (SettingsError("no"), 2),
+        (Unreachable("no"), 1),
+        (GradpostError("no"), 1),
+    ],
+)
+def test_an_error_is_one_line_and_a_code(
+    run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, error: Exception, exit_code: int
+) -> None:
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(main, "app", fail)
+    outcome = run_command()
+    assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (exit_code, "", "gradpost: error: no\n")
+
+
+def test_an_error_stays_one_line_whatever_it_quotes(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: object) -> None:
+        raise CommandError("a\nb\x1b[31m é")
+
+    monkeypatch.setattr(main, "app", fail)
+    assert run_command().stderr == "gradpost: error: a\\nb\\x1b[31m é\n"
+
+
+def test_json_is_ascii_and_strict(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_json({"ä": [1, 0.5, None]})
+    assert capsys.readouterr().out == '{\n  "\\u00e4": [\n    1,\n    0.5,\n    null\n  ]\n}\n'
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        output.print_json(float("nan"))

@@ -1,0 +1,315 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from gradpost.plan import parse_param, read_tensors
+from ps_protocol.plan import make_plan
+from ps_protocol.vocabulary import ParameterSpec
+
+from .conftest import RunCommand, run_process
+
+SEED = ["--param", "w1:10x1000", "--param", "w2:1x10", "--pservers", "3"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A file with parameters of two dtypes, an empty one, a scalar, a buffer, and names to stumble over."""
+    path = tmp_path / "model.safetensors"
+    tensors = {
+        "fc.weight": np.ones((100, 300), "f4"),
+        "fc.bias": np.ones(100, "f4"),
+        "half": np.ones((3, 5), "f2"),
+        "empty": np.ones((0, 7), "f4"),
+        "scalar": np.ones((), "f4"),
+        "bn.num_batches_tracked": np.ones((), "i8"),
+        'ä [bold]"x"\n\x1b[31m': np.ones(3, "f4"),
+    }
+    safetensors.numpy.save_file(tensors, path, {"format": "np"})
+    return path
+
+
+# ---------------------------------------------------------------- JSON
+
+
+def test_the_seeds_example_in_a_process() -> None:
+    outcome = run_process("-m", "gradpost", "plan", *SEED, "--json")
+    assert (outcome.exit_code, outcome.stderr) == (0, "")
+    parameters = [ParameterSpec("w1", (10, 1000)), ParameterSpec("w2", (1, 10))]
+    assert json.loads(outcome.stdout) == {
+        "digest": make_plan(parameters, 3).digest,
+        "blocks": [
+            {"name": "w1.block0", "begin": 0, "end": 5000, "pserver": 0},
+            {"name": "w1.block1", "begin": 5000, "end": 10_000, "pserver": 1},
+            {"name": "w2.block0", "begin": 0, "end": 10, "pserver": 2},
+        ],
+        "pservers": [
+            {"pserver": 0, "bytes": 20_000, "share": 20_000 / 40_040},
+            {"pserver": 1, "bytes": 20_000, "share": 20_000 / 40_040},
+            {"pserver": 2, "bytes": 40, "share": 40 / 40_040},
+        ],
+    }
+
+
+def test_the_schema(run_command: RunCommand, model: Path) -> None:
+    """Exactly these members, in this order, of these types."""
+    outcome = run_command("plan", model, "--param", "s:", "--pservers", 4, "--json")
+    answer = json.loads(outcome.stdout)
+    assert list(answer) == ["digest", "blocks", "pservers"]
+    assert isinstance(answer["digest"], str)
+    types: dict[str, Any] = {"name": str, "begin": int, "end": int, "pserver": int, "bytes": int, "share": float}
+    for member, keys in [("blocks", ["name", "begin", "end", "pserver"]), ("pservers", ["pserver", "bytes", "share"])]:
+        for row in answer[member]:
+            assert list(row) == keys
+            assert all(type(row[key]) is types[key] for key in keys)
+    assert [row["pserver"] for row in answer["pservers"]] == [0, 1, 2, 3]
+    assert sum(row["share"] for row in answer["pservers"]) == pytest.approx(1)
+    assert sum(row["bytes"] for row in answer["pservers"]) == 4 * (30_000 + 100 + 1 + 3 + 1) + 2 * 15 + 8
+
+
+def test_the_options_reach_the_plan(run_command: RunCommand) -> None:
+    def blocks(*options: object) -> Any:
+        return json.loads(run_command("plan", *SEED, "--json", *options).stdout)["blocks"]
+
+    assert len(blocks("--min-block-size", 5)) == 5
+    assert [block["end"] for block in blocks("--whole")] == [10_000, 10]
+    assert [block["pserver"] for block in blocks("--whole", "--placement", "round_robin")] == [0, 1]
+    assert len({json.dumps(blocks("--placement", p)) for p in ("hash", "round_robin")}) == 2
+
+
+def test_another_plan_has_another_digest(run_command: RunCommand) -> None:
+    changes: list[list[object]] = [
+        [], ["--min-block-size", 100], ["--whole"], ["--pservers", 4], ["--param", "s:"], ["--placement", "hash"]
+    ]  # fmt: skip
+    digests = [json.loads(run_command("plan", *SEED, "--json", *change).stdout)["digest"] for change in changes]
+    assert len(set(digests)) == len(changes)
+
+
+def test_a_model_of_nothing_has_no_shares(run_command: RunCommand) -> None:
+    answer = json.loads(run_command("plan", "--param", "e:0x3", "--pservers", 2, "--json").stdout)
+    assert answer["blocks"] == []
+    assert answer["pservers"] == [{"pserver": i, "bytes": 0, "share": 0.0} for i in range(2)]
+
+
+# ---------------------------------------------------------------- tables
+
+
+PLAIN = """\
+block      begin     end   bytes  pserver
+w1.block0      0   5,000  20,000        0
+w1.block1  5,000  10,000  20,000        1
+w2.block0      0      10      40        2
+
+pserver  blocks   bytes  share  of the mean
+      0       1  20,000  50.0%        1.50x
+      1       1  20,000  50.0%        1.50x
+      2       1      40   0.1%        0.00x
+
+2 parameters, 3 blocks, 40,040 bytes on 3 pservers
+"""
+
+
+@pytest.mark.parametrize("columns", ["20", "200"])
+def test_in_a_pipe_it_is_plain_and_always_the_same(
+    run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    digest = make_plan([parse_param("w1:10x1000"), parse_param("w2:1x10")], 3).digest
+    assert run_command("plan", *SEED).stdout == f"{PLAIN}digest {digest}\n"
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_in_a_terminal_it_fits_and_shows_every_name_whole(
+    run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    name = "transformer.h.0." + "long_" * 20
+    drawn = run_command("plan", "--param", f"{name}:100x1000", "--pservers", 2).stdout
+    stdout = re.sub(r"\x1b\[[0-9;]*m", "", drawn)
+    assert "─" in stdout
+    assert max(map(len, stdout.splitlines())) <= columns
+    lines = [line.split() for line in stdout.splitlines()]
+    end_of_first = next(i for i, line in enumerate(lines) if "50,000" in line)
+    folded = "".join(line[0] for line in lines[end_of_first:] if line)
+    assert folded.startswith(f"{name}.block0{name}.block1")
+
+
+def test_names_can_neither_break_a_line_nor_command_the_terminal(
+    run_command: RunCommand, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for terminal in (False, True):
+        if terminal:
+            monkeypatch.setenv("FORCE_COLOR", "1")
+        assert 'ä [bold]"x"\\n\\x1b[31m.block0' in run_command("plan", model, "--pservers", 2).stdout
+
+
+# ---------------------------------------------------------------- the file
+
+
+def test_a_file_is_read_by_its_header(model: Path, run_command: RunCommand) -> None:
+    outcome = run_command("plan", model, "--pservers", 2, "--json")
+    blocks = json.loads(outcome.stdout)["blocks"]
+    assert {block["name"]: (block["begin"], block["end"]) for block in blocks} == {
+        "fc.weight.block0": (0, 15_000),
+        "fc.weight.block1": (15_000, 30_000),
+        "fc.bias.block0": (0, 100),
+        "half.block0": (0, 15),
+        "scalar.block0": (0, 1),
+        'ä [bold]"x"\n\x1b[31m.block0': (0, 3),
+    }
+    assert outcome.stderr == (
+        "gradpost: warning: not F32, BF16, F16, so counted as buffers, whole: bn.num_batches_tracked (I64)\n"
+    )
+
+
+def test_tensors_come_in_the_order_of_their_data(model: Path) -> None:
+    tensors = read_tensors(model)
+    assert [t.begin for t in tensors] == sorted(t.begin for t in tensors)
+    assert tensors[0].name == "bn.num_batches_tracked"  # the reference writer puts wide dtypes first
+
+
+def test_a_large_file_costs_no_memory(tmp_path: Path, run_command: RunCommand) -> None:
+    path = tmp_path / "large.safetensors"
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1 << 38], "data_offsets": [0, 1 << 40]}}).encode()
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + (1 << 40))  # sparse
+    answer = json.loads(run_command("plan", path, "--pservers", 2, "--json").stdout)
+    assert [row["bytes"] for row in answer["pservers"]] == [1 << 39] * 2
+
+
+def test_a_pipe_can_be_read(model: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.write(write_end, model.read_bytes()[:1000])
+    os.close(write_end)
+    assert read_tensors(Path(f"/dev/fd/{read_end}")) == read_tensors(model)
+    os.close(read_end)
+
+
+# ---------------------------------------------------------------- warnings
+
+
+@pytest.mark.parametrize(
+    ("options", "warning"),
+    [
+        (["--param", "a:3", "--param", "b:1", "--pservers", "2"], ""),  # 1.5 times the mean is not more
+        (["--param", "a:31", "--param", "b:10", "--pservers", "2"], "pserver 0 holds 1.5 times the mean share"),
+        (["--param", "w:100000", "--pservers", "3", "--whole"], "holds 3.0 times the mean share, .*; leave --wh"),
+        (["--param", "w:100000", "--pservers", "3"], ""),
+        (["--param", "a:9", "--param", "b:1", "--pservers", "2", "--placement", "round_robin"], "; try --pla"),
+        (["--param", "e:0", "--pservers", "3"], ""),
+    ],
+)  # fmt: skip
+def test_an_uneven_plan_is_warned_of(run_command: RunCommand, options: list[str], warning: str) -> None:
+    outcome = run_command("plan", *options)
+    assert outcome.exit_code == 0
+    if warning:
+        assert re.match(f"gradpost: warning: .*{warning}", outcome.stderr)
+    assert len(outcome.stderr.splitlines()) == bool(warning)
+
+
+def test_many_buffers_are_one_line(tmp_path: Path, run_command: RunCommand) -> None:
+    path = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file({f"n{i}": np.ones(1, "i8") for i in range(5)}, path)
+    outcome = run_command("plan", path, "--pservers", 1)
+    assert outcome.stderr.endswith("whole: n0 (I64), n1 (I64), n2 (I64) and 2 more\n")
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "there is nothing to plan: give a safetensors file, --param NAME:SHAPE or both"),
+        (["--param", "w"], "--param w is not NAME:SHAPE"),
+        (["--param", ":3"], "--param :3 is not NAME:SHAPE"),
+        (["--param", "w:3,4"], "--param w:3,4 is not NAME:SHAPE"),
+        (["--param", "w:3x"], "--param w:3x is not NAME:SHAPE"),
+        (["--param", "w:-3"], "--param w:-3 is not NAME:SHAPE"),
+        (["--param", "w:٣"], "--param w:٣ is not NAME:SHAPE"),
+        (["--param", "w:" + "9" * 5000], "is too large"),
+        (["--param", "w:" + "x".join(["999999999"] * 3)], "parameter 'w' has an impossible shape"),
+        (["--param", "w:3:I64"], "parameter 'w' has a wrong dtype (expected F32, BF16, F16; actual 'I64')"),
+        (["--param", "w:3:f32"], "parameter 'w' has a wrong dtype (expected F32, BF16, F16; actual 'f32')"),
+        (["--param", "__metadata__:3"], "a parameter cannot be called '__metadata__'"),
+        (["--param", "w:3", "--param", "w:4"], "two tensors are called 'w'; each needs a name of its own"),
+        (["--param", "w:3", "--pservers", "0"], "the number of pservers is out of range"),
+        (["--param", "w:3", "--pservers", "1000000000"], "the number of pservers is out of range"),
+        (["--param", "w:3", "--min-block-size", "0"], "min_block_size is too small (expected at least 1 "),
+        (["/no/such/file"], "cannot read /no/such/file: No such file or directory"),
+        (["/"], "cannot read /: Is a directory"),
+        (["/dev/null"], "/dev/null is not a safetensors file: a frame starts with the header's length"),
+    ],
+)  # fmt: skip
+def test_errors_are_one_line(run_command: RunCommand, options: list[str], message: str) -> None:
+    outcome = run_command("plan", *(["--pservers", "2"] if "--pservers" not in options else []), *options)
+    assert (outcome.exit_code, outcome.stdout) == (2, "")
+    assert outcome.stderr.startswith("gradpost: error: ")
+    assert message in outcome.stderr
+    assert len(outcome.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"import torch\n" * 10, "is not a safetensors file: the frame's header is too large"),
+        (b"\x80\x02\x00\x00\x00\x00\x00\x00pickled", "is not a safetensors file: the frame's header must begin with {"),
+        ((1000).to_bytes(8, "little") + b'{"w":', "is not a safetensors file: the frame's header is not JSON"),
+    ],
+)
+def test_what_is_no_safetensors_file(run_command: RunCommand, tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    outcome = run_command("plan", path, "--pservers", 2)
+    assert outcome.exit_code == 2
+    assert message in outcome.stderr
+    assert len(outcome.stderr.splitlines()) == 1
+
+
+def test_a_file_that_was_cut_short(run_command: RunCommand, model: Path) -> None:
+    size = model.stat().st_size
+    os.truncate(model, size - 1)
+    outcome = run_command("plan", model, "--pservers", 2)
+    assert outcome.exit_code == 2
+    assert outcome.stderr == f"gradpost: error: {model} is damaged: expected {size} bytes, found {size - 1}\n"
+
+
+def test_a_tensor_of_a_dtype_that_nobody_knows_is_named(run_command: RunCommand, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    header = json.dumps({"w8": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
+    outcome = run_command("plan", path, "--pservers", 2)
+    assert outcome.exit_code == 2
+    assert "tensor 'w8' has an unknown dtype" in outcome.stderr
+
+
+def test_a_parameter_of_the_file_cannot_be_given_again(run_command: RunCommand, model: Path) -> None:
+    outcome = run_command("plan", model, "--param", "fc.bias:3", "--pservers", 2)
+    assert outcome.exit_code == 2
+    assert outcome.stderr == "gradpost: error: two tensors are called 'fc.bias'; each needs a name of its own\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("w1:10x1000", ParameterSpec("w1", (10, 1000))),
+        ("s:", ParameterSpec("s", ())),
+        ("s::BF16", ParameterSpec("s", (), "BF16")),
+        ("e:0", ParameterSpec("e", (0,))),
+        ("a:b:3x4:F16", ParameterSpec("a:b", (3, 4), "F16")),
+        ("a:b:3", ParameterSpec("a:b", (3,))),
+        ("ä b\n:3", ParameterSpec("ä b\n", (3,))),
+    ],
+)
+def test_parameters_as_text(text: str, spec: ParameterSpec) -> None:
+    assert parse_param(text) == spec

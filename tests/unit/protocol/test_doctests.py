@@ -1,0 +1,27 @@
+"""The worked examples in docstrings are true."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import ps_protocol
+
+MODULES = [
+    *(f"ps_protocol.{module.name}" for module in pkgutil.iter_modules(ps_protocol.__path__)),
+    "gradpost.output",
+    "gradpost.plan",
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_doctests(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_there_are_some() -> None:
+    modules = map(importlib.import_module, MODULES)
+    assert sum(len(test.examples) for module in modules for test in doctest.DocTestFinder().find(module)) > 10

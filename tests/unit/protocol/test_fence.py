@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ps_protocol.errors import BadHeader, GradpostError, PlanMismatch, StalePserver, StaleRun, UnsupportedProtocol
+from ps_protocol.fence import Fence
+from ps_protocol.vocabulary import PROTOCOL_VERSION
+
+FENCE = Fence(PROTOCOL_VERSION, "run-1", 2, "d1ge57", 3, 4, 5, 6, 7)
+HEADERS = {
+    "gradpost-protocol": "1",
+    "gradpost-run": "run-1",
+    "gradpost-attempt": "2",
+    "gradpost-plan": "d1ge57",
+    "gradpost-pserver": "3",
+    "gradpost-pserver-incarnation": "4",
+    "gradpost-rank": "5",
+    "gradpost-trainer-incarnation": "6",
+    "gradpost-round": "7",
+}
+ADDRESSEE: dict[str, Any] = {"run": "run-1", "attempt": 2, "plan": "d1ge57", "pserver": 3, "pserver_incarnation": 4}
+
+numbers = st.integers(0, 10**18 - 1)
+texts = st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), min_size=1, max_size=128)
+fences = st.builds(Fence, st.just(PROTOCOL_VERSION), texts, numbers, texts, *[numbers] * 5)
+
+
+def test_the_headers() -> None:
+    assert FENCE.to_headers() == HEADERS
+    assert Fence.from_headers({**HEADERS, "content-type": "text/plain"}) == FENCE
+
+
+@given(fences)
+def test_headers_and_back(fence: Fence) -> None:
+    assert Fence.from_headers(fence.to_headers()) == fence
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_missing_header_is_named(header: str) -> None:
+    with pytest.raises(BadHeader, match=f"the header {header} is missing"):
+        Fence.from_headers({key: value for key, value in HEADERS.items() if key != header})
+
+
+@pytest.mark.parametrize("header", ["gradpost-protocol", "gradpost-rank", "gradpost-round"])
+@pytest.mark.parametrize(
+    "text", ["", "-1", "+1", "1.0", "1e3", " 1", "1_0", "0x1", "٣", "²", "nan", "9" * 19, "1\n"], ids=ascii
+)
+def test_what_is_not_a_number_is_named(header: str, text: str) -> None:
+    with pytest.raises(BadHeader, match=f"the header {header} is not a number"):
+        Fence.from_headers({**HEADERS, header: text})
+
+
+@pytest.mark.parametrize("header", ["gradpost-run", "gradpost-plan"])
+@pytest.mark.parametrize("text", ["", "ä", "a\nb", "\0", "x" * 129], ids=ascii)
+def test_what_is_no_identifier_is_named(header: str, text: str) -> None:
+    with pytest.raises(BadHeader, match=f"the header {header} is no identifier"):
+        Fence.from_headers({**HEADERS, header: text})
+
+
+def test_another_protocol_is_refused_before_anything_else() -> None:
+    with pytest.raises(UnsupportedProtocol) as caught:
+        Fence.from_headers({"gradpost-protocol": str(PROTOCOL_VERSION + 1)})
+    assert caught.value.facts == {"expected": PROTOCOL_VERSION, "actual": str(PROTOCOL_VERSION + 1)}
+
+
+@given(st.dictionaries(st.sampled_from(sorted(HEADERS)), st.text(max_size=30)))
+def test_any_headers_raise_nothing_but_our_errors(changes: dict[str, str]) -> None:
+    try:
+        fence = Fence.from_headers({**HEADERS, **changes})
+    except GradpostError:
+        return
+    assert Fence.from_headers(fence.to_headers()) == fence
+
+
+def test_the_addressee() -> None:
+    FENCE.check_addressee(**ADDRESSEE)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("run", "run-2", StaleRun),
+        ("attempt", 3, StaleRun),
+        ("plan", "an0ther", PlanMismatch),
+        ("pserver", 0, StalePserver),
+        ("pserver_incarnation", 5, StalePserver),
+    ],
+)
+def test_what_is_stale_about_the_addressee_is_said(field: str, value: Any, error: type[GradpostError]) -> None:
+    with pytest.raises(error) as caught:
+        FENCE.check_addressee(**{**ADDRESSEE, field: value})
+    assert str(value) in caught.value.facts["expected"]
+    assert str(ADDRESSEE[field]) in caught.value.facts["actual"]
+    with pytest.raises(error) as caught:  # and from the other side
+        replace(FENCE, **{field: value}).check_addressee(**ADDRESSEE)
+    assert str(value) in caught.value.facts["actual"]
+
+
+def test_another_round_changes_nothing_else() -> None:
+    moved = FENCE.at_round(8)
+    assert moved.round == 8
+    assert [f.name for f in fields(Fence) if getattr(moved, f.name) != getattr(FENCE, f.name)] == ["round"]

@@ -1,0 +1,383 @@
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ps_protocol.errors import BodyTooLarge, GradpostError, MalformedFrame
+from ps_protocol.frames import (
+    ALIGNMENT,
+    LENGTH_BYTES,
+    Frame,
+    FrameLimits,
+    TensorEntry,
+    encode_header,
+    parse_frame,
+    parse_header,
+    parse_length,
+)
+from ps_protocol.vocabulary import DTYPE_BYTES
+
+from .strategies import AWKWARD_NAMES, few, json_values, names
+
+deserialize: Any = safetensors.deserialize  # the reference parser, without any array library
+
+NUMPY_DTYPES = {
+    "F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1",
+    "U64": "u8", "U32": "u4", "U16": "u2", "U8": "u1", "BOOL": "?",
+}  # fmt: skip
+
+tensor_dicts = st.dictionaries(
+    names,
+    st.builds(
+        lambda dtype, shape, seed: np.frombuffer(
+            np.random.default_rng(seed).bytes(8 * math.prod(shape)), dtype=np.uint8
+        )[: DTYPE_BYTES[dtype] * math.prod(shape)].view(NUMPY_DTYPES[dtype]).reshape(shape),
+        st.sampled_from(sorted(NUMPY_DTYPES.keys() - {"BOOL"})),
+        st.sampled_from([(), (1,), (5,), (2, 3), (0,), (3, 0, 2)]),
+        st.integers(0, 1000),
+    ),
+    max_size=5,
+)  # fmt: skip
+metadata_dicts = st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3)
+
+
+def dtype_name(array: np.ndarray[Any, Any]) -> str:
+    return next(name for name, code in NUMPY_DTYPES.items() if array.dtype == np.dtype(code))
+
+
+def write_frame(tensors: dict[str, np.ndarray[Any, Any]], metadata: dict[str, str] | None = None) -> bytes:
+    header = encode_header([(name, dtype_name(a), a.shape) for name, a in tensors.items()], metadata)
+    return header + b"".join(a.tobytes() for a in tensors.values())
+
+
+def read_tensors(body: bytes, frame: Frame) -> dict[str, np.ndarray[Any, Any]]:
+    return {
+        entry.name: np.frombuffer(
+            body, NUMPY_DTYPES[entry.dtype], count=math.prod(entry.shape), offset=frame.data_begin + entry.begin
+        ).reshape(entry.shape)
+        for entry in frame.tensors
+    }
+
+
+def raw_frame(header: bytes | str | dict[str, Any], data: bytes = b"") -> bytes:
+    if isinstance(header, dict):
+        header = json.dumps(header)
+    if isinstance(header, str):
+        header = header.encode()
+    return len(header).to_bytes(8, "little") + header + data
+
+
+def assert_same(left: dict[str, np.ndarray[Any, Any]], right: dict[str, np.ndarray[Any, Any]]) -> None:
+    assert left.keys() == right.keys()
+    for name, array in left.items():
+        assert (array.dtype, array.shape, array.tobytes()) == (
+            right[name].dtype, right[name].shape, right[name].tobytes()
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------- conformance with the reference implementation
+
+
+@few
+@given(tensor_dicts, metadata_dicts)
+def test_the_reference_reads_our_frames(tensors: dict[str, np.ndarray[Any, Any]], metadata: dict[str, str]) -> None:
+    body = write_frame(tensors, metadata)
+    assert_same(safetensors.numpy.load(body), tensors)
+
+
+def test_the_reference_reads_our_metadata(tmp_path: Any) -> None:
+    path = tmp_path / "frame.safetensors"
+    path.write_bytes(write_frame({"w": np.zeros(3, "f4")}, {"num_blocks": "1", "ä\n": '"'}))
+    with safetensors.safe_open(path, "np") as file:
+        assert file.metadata() == {"num_blocks": "1", "ä\n": '"'}
+
+
+@few
+@given(tensor_dicts, metadata_dicts)
+def test_we_read_frames_of_the_reference(tensors: dict[str, np.ndarray[Any, Any]], metadata: dict[str, str]) -> None:
+    body = safetensors.numpy.save(tensors, metadata or None)  # of {} and {} it writes what it cannot read
+    frame = parse_frame(body)
+    assert frame.metadata == metadata
+    assert_same(read_tensors(body, frame), tensors)
+
+
+@few
+@given(tensor_dicts, metadata_dicts)
+def test_we_read_our_own_frames(tensors: dict[str, np.ndarray[Any, Any]], metadata: dict[str, str]) -> None:
+    body = write_frame(tensors, metadata)
+    frame = parse_frame(memoryview(body))
+    assert frame.metadata == metadata
+    assert frame.data_begin + frame.data_bytes == len(body)
+    assert_same(read_tensors(body, frame), tensors)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPE_BYTES))
+def test_every_dtype_has_the_size_of_the_reference(dtype: str) -> None:
+    body = encode_header([("t", dtype, (3,))]) + bytes(3 * DTYPE_BYTES[dtype])
+    [(name, info)] = deserialize(body)
+    assert (name, info["dtype"], info["shape"]) == ("t", dtype, [3])
+    assert parse_frame(body).tensors == (TensorEntry("t", dtype, (3,), 0, 3 * DTYPE_BYTES[dtype]),)
+
+
+# ---------------------------------------------------------------- writing
+
+
+@few
+@given(tensor_dicts, metadata_dicts, st.integers(0, 4096))
+def test_data_is_aligned_and_the_header_as_long_as_asked(
+    tensors: dict[str, np.ndarray[Any, Any]], metadata: dict[str, str], min_bytes: int
+) -> None:
+    entries = [(name, dtype_name(a), a.shape) for name, a in tensors.items()]
+    header = encode_header(entries, metadata, min_bytes=min_bytes)
+    assert len(header) % ALIGNMENT == 0
+    assert len(header) >= min_bytes
+    assert parse_length(header, FrameLimits()) == len(header)
+    assert len(encode_header(entries, min_bytes=len(header))) == len(header)  # a kept buffer takes another header
+
+
+@pytest.mark.parametrize("name", AWKWARD_NAMES)
+def test_a_block_may_be_called_anything(name: str) -> None:
+    body = write_frame({name: np.ones(2, "f4")}, {name: name})
+    assert list(safetensors.numpy.load(body)) == [name]
+    frame = parse_frame(body)
+    assert (frame.tensors[0].name, frame.metadata) == (name, {name: name})
+
+
+@pytest.mark.parametrize("metadata", [None, {"a": "b"}])
+@pytest.mark.parametrize("entry_names", [["a", "a"], ["__metadata__"], ["\ud800"]], ids=ascii)
+def test_what_no_header_can_hold(entry_names: list[str], metadata: dict[str, str] | None) -> None:
+    with pytest.raises(ValueError):
+        encode_header([(name, "F32", ()) for name in entry_names], metadata)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"dtype": "U8", "shape": [2], "data_offsets": [0, 2], **changes}
+
+
+def entry_text(offsets: str, shape: str = "2") -> str:
+    return f'{{"t":{{"dtype":"U8","shape":[{shape}],"data_offsets":[{offsets}]}}}}'
+
+
+REFUSED = {
+    "no frame": (b"", "starts with the header's length"),
+    "a cut length": (b"\2\0\0", "starts with the header's length"),
+    "no header": (raw_frame(""), "must begin with {"),
+    "a header longer than the body": ((100).to_bytes(8, "little") + b"{}", "ends within its header"),
+    "a header shorter than itself": ((30).to_bytes(8, "little") + raw_frame({"t": entry()}, b"ab")[8:], "not JSON"),
+    "a cut header": (raw_frame('{"t":'), "not JSON"),
+    "an array": (raw_frame("[]"), "must begin with {"),
+    "a leading space": (raw_frame(" {}"), "must begin with {"),
+    "two documents": (raw_frame("{}{}"), "not JSON"),
+    "NUL padding": (raw_frame("{}\0\0"), "not JSON"),
+    "NUL in a name": (raw_frame('{"a\0":1}'), "not JSON"),
+    "a byte order mark": (raw_frame("\ufeff{}"), "must begin with {"),
+    "UTF-16": (raw_frame(json.dumps({"t": entry()}).encode("utf-16-le"), b"ab"), "not JSON"),
+    "no UTF-8": (raw_frame(b'{"\xff":1}'), "not JSON"),
+    "half a surrogate pair": (raw_frame({"\ud800": entry()}, b"ab"), "not JSON"),
+    "half a pair in metadata": (raw_frame({"__metadata__": {"a": "\udfff"}}), "not JSON"),
+    "deep arrays": (raw_frame('{"t":' + "[" * 100_000), "not JSON"),
+    "deep objects": (raw_frame('{"t":' * 100_000), "not JSON"),
+    "more digits than Python parses": (raw_frame(entry_text("0," + "9" * 5000)), "not JSON"),
+    "a name twice": (raw_frame(entry_text("0,2")[:-1] + "," + entry_text("0,2")[1:], b"ab"), "twice"),
+    "a member twice": (raw_frame('{"t":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}', b"a"), "twice"),
+    "metadata twice": (raw_frame('{"__metadata__":{},"__metadata__":{}}'), "twice"),
+    "metadata of numbers": (raw_frame({"__metadata__": {"a": 1}}), "__metadata__ must map"),
+    "metadata of nulls": (raw_frame({"__metadata__": {"a": None}}), "__metadata__ must map"),
+    "metadata as a list": (raw_frame({"__metadata__": []}), "__metadata__ must map"),
+    "metadata as a tensor": (raw_frame({"__metadata__": entry()}, b"ab"), "__metadata__ must map"),
+    "an entry that is a number": (raw_frame({"t": 1}), "must have dtype, shape and data_offsets"),
+    "an entry that is null": (raw_frame({"t": None}), "must have dtype, shape and data_offsets"),
+    "an entry that is NaN": (raw_frame('{"t":NaN}'), "must have dtype, shape and data_offsets"),
+    "an entry as an array": (raw_frame({"t": ["U8", [2], [0, 2]]}, b"ab"), "must have dtype, shape and data_offsets"),
+    "a missing member": (raw_frame({"t": {"dtype": "U8", "shape": []}}), "must have dtype, shape and data_offsets"),
+    "another member": (raw_frame({"t": entry(strides=[1])}, b"ab"), "must have dtype, shape and data_offsets"),
+    "an unknown dtype": (raw_frame({"t": entry(dtype="F31")}, b"ab"), "unknown dtype"),
+    "a dtype like a novel": (raw_frame({"t" * 10_000: entry(dtype="F" * 10_000)}, b"ab"), "unknown dtype"),
+    "a dtype that is a list": (raw_frame({"t": entry(dtype=["U8"])}, b"ab"), "unknown dtype"),
+    "a dtype that is null": (raw_frame({"t": entry(dtype=None)}, b"ab"), "unknown dtype"),
+    "a shape that is a number": (raw_frame({"t": entry(shape=2)}, b"ab"), "shape that is not a list"),
+    "a shape that is a string": (raw_frame({"t": entry(shape="2")}, b"ab"), "shape that is not a list"),
+    "a negative size": (raw_frame({"t": entry(shape=[-2])}, b"ab"), "shape that is not a list"),
+    "two negative sizes": (raw_frame({"t": entry(shape=[-2, -1])}, b"ab"), "shape that is not a list"),
+    "a fractional size": (raw_frame({"t": entry(shape=[2.0])}, b"ab"), "shape that is not a list"),
+    "a size that is NaN": (raw_frame(entry_text("0,2", "NaN"), b"ab"), "shape that is not a list"),
+    "a size that is true": (raw_frame({"t": entry(shape=[2, True])}, b"ab"), "shape that is not a list"),
+    "a size beyond 63 bits": (raw_frame({"t": entry(shape=[0, 1 << 63], data_offsets=[0, 0])}), "shape that is not"),
+    "too many dimensions": (raw_frame({"t": entry(shape=[1] * 64 + [2])}, b"ab"), "shape that is not a list"),
+    "one offset": (raw_frame({"t": entry(data_offsets=[2])}, b"ab"), "not two sizes"),
+    "three offsets": (raw_frame({"t": entry(data_offsets=[0, 1, 2])}, b"ab"), "not two sizes"),
+    "offsets as a string": (raw_frame({"t": entry(data_offsets="02")}, b"ab"), "not two sizes"),
+    "boolean offsets": (raw_frame({"t": entry(shape=[1], data_offsets=[False, True])}, b"a"), "not two sizes"),
+    "fractional offsets": (raw_frame(entry_text("0,2.0"), b"ab"), "not two sizes"),
+    "infinite offsets": (raw_frame(entry_text("0,Infinity"), b"ab"), "not two sizes"),
+    "negative offsets": (raw_frame(entry_text("-2,0"), b""), "not two sizes"),
+    "offsets beyond 63 bits": (raw_frame({"t": entry(data_offsets=[10**400, 10**400 + 2])}, b"ab"), "not two sizes"),
+    "offsets the wrong way": (raw_frame({"t": entry(data_offsets=[2, 0])}, b"ab"), "do not fit dtype and shape"),
+    "offsets too close": (raw_frame({"t": entry(data_offsets=[0, 1])}, b"a"), "do not fit dtype and shape"),
+    "offsets too far": (raw_frame({"t": entry(data_offsets=[0, 3])}, b"abc"), "do not fit dtype and shape"),
+    "a product beyond 63 bits": (raw_frame({"t": entry(shape=[1 << 40] * 3)}, b"ab"), "do not fit dtype and shape"),
+    "a hole at the start": (raw_frame({"t": entry(data_offsets=[1, 3])}, b"abc"), "hole or overlaps"),
+    "a hole in between": (raw_frame({"t": entry(), "u": entry(data_offsets=[3, 5])}, b"abcde"), "hole or overlaps"),
+    "an overlap": (raw_frame({"t": entry(), "u": entry(data_offsets=[1, 3])}, b"abc"), "hole or overlaps"),
+    "the same bytes twice": (raw_frame({"t": entry(), "u": entry()}, b"ab"), "hole or overlaps"),
+    "data too short": (raw_frame({"t": entry()}, b"a"), "not as long as the header says"),
+    "data too long": (raw_frame({"t": entry()}, b"abc"), "not as long as the header says"),
+    "data of nothing": (raw_frame("{}", b"a"), "not as long as the header says"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_malformed_frame_is_refused(body: bytes, message: str) -> None:
+    with pytest.raises(MalformedFrame, match=message) as caught:
+        parse_frame(body)
+    assert len(str(caught.value)) < 1000
+    json.dumps(caught.value.to_problem(), ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        raw_frame("{}"),
+        raw_frame("{} \n\t\r "),
+        raw_frame({"__metadata__": {}}),
+        raw_frame({"__metadata__": {"\U0001f40d": "\U0001f40d"}}),  # json.dumps writes it as a surrogate pair
+        raw_frame({"t": entry(shape=[], data_offsets=[0, 1])}, b"a"),
+        raw_frame({"b": entry(data_offsets=[2, 4]), "a": entry()}, b"abcd"),
+        raw_frame({"a": entry(), "e": entry(shape=[0, 1 << 40], data_offsets=[2, 2])}, b"ab"),
+        raw_frame({"b": entry(data_offsets=[2, 4]), "e": entry(shape=[0], data_offsets=[2, 2]), "a": entry()}, b"abcd"),
+        raw_frame({"t": entry(shape=[1] * 63 + [2])}, b"ab"),
+    ],
+)  # fmt: skip
+def test_an_unusual_frame_is_read(body: bytes) -> None:
+    frame = parse_frame(body)
+    assert [t.begin for t in frame.tensors] == sorted(t.begin for t in frame.tensors)
+    assert sorted(t.name for t in frame.tensors) == sorted(name for name, _ in deserialize(body))
+
+
+def test_limits() -> None:
+    body = raw_frame({"a": entry(), "b": entry(data_offsets=[2, 4])}, b"abcd")
+    header_bytes = int.from_bytes(body[:LENGTH_BYTES], "little")
+    just = FrameLimits(max_body_bytes=len(body), max_header_bytes=header_bytes, max_tensors=2)
+    assert len(parse_frame(body, just).tensors) == 2
+    for limits, message in [
+        (FrameLimits(max_body_bytes=len(body) - 1), "the frame is too large"),
+        (FrameLimits(max_header_bytes=header_bytes - 1), "the frame's header is too large"),
+        (FrameLimits(max_tensors=1), "too many tensors"),
+    ]:
+        with pytest.raises(BodyTooLarge, match=message):
+            parse_frame(body, limits)
+
+
+def test_the_number_of_tensors_cannot_be_hidden() -> None:
+    with pytest.raises(BodyTooLarge, match="too many tensors"):
+        parse_frame(
+            raw_frame('{"a":{"data_o\\u0066fsets":1},"b":{"data_o\\u0066fsets":1}}'), FrameLimits(max_tensors=1)
+        )
+
+
+@pytest.mark.parametrize("length", [1 << 20, 1 << 31, 1 << 62, (1 << 64) - 1])
+def test_a_length_that_lies_allocates_nothing(length: int) -> None:
+    with pytest.raises(GradpostError, match=r"the frame's header is too large|ends within its header"):
+        parse_frame(length.to_bytes(8, "little") + b"{}")
+
+
+def test_a_long_shape_costs_no_time() -> None:
+    """A product of half a million sizes would take minutes."""
+    with pytest.raises(MalformedFrame, match="shape"):
+        parse_frame(raw_frame(entry_text("0,0", ",".join("9" * 500_000))))
+
+
+# ---------------------------------------------------------------- fuzzing
+
+
+@given(st.binary(max_size=200) | st.binary(max_size=50).map(lambda header: raw_frame(b"{" + header)))
+def test_random_bytes_raise_nothing_but_our_errors(body: bytes) -> None:
+    parse_or_refuse(body)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.sampled_from([0, 0, 0, 0, 1, -1])), max_size=3))
+def test_random_offsets_are_refused_or_what_the_reference_reads(tensors: list[tuple[int, int, int]]) -> None:
+    header = {
+        f"t{i}": {"dtype": "U8", "shape": [size], "data_offsets": [begin, begin + size + error]}
+        for i, (size, begin, error) in enumerate(tensors)
+    }
+    num_bytes = max((begin + size + error for size, begin, error in tensors), default=0)
+    parse_or_refuse(raw_frame(header, bytes(range(num_bytes))))
+
+
+@given(st.dictionaries(names | st.just("__metadata__"), json_values, max_size=3), st.binary(max_size=8))
+def test_random_json_raises_nothing_but_our_errors(header: dict[str, Any], data: bytes) -> None:
+    parse_or_refuse(raw_frame(header, data))
+
+
+mutations = st.lists(
+    st.tuples(
+        st.integers(0, 1 << 16),
+        st.sampled_from(["replace", "insert", "delete"]),
+        st.binary(min_size=1, max_size=1)
+        | st.sampled_from([b'"', b"{", b"}", b"[", b"]", b",", b":", b"-", b"0", b"9", b".", b"\\u00", b"e1", b" "]),
+    ),
+    min_size=1,
+    max_size=4,
+)  # fmt: skip
+
+
+HONEST_FRAMES = [
+    write_frame({"w": np.arange(5, dtype="f4")}),
+    write_frame({'"ä\n': np.arange(6, dtype="i8").reshape(2, 3), "e": np.zeros((0, 2), "f2"), "s": np.ones((), "u1")}),
+    write_frame({"w": np.arange(5, dtype="f4")}, {"num_blocks": "1", "\0": "\U0001f40d"}),
+]
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(HONEST_FRAMES), mutations)
+def test_mutated_frames_are_refused_or_what_the_reference_reads(
+    frame: bytes, changes: list[tuple[int, str, bytes]]
+) -> None:
+    body = bytearray(frame)
+    for position, kind, value in changes:
+        i = position % (len(body) + 1)
+        body[i : i + (kind != "insert") * len(value)] = b"" if kind == "delete" else value
+    parse_or_refuse(bytes(body))
+
+
+@few
+@given(tensor_dicts, st.data())
+def test_cut_frames_are_refused(tensors: dict[str, np.ndarray[Any, Any]], data: st.DataObject) -> None:
+    body = write_frame(tensors)
+    with pytest.raises(MalformedFrame):
+        parse_frame(body[: data.draw(st.integers(0, len(body) - 1))])
+
+
+def parse_or_refuse(body: bytes) -> None:
+    """Parse; what we accept, the reference accepts as well, and sees the same tensors in it."""
+    try:
+        frame = parse_frame(body)
+    except GradpostError as error:
+        json.dumps(error.to_problem(), ensure_ascii=False).encode()
+        return
+    if b"-0" in body[: frame.data_begin]:  # zero to us, a fraction to the reference
+        return
+    theirs = {name: (info["dtype"], tuple(info["shape"]), bytes(info["data"])) for name, info in deserialize(body)}
+    data = body[frame.data_begin :]
+    assert theirs == {t.name: (t.dtype, t.shape, data[t.begin : t.end]) for t in frame.tensors}
+
+
+def test_parse_header_alone_tells_where_the_data_begins() -> None:
+    body = write_frame({"w": np.ones(3, "f4")})
+    data_begin = parse_length(body[:8], FrameLimits())
+    frame = parse_header(body[8:data_begin], FrameLimits())
+    assert frame == parse_frame(body)
+    assert frame.data_begin == data_begin == len(body) - 12

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from pydantic import ValidationError
+
+from ps_protocol.messages import RunSummary, TrainerHeartbeat
+
+
+def test_a_loss_that_is_not_a_number_survives_the_wire() -> None:
+    """Or the heartbeat of a diverging run would be refused, and its trainer counted as lost."""
+    sent = TrainerHeartbeat(run="r", incarnation=1, round=3, results={"loss": math.nan, "norm": math.inf, "lr": 0.5})
+    received = TrainerHeartbeat.model_validate_json(sent.model_dump_json())
+    assert math.isnan(received.results["loss"])
+    assert received.results["norm"] == math.inf
+    assert received.results["lr"] == 0.5
+
+
+def test_an_unknown_member_is_refused() -> None:
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        TrainerHeartbeat.model_validate({"run": "r", "incarnation": 1, "round": 3, "result": {}})
+
+
+def test_the_line_that_ends_a_training_script() -> None:
+    summary = RunSummary(
+        run="r",
+        state="finished",
+        mode="sync",
+        transport="HTTP/2",
+        num_trainers=2,
+        rounds=120,
+        seconds=8.13,
+        shards=(),
+        results={"loss": 0.06789, "accuracy": 0.98},
+    )
+    assert summary.line() == "trained: mode=sync transport=HTTP/2 accuracy=0.98 loss=0.06789 rounds=120 seconds=8.1"
+    failed = summary.model_copy(update={"state": "failed", "results": {}})
+    assert failed.line() == "failed: mode=sync transport=HTTP/2 rounds=120 seconds=8.1"

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ps_protocol.errors import BadHyperParameters, GradpostError, UnsupportedOptimizer
+from ps_protocol.optimizers import REFUSED, RULES, OptimizerSpec, check_hyper_parameters, check_optimizer
+
+from .strategies import few, json_values, optimizers
+
+SGD = check_optimizer("SGD", [{"nesterov": False, "maximize": False}])
+ADAM = check_optimizer("Adam", [{"amsgrad": False, "maximize": False, "decoupled_weight_decay": False}])
+SGD_NUMBERS = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "weight_decay": 0.0}
+ADAM_NUMBERS = {"lr": 0.1, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0}
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_what_is_on_the_list_is_allowed(name: str) -> None:
+    flags = dict.fromkeys(RULES[name].flags, False)
+    assert check_optimizer(name, [flags, flags]) == OptimizerSpec(name, (flags, flags))
+
+
+def test_the_list_is_that_of_torch() -> None:
+    """Names, numbers and flags are those of the constructors, less what selects an implementation."""
+    torch_optim = pytest.importorskip("torch.optim")
+    others = {"self", "params", "foreach", "capturable", "differentiable", "fused"}
+    for name, rule in RULES.items():
+        signature = inspect.signature(getattr(torch_optim, name).__init__).parameters
+        defaults = {key: signature[key].default for key in signature.keys() - others}
+        if name == "AdamW":
+            defaults["decoupled_weight_decay"] = True  # what makes it AdamW: in its groups, not in its signature
+        assert set(rule.flags) == {key for key, value in defaults.items() if isinstance(value, bool)}, name
+        assert set(rule.numbers) == defaults.keys() - set(rule.flags), name
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_is_refused_is_refused_with_its_reason(name: str) -> None:
+    with pytest.raises(UnsupportedOptimizer) as caught:
+        check_optimizer(name, [])
+    assert caught.value.detail == f"{name} cannot run on a pserver: {REFUSED[name]}"
+    assert caught.value.facts == {"expected": ", ".join(RULES), "actual": name}
+
+
+def test_what_nobody_knows_is_refused() -> None:
+    with pytest.raises(UnsupportedOptimizer, match="Lion cannot run on a pserver: it is not on the list"):
+        check_optimizer("Lion", [])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"nesterov": False},
+        {"nesterov": False, "maximize": False, "fused": True},
+        {"nesterov": 0, "maximize": 1},
+        None,
+    ],
+)
+def test_flags_are_exactly_those_of_the_rule(flags: Any) -> None:
+    with pytest.raises(UnsupportedOptimizer, match=r"the flags of group 1 are not those of SGD .*nesterov, maximize"):
+        check_optimizer("SGD", [{"nesterov": False, "maximize": False}, flags])
+
+
+@few
+@given(optimizers(2))
+def test_a_spec_survives_the_wire(spec: OptimizerSpec) -> None:
+    sent = json.loads(json.dumps({"name": spec.name, "group_flags": spec.group_flags}))
+    assert OptimizerSpec.from_json(sent) == spec
+
+
+def test_a_spec_has_no_other_members() -> None:
+    with pytest.raises(UnsupportedOptimizer, match="its name and its group_flags, nothing else"):
+        OptimizerSpec.from_json({"name": "SGD", "group_flags": [], "lr": 0.1})
+
+
+@few
+@given(
+    json_values
+    | st.fixed_dictionaries({"name": json_values | st.sampled_from(sorted(RULES)), "group_flags": json_values})
+)
+def test_any_json_gives_a_spec_or_our_error(value: Any) -> None:
+    try:
+        OptimizerSpec.from_json(value)
+    except UnsupportedOptimizer:
+        return
+    assert value["group_flags"] == []  # the only flags that the strategy can hit
+
+
+def test_numbers_that_fit() -> None:
+    assert check_hyper_parameters(SGD, [SGD_NUMBERS]) == [SGD_NUMBERS]
+    assert check_hyper_parameters(ADAM, [ADAM_NUMBERS]) == [ADAM_NUMBERS]
+    assert check_hyper_parameters(SGD, [{**SGD_NUMBERS, "dampening": -1.5}])
+
+
+@pytest.mark.parametrize(
+    "value", [-0.1, float("nan"), float("inf"), None, "0.1", True, [0.1], 10**400, -(10**400)], ids=ascii
+)
+def test_a_number_is_finite_and_not_negative(value: Any) -> None:
+    with pytest.raises(BadHyperParameters, match=r"lr of group 0 is wrong .*a finite number of at least 0"):
+        check_hyper_parameters(SGD, [{**SGD_NUMBERS, "lr": value}])
+
+
+@pytest.mark.parametrize(
+    "value", [0.9, [0.9], [0.9, 0.9, 0.9], [0.9, 1], [-0.1, 0.9], [0.9, True], "ab", [float("nan"), 0.9]]
+)
+def test_betas_are_two_fractions(value: Any) -> None:
+    with pytest.raises(BadHyperParameters, match="betas of group 0 is wrong"):
+        check_hyper_parameters(ADAM, [{**ADAM_NUMBERS, "betas": value}])
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (None, "a list with one object for each parameter group .*expected 1 groups; actual NoneType"),
+        ([], "expected 1 groups; actual 0 groups"),
+        ([SGD_NUMBERS, SGD_NUMBERS], "expected 1 groups; actual 2 groups"),
+        ([None], "group 0 of SGD needs exactly its numbers .*actual NoneType"),
+        ([{"lr": 0.1}], "expected lr, momentum, dampening, weight_decay; actual lr"),
+        ([{**SGD_NUMBERS, "eps": 0.1}], "group 0 of SGD needs exactly its numbers"),
+    ],
+)
+def test_groups_that_do_not_fit(groups: Any, message: str) -> None:
+    with pytest.raises(BadHyperParameters, match=message):
+        check_hyper_parameters(SGD, groups)
+
+
+@few
+@given(json_values | st.lists(st.dictionaries(st.sampled_from(sorted(SGD_NUMBERS)), json_values)))
+def test_any_json_gives_numbers_or_our_error(value: Any) -> None:
+    with contextlib.suppress(GradpostError):
+        check_hyper_parameters(SGD, value)

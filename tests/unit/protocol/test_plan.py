@@ -1,0 +1,374 @@
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+import ps_protocol
+from ps_protocol.errors import BadModel, GradpostError, UnsupportedOptimizer
+from ps_protocol.optimizers import check_optimizer
+from ps_protocol.plan import MAX_PSERVERS, SlicePlan, make_plan
+from ps_protocol.slicing import slice_parameter
+from ps_protocol.vocabulary import DTYPE_BYTES, PLACEMENTS, Block, ParameterSpec
+
+from .strategies import AWKWARD_NAMES, few, json_values, over_the_wire, plan_arguments, plans
+
+SEED_MODEL = [ParameterSpec("w1", (10, 1000)), ParameterSpec("w2", (1, 10))]
+
+
+# ---------------------------------------------------------------- what a plan is
+
+
+def test_the_seeds_example() -> None:
+    plan = make_plan(SEED_MODEL, 3, placement="round_robin")
+    assert plan.blocks == (
+        Block("w1", 0, 0, 5000, 0),
+        Block("w1", 1, 5000, 10_000, 1),
+        Block("w2", 0, 0, 10, 2),
+    )
+    assert [block.name for block in plan.blocks] == ["w1.block0", "w1.block1", "w2.block0"]
+    assert [plan.shard_bytes(i) for i in range(3)] == [20_000, 20_000, 40]
+
+
+@few
+@given(plans)
+def test_blocks_tile_every_parameter(plan: SlicePlan) -> None:
+    for spec in plan.parameters:
+        blocks = [block for block in plan.blocks if block.parameter == spec.name]
+        assert [block.index for block in blocks] == list(range(len(blocks)))
+        elements = [range(block.begin, block.end) for block in blocks]
+        assert all(elements)
+        assert [i for part in elements for i in part] == list(range(spec.num_elements))
+
+
+@few
+@given(plan_arguments())
+def test_each_parameter_is_cut_by_the_rule(arguments: dict[str, Any]) -> None:
+    plan = make_plan(**arguments)
+    for spec in plan.parameters:
+        expected = slice_parameter(
+            spec.num_elements,
+            arguments["num_pservers"],
+            min_block_size=arguments["min_block_size"],
+            whole=not arguments["slice_parameters"],
+        )
+        assert [(b.begin, b.end) for b in plan.blocks if b.parameter == spec.name] == expected
+
+
+@few
+@given(plans)
+def test_shards_hold_every_block_once_and_all_bytes(plan: SlicePlan) -> None:
+    assert len(plan.shards) == plan.num_pservers
+    assert all(block.pserver == i for i, shard in enumerate(plan.shards) for block in shard)
+    assert sorted((b for shard in plan.shards for b in shard), key=plan.blocks.index) == list(plan.blocks)
+    assert sum(map(plan.shard_bytes, range(plan.num_pservers))) == sum(
+        spec.num_elements * DTYPE_BYTES[spec.dtype] for spec in plan.parameters
+    )
+
+
+@few
+@given(plans)
+def test_names_on_the_wire_are_unique(plan: SlicePlan) -> None:
+    wire_names = [block.name for block in plan.blocks] + [buffer.name for buffer in plan.buffers]
+    assert len(set(wire_names)) == len(wire_names)
+
+
+@few
+@given(plans, st.data())
+def test_the_inverse_restores_every_shape(plan: SlicePlan, data: st.DataObject) -> None:
+    """What a trainer does: cut, give away, collect in any order, put together again."""
+    elements = st.integers(0, 255)
+    model = {
+        spec.name: data.draw(npst.arrays(np.int16, spec.shape, elements=elements, fill=elements))
+        for spec in plan.parameters
+    }
+    pservers: list[dict[str, Any]] = [{} for _ in range(plan.num_pservers)]
+    for block in plan.blocks:
+        pservers[block.pserver][block.name] = model[block.parameter].reshape(-1)[block.begin : block.end].copy()
+    pulled = {spec.name: np.full(spec.num_elements, -1, np.int16) for spec in plan.parameters}
+    for block in reversed(plan.blocks):
+        pulled[block.parameter][block.begin : block.end] = pservers[block.pserver][block.name]
+    for spec in plan.parameters:
+        np.testing.assert_array_equal(pulled[spec.name].reshape(spec.shape), model[spec.name])
+
+
+def test_balanced_counts_bytes_and_not_elements() -> None:
+    parameters = [ParameterSpec("half", (6,), "BF16"), ParameterSpec("full", (5,), "F32"), ParameterSpec("b", (2,))]
+    assert [block.pserver for block in make_plan(parameters, 2).blocks] == [1, 0, 1]
+
+
+def test_scalars_and_empty_parameters() -> None:
+    plan = make_plan([ParameterSpec("s", ()), ParameterSpec("e", (3, 0, 2)), ParameterSpec("one", (1, 1))], 4)
+    assert [(b.name, b.begin, b.end) for b in plan.blocks] == [("s.block0", 0, 1), ("one.block0", 0, 1)]
+
+
+def test_a_model_without_parameters_is_a_plan() -> None:
+    plan = make_plan([], 2)
+    assert plan.blocks == ()
+    assert plan.shards == ((), ())
+
+
+def test_buffers_stay_whole_and_go_round() -> None:
+    buffers = [("mean", (100_000,), "F32"), ("count", (), "I64"), ("var", (100_000,), "F64")]
+    plan = make_plan(SEED_MODEL, 2, min_block_size=1, buffers=buffers)
+    assert [(b.name, b.pserver, b.num_bytes) for b in plan.buffers] == [
+        ("mean", 0, 400_000), ("count", 1, 8), ("var", 0, 800_000)
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- the digest
+
+
+def test_the_digest_is_the_same_in_every_release() -> None:
+    """A change here makes every running cluster refuse the new release: raise PROTOCOL_VERSION with it."""
+    assert make_plan(SEED_MODEL, 3, placement="hash").digest == "dc64210edf288c7ba352b80479013eaa"
+
+
+@few
+@given(plan_arguments(), plan_arguments())
+def test_plans_are_equal_exactly_if_their_digests_are(one: dict[str, Any], other: dict[str, Any]) -> None:
+    plan, again = make_plan(**one), make_plan(**one)
+    assert plan == again
+    assert plan.digest == again.digest
+    for key, value in other.items():  # one argument of another plan, as far as it fits
+        try:
+            neighbour = make_plan(**{**one, key: value})
+        except BadModel:
+            continue
+        assert (neighbour.digest == plan.digest) == (neighbour == plan)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_pservers": 4},  # though it adds an empty pserver only
+        {"min_block_size": 100},
+        {"placement": "round_robin"},
+        {"slice_parameters": False},
+        {"parameters": [ParameterSpec("w", (10_000,)), ParameterSpec("c", (3,))]},
+        {"parameters": [ParameterSpec("w", (100, 100)), ParameterSpec("b", (3,))]},
+        {"parameters": [ParameterSpec("w", (10_000,), "BF16"), ParameterSpec("b", (3,))]},
+        {"parameters": [ParameterSpec("w", (10_000,), group=1), ParameterSpec("b", (3,))]},
+        {"parameters": [ParameterSpec("w", (10_000,)), ParameterSpec("b", (4,))]},
+        {"parameters": [ParameterSpec("b", (3,)), ParameterSpec("w", (10_000,))]},
+        {"parameters": [ParameterSpec("w", (10_000,)), ParameterSpec("b", (3,)), ParameterSpec("empty", (0,))]},
+        {"buffers": [("mean", (3,), "F32")]},
+        {"buffers": [("mean", (3,), "F64")]},
+        {"buffers": []},
+        {"optimizer": None},
+        {"optimizer": check_optimizer("SGD", [{"nesterov": False, "maximize": True}] * 2)},
+        {"optimizer": check_optimizer("SGD", [{"nesterov": False, "maximize": False}] * 3)},
+        {"optimizer": check_optimizer("Adagrad", [{"maximize": False}] * 2)},
+    ],
+    ids=str,
+)
+def test_another_plan_has_another_digest(change: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = {
+        "parameters": [ParameterSpec("w", (10_000,)), ParameterSpec("b", (3,))],
+        "num_pservers": 3,
+        "placement": "hash",
+        "buffers": [("mean", (4,), "F32")],
+        "optimizer": check_optimizer("SGD", [{"nesterov": False, "maximize": False}] * 2),
+    }
+    assert make_plan(**{**arguments, **change}).digest != make_plan(**arguments).digest
+
+
+def test_the_plan_is_the_same_in_every_process() -> None:
+    """Other interpreters with other salts of `hash()` make the same plans, digests included."""
+    script = """
+import json, sys
+from ps_protocol.plan import make_plan
+from ps_protocol.vocabulary import PLACEMENTS, ParameterSpec
+names = json.loads(sys.argv[1])
+model = [ParameterSpec(name, (i % 4, 10_001), "BF16" if i % 2 else "F32") for i, name in enumerate(names)]
+for placement in PLACEMENTS:
+    for num_pservers in (1, 3, 8):
+        plan = make_plan(model, num_pservers, placement=placement, buffers=[("mean", (3,), "F32")])
+        print(json.dumps([plan.digest, plan.to_json(), hash("salted")]))
+"""
+    model_names = [*AWKWARD_NAMES, *(f"layers.{i}.weight" for i in range(20))]
+    outputs = []
+    for hash_seed in ("1", "2"):
+        process = subprocess.run(
+            [sys.executable, "-P", "-c", script, json.dumps(model_names)],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(Path(ps_protocol.__file__).parents[1])},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        outputs.append([json.loads(line) for line in process.stdout.splitlines()])
+    assert len(outputs[0]) == 9
+    for (digest, plan, salted), (other_digest, other_plan, other_salted) in zip(*outputs, strict=True):
+        assert salted != other_salted  # or the test would prove nothing
+        assert (digest, plan) == (other_digest, other_plan)
+        assert SlicePlan.from_json(plan).digest == digest  # and this process agrees
+
+
+# ---------------------------------------------------------------- over the wire
+
+
+@few
+@given(plans)
+def test_a_plan_survives_the_wire(plan: SlicePlan) -> None:
+    received = SlicePlan.from_json(over_the_wire(plan))
+    assert received == plan
+    assert received.digest == plan.digest
+    assert SlicePlan.from_json(plan.to_json()) == plan
+
+
+@few
+@given(json_values)
+def test_any_json_gives_a_plan_or_our_error(value: Any) -> None:
+    with pytest.raises(GradpostError):
+        SlicePlan.from_json(value)
+
+
+def _places(value: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) in a JSON value."""
+    if not isinstance(value, dict | list):
+        return []
+    keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+    return [(value, key) for key in keys] + [place for key in keys for place in _places(value[key])]
+
+
+@few
+@given(plans, st.data())
+def test_a_garbled_plan_is_refused_or_still_tiles(plan: SlicePlan, data: st.DataObject) -> None:
+    value = over_the_wire(plan)
+    container, key = data.draw(st.sampled_from(_places(value)))
+    replacements = json_values | st.sampled_from([-1, 0, 1, True, 1.0, 1 << 63, 10**400, "", "__metadata__", "\ud800"])
+    if data.draw(st.booleans()):
+        container[key] = data.draw(replacements)
+    else:
+        del container[key]
+    try:
+        garbled = SlicePlan.from_json(value)
+    except GradpostError:
+        return
+    assert json.dumps(over_the_wire(garbled), sort_keys=True) == json.dumps(value, sort_keys=True)
+    assert sum(block.num_elements for block in garbled.blocks) == sum(p.num_elements for p in garbled.parameters)
+    assert all(0 <= block.pserver < garbled.num_pservers for block in garbled.blocks)
+
+
+_WIRE_PLAN = over_the_wire(
+    make_plan(
+        SEED_MODEL,
+        2,
+        buffers=[("mean", (3,), "F32")],
+        optimizer=check_optimizer("SGD", [{"nesterov": False, "maximize": False}]),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["blocks", 0, 3], 4999, "hole or overlap"),
+        (["blocks", 0, 3], 5001, "hole or overlap"),
+        (["blocks", 0, 3], 0, "empty or longer"),
+        (["blocks", 1, 3], 9999, "hole or overlap"),
+        (["blocks", 2, 3], 11, "empty or longer"),
+        (["blocks", 1, 1], 0, "hole or overlap"),
+        (["blocks", 1, 0], "w2", "hole or overlap"),
+        (["blocks", 0, 2], False, "a block of a plan is"),
+        (["blocks", 0, 3], 5000.0, "a block of a plan is"),
+        (["blocks", 0, 4], 2, "pserver that the plan does not have"),
+        (["blocks", 0, 4], -1, "a block of a plan is"),
+        (["blocks"], [], "hole or overlap"),
+        (["buffers", 0, 3], 2, "pserver that the plan does not have"),
+        (["buffers", 0, 3], True, "a buffer of a plan is"),
+        (["buffers", 0, 0], "w2", "two tensors are called 'w2'"),
+        (["num_pservers"], 0, "out of range"),
+        (["num_pservers"], True, "out of range"),
+        (["num_pservers"], 1 << 40, "out of range"),
+        (["parameters", 0, 3], 1, "a group that the optimizer does not have"),
+        (["parameters", 0, 1, 0], -10, "impossible shape"),
+        (["parameters", 0], "w1", "a parameter of a plan is"),
+        (["unknown"], 1, "a slice plan is an object of parameters, blocks, num_pservers, buffers, optimizer"),
+    ],
+)
+def test_what_is_wrong_with_a_plan_is_said(path: list[Any], value: Any, message: str) -> None:
+    garbled = copy.deepcopy(_WIRE_PLAN)
+    container = garbled
+    for key in path[:-1]:
+        container = container[key]
+    container[path[-1]] = value
+    with pytest.raises(BadModel, match=message):
+        SlicePlan.from_json(garbled)
+
+
+def test_a_block_too_many_is_refused() -> None:
+    garbled = copy.deepcopy(_WIRE_PLAN)
+    garbled["blocks"].append(garbled["blocks"][-1])
+    with pytest.raises(BadModel, match="more blocks than its parameters need"):
+        SlicePlan.from_json(garbled)
+
+
+def test_the_optimizer_of_a_plan_is_checked() -> None:
+    with pytest.raises(UnsupportedOptimizer, match="LBFGS cannot run on a pserver"):
+        SlicePlan.from_json({**_WIRE_PLAN, "optimizer": {"name": "LBFGS", "group_flags": []}})
+
+
+# ---------------------------------------------------------------- models that cannot be planned
+
+
+@pytest.mark.parametrize("name", AWKWARD_NAMES)
+def test_a_parameter_may_be_called_anything(name: str) -> None:
+    plan = make_plan([ParameterSpec(name, (3,))], 2)
+    assert plan.blocks[0].name == f"{name}.block0"
+    assert SlicePlan.from_json(over_the_wire(plan)) == plan
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("name", ["", "__metadata__", "\ud800", "w\udfff"])
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_but_not_this(kind: str, name: str, placement: Any) -> None:
+    parameters = [ParameterSpec(name, (3,))] if kind == "parameter" else []
+    buffers = [(name, (3,), "F32")] if kind == "buffer" else []
+    with pytest.raises(BadModel, match=f"a {kind} cannot be called"):
+        make_plan(parameters, 2, placement=placement, buffers=buffers)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"parameters": [ParameterSpec("w", ()), ParameterSpec("w", ())]}, "two tensors are called 'w'"),
+        ({"buffers": [("w", (), "F32")]}, "two tensors are called 'w'"),
+        ({"buffers": [("m", (), "F32"), ("m", (), "F32")]}, "two tensors are called 'm'"),
+        ({"buffers": [("w.block1", (), "F32")]}, "'w.block1' is called like a block of parameter 'w'"),
+        ({"buffers": [("m", (-1,), "F32")]}, "buffer 'm' has an impossible shape"),
+        ({"buffers": [("m", (), "float32")]}, "buffer 'm' has a wrong dtype"),
+        ({"parameters": [ParameterSpec("w", (), "I64")]}, "parameter 'w' has a wrong dtype .*F32, BF16, F16.*I64"),
+        ({"parameters": [ParameterSpec("w", (), "F64")]}, "parameter 'w' has a wrong dtype"),
+        ({"parameters": [ParameterSpec("w", (2, -1))]}, "parameter 'w' has an impossible shape"),
+        ({"parameters": [ParameterSpec("w", (True,))]}, "impossible shape"),
+        ({"parameters": [ParameterSpec("w", (1 << 63,))]}, "impossible shape"),
+        ({"parameters": [ParameterSpec("w", (1 << 31, 1 << 31))]}, "impossible shape"),
+        ({"parameters": [ParameterSpec("w", (1,) * 65)]}, "impossible shape"),
+        ({"parameters": [ParameterSpec("w", (), group=-1)]}, "a group that the optimizer does not have"),
+        ({"num_pservers": 0}, "the number of pservers is out of range"),
+        ({"num_pservers": -1}, "the number of pservers is out of range"),
+        ({"num_pservers": MAX_PSERVERS + 1}, "the number of pservers is out of range"),
+        ({"min_block_size": 0}, "min_block_size is too small"),
+        ({"placement": "random"}, "there is no such placement .*balanced or round_robin or hash.*'random'"),
+    ],
+    ids=str,
+)
+def test_a_model_that_cannot_be_planned(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadModel, match=message):
+        make_plan(**{"parameters": [ParameterSpec("w", (3,))], "num_pservers": 2, **arguments})
+
+
+def test_a_buffer_may_look_like_the_block_of_nothing() -> None:
+    plan = make_plan([ParameterSpec("w", (3,))], 2, buffers=[("v.block0", (), "F32"), ("w.blocked", (), "F32")])
+    assert len(plan.buffers) == 2
