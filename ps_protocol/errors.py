@@ -319,7 +319,7 @@ def _tree(cls: type[GradpostError]) -> Iterator[type[GradpostError]]:
 
 ERRORS: Mapping[str, type[GradpostError]] = {cls.code: cls for cls in _tree(GradpostError)}
 
-_DOCUMENT_MEMBERS = frozenset({"type", "title", "status", "detail", "code", "may_be_retried"})
+_DOCUMENT_MEMBERS = frozenset({"instance", "type", "title", "status", "detail", "code", "may_be_retried"})
 
 
 def error_from_problem(problem: Mapping[str, Any]) -> GradpostError:

@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from .vocabulary import Incarnation, Mode, NonfinitePolicy, Placement, PserverIndex, Rank, Round
 
+PROGRESS = "loss"  # the reported number that shows how training goes; the others are results
+
 RunState = Literal["gathering", "training", "finished", "failed"]
 
 
@@ -257,7 +259,8 @@ class RunSummary(Message):
 
     def line(self) -> str:
         """`trained: mode=sync transport=HTTP/2 accuracy=0.98 rounds=120 seconds=8.1`."""
-        results = "".join(f" {key}={value:.4g}" for key, value in sorted(self.results.items()))
+        final = (item for item in sorted(self.results.items()) if item[0] != PROGRESS)
+        results = "".join(f" {key}={value:.4g}" for key, value in final)
         verb = "trained" if self.state != "failed" else "failed"
         return (
             f"{verb}: mode={self.mode} transport={self.transport}{results} "

@@ -6,8 +6,28 @@ session = connect()                                                  # rank and 
 optimizer = RemoteOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-3))
 """
 
-from .client import ParameterClient
-from .remote_optimizer import RemoteOptimizer
-from .session import Session, connect
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .client import ParameterClient
+    from .remote_optimizer import RemoteOptimizer
+    from .session import Session, connect
 
 __all__ = ["ParameterClient", "RemoteOptimizer", "Session", "connect"]
+
+# Imported when they are first asked for: `trainer_client.testing` starts clusters, and needs no torch for it.
+_HOMES = {
+    "ParameterClient": ".client",
+    "RemoteOptimizer": ".remote_optimizer",
+    "Session": ".session",
+    "connect": ".session",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name], __name__), name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import secrets
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -136,6 +137,9 @@ class Membership:
                 self._say(f"the coordinator at {self._coordinator} did not answer a heartbeat: {type(error).__name__}")
                 continue
             except GradpostError as error:
+                if error.status >= 500:  # it stops, or stumbled: no word on this run
+                    self._say(f"the coordinator at {self._coordinator} did not take a heartbeat: {error}")
+                    continue
                 self._fail(error)
                 return
             if reply.failure is not None:
@@ -155,7 +159,7 @@ class Membership:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
-            raise self.failure.result()
+            raise copy.copy(self.failure.result())  # every caller its own, with its own traceback
         finally:
             if not task.done():
                 task.cancel()
@@ -228,8 +232,15 @@ class Membership:
 
 
 def read_problem(response: httpx.Response) -> GradpostError:
-    """The exception that a problem document stands for; something that is not one came from somebody else."""
-    try:
-        return error_from_problem(response.json())
-    except ValueError:
-        return Ended(f"{response.url} answered {response.status_code} without a problem document; is it Gradpost?")
+    """The exception that a problem document stands for; something that is not one came from somebody else.
+
+    Raises httpx.RemoteProtocolError if that is a gateway which did not reach the service, so that it is retried.
+    """
+    document: Any = None
+    with contextlib.suppress(ValueError):
+        document = response.json()
+    if isinstance(document, dict) and "code" in document:
+        return error_from_problem(document)
+    if response.status_code in (502, 503, 504):
+        raise httpx.RemoteProtocolError(f"a gateway answered {response.status_code}")
+    return Ended(f"{response.url} answered {response.status_code} without a problem document; is it Gradpost?")

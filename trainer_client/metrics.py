@@ -10,6 +10,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
 
+CLOSE_POLL_SECONDS = 0.05  # how soon the server notices that it is being closed
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
@@ -53,7 +54,9 @@ class MetricsServer:
 
         self._server = make_server(host, port, app, server_class=_Server, handler_class=_QuietHandler)
         self.port: int = self._server.server_port
-        self._thread = threading.Thread(target=self._server.serve_forever, name="gradpost metrics", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(CLOSE_POLL_SECONDS,), name="gradpost metrics", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
+import threading
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import Mode, Rank, Round
@@ -35,7 +37,6 @@ class Session:
             raise
         self._pid = os.getpid()
         self._is_open = True
-        self._error: BaseException | None = None  # what ended the script
 
     def __repr__(self) -> str:
         state = "open" if self._is_open else "closed"
@@ -74,8 +75,11 @@ class Session:
     def report(self, **results: float) -> None:
         """Report numbers of the run, such as `loss` or `accuracy`; `gradpost up` and `status` show the latest.
 
-        Costs nothing: they travel with the next heartbeat. The lowest rank's word counts in the summary.
+        Costs nothing: they travel with the next heartbeat. The lowest rank's word counts in the summary, whose line
+        leaves out `loss`, since that is progress and no result.
         """
+        if not self._is_open:
+            raise RuntimeError("the session is closed; report before close(), or before the `with` block ends")
         update = {name: float(value) for name, value in results.items()}
         self.io.loop.call_soon_threadsafe(self.client.membership.results.update, update)
 
@@ -103,14 +107,7 @@ class Session:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._error = error
-        self._close_at_exit()
-
-    def _close_at_exit(self) -> None:
-        if self._error is None:
-            self.close()
-        else:
-            self.close("failed", f"{type(self._error).__name__}: {self._error}")
+        self.close(*_outcome_of(error))
 
 
 async def _make_client(arguments: dict[str, Any]) -> ParameterClient:
@@ -137,17 +134,36 @@ def connect(
             )
         return _current
     session = _current = Session(**given)
-    _watch_exit(session)
+    _watch_exit()
     return session
 
 
-def _watch_exit(session: Session) -> None:
-    """Leave as done at a normal exit, as failed if an exception ends the script."""
-    previous = sys.excepthook
+@functools.cache  # once a process
+def _watch_exit() -> None:
+    """Leave the open session when the script ends, as failed if an exception or a non-zero exit code ended it."""
+    ended_by: list[BaseException] = []
+    previous_hook, previous_exit = sys.excepthook, sys.exit
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        session._error = error
-        previous(kind, error, traceback)
+        ended_by.append(error)
+        previous_hook(kind, error, traceback)
 
-    sys.excepthook = hook
-    atexit.register(session._close_at_exit)
+    def exit_(status: Any = None, /) -> NoReturn:
+        # SystemExit reaches no hook, and an exit function cannot see the code. In another thread it ends only that.
+        if status not in (None, 0) and threading.current_thread() is threading.main_thread():
+            ended_by.append(SystemExit(status))
+        previous_exit(status)
+
+    def leave() -> None:
+        if _current is not None:
+            _current.close(*_outcome_of(ended_by[-1] if ended_by else None))
+
+    sys.excepthook, sys.exit = hook, exit_
+    atexit.register(leave)
+
+
+def _outcome_of(error: BaseException | None) -> tuple[str, str]:
+    """Outcome and reason to leave with, once `error` (or nothing) has ended the script."""
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return "done", ""
+    return "failed", f"{type(error).__name__}: {error}".rstrip(": ")

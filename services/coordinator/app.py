@@ -89,7 +89,7 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
     async def leave(rank: Rank, message: Leave) -> None:
         """A trainer goes, done or failed."""
         run = cluster.run
-        run.leave(rank, message, coordinator.now())
+        cluster.leave_trainer(rank, message, coordinator.now())
         coordinator.changed()
         if run.is_over:
             await coordinator.summary()  # while the pservers are still here to tell

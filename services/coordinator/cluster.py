@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ps_protocol.errors import NotReady, PserverLost, RoundTimeout, RunOver, UnsupportedProtocol
 from ps_protocol.messages import (
     InstallMembers,
     InstallRun,
     JoinTrainer,
+    Leave,
     PlanReady,
     PserverHeartbeat,
     PserverHeartbeatReply,
@@ -17,7 +18,7 @@ from ps_protocol.messages import (
     RegisterPserver,
     TrainerJoined,
 )
-from ps_protocol.vocabulary import PROTOCOL_VERSION, Incarnation, PserverIndex, Rank
+from ps_protocol.vocabulary import PROTOCOL_VERSION, Incarnation, PserverIndex, Rank, Round
 
 from .pservers import PserverRegistry
 from .run import Run, RunDefaults
@@ -67,27 +68,32 @@ class Cluster:
     def pserver_heartbeat(self, index: PserverIndex, message: PserverHeartbeat, now: float) -> PserverHeartbeatReply:
         """Renew a pserver's lease; fails the run if its barrier has waited beyond the round time-out."""
         self.registry.heartbeat(index, message, now)
-        limit = self._defaults.round_timeout_seconds
-        if message.run == self.run.name and message.missing and message.waiting_seconds > limit:
-            names = ", ".join(f"trainer {rank}" for rank in message.missing)
-            self.run.fail(
-                RoundTimeout(
-                    f"{names} did not reach the batch barrier of round {message.round + 1} within the round "
-                    f"time-out of {limit:g} s, though alive",
-                    missing=list(message.missing),
-                ),
-                now,
-            )
+        if message.run == self.run.name and message.waiting_seconds > self._defaults.round_timeout_seconds:
+            self._fail_for_timeout(message.round + 1, message.missing, now)
         stop = self.exit_when_done and self.run.is_deserted
         if stop:
             self._told_to_stop.add(index)
         return PserverHeartbeatReply(members_number=self.run.number, stop=stop, exit_code=self.exit_code)
+
+    def _fail_for_timeout(self, round_: Round, missing: Sequence[Rank], now: float) -> None:
+        if missing:
+            names = ", ".join(f"trainer {rank}" for rank in missing)
+            limit = self._defaults.round_timeout_seconds
+            self.run.fail(
+                RoundTimeout(
+                    f"{names} did not reach the batch barrier of round {round_} within the round time-out of "
+                    f"{limit:g} s, though alive",
+                    missing=list(missing),
+                ),
+                now,
+            )
 
     # ------------------------------------------------------------------ trainers
 
     def join_trainer(self, request: JoinTrainer, now: float) -> TrainerJoined:
         """Let a trainer into the run that is gathering; a new run begins when the last one is deserted."""
         _check_protocol(request.protocol)
+        self.run.check_expectations(request)  # waiting for another run would not help
         known = any(t.instance == request.instance and t.is_here for t in self.run.trainers.values())
         if not known and self.run.is_over:
             if self.exit_when_done:
@@ -110,6 +116,18 @@ class Cluster:
             lease_seconds=self.lease_seconds,
             round_timeout_seconds=self._defaults.round_timeout_seconds,
         )
+
+    def leave_trainer(self, rank: Rank, message: Leave, now: float) -> None:
+        """A trainer goes. If it fails because it waited too long for others, it is those who ended the run."""
+        self.run.member(rank, message.run, message.incarnation)
+        if message.outcome == "failed" and self.run.plan is not None:
+            for pserver in self.registry.members.values():
+                # The pserver has told the trainer of the time-out before its next heartbeat tells us.
+                waits = pserver.run == self.run.name and pserver.waiting_seconds > 0 and rank not in pserver.missing
+                waited = pserver.waiting_seconds + now - pserver.seen_at
+                if waits and waited > self._defaults.round_timeout_seconds:
+                    self._fail_for_timeout(pserver.round + 1, pserver.missing, now)
+        self.run.leave(rank, message, now)
 
     # ------------------------------------------------------------------ the start of a run
 
@@ -172,7 +190,7 @@ class Cluster:
             attempt=0,
             plan=run.plan.to_json(),
             pservers=tuple(pservers),
-            uploader=run.uploader if run.members else 0,
+            uploader=run.uploader,
         )
 
     # ------------------------------------------------------------------ time and end

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import secrets
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import httpx
 
-from ps_protocol.errors import NotReady
+from ps_protocol.errors import Conflict, NotReady, PserverLost, error_from_problem
 from ps_protocol.messages import Message, PlanReady, PserverState, RunSummary, ShardSummary
 from ps_protocol.routes import MEMBERS, RUN, STATE
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank
@@ -18,6 +19,7 @@ from services.runtime.logs import get_logger
 
 from .cluster import Cluster
 from .pservers import PserverMember
+from .run import Run
 from .settings import CoordinatorSettings
 
 log = get_logger()
@@ -57,13 +59,23 @@ class Coordinator:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Expire leases and reconcile the pservers until `stop` is set, which this also does when the work is done."""
-        tick = min(0.5, self.cluster.lease_seconds / 4)
+        async with asyncio.TaskGroup() as tasks:
+            expiring = tasks.create_task(self._expire_leases())
+            await self._reconcile_until(stop)
+            expiring.cancel()
+
+    async def _expire_leases(self) -> None:
+        # Apart from the reconciliation, which waits for pservers that may be the very ones to be lost.
+        while True:
+            self.cluster.expire(self.now())
+            self.changed()
+            await asyncio.sleep(min(0.5, self.cluster.lease_seconds / 4))
+
+    async def _reconcile_until(self, stop: asyncio.Event) -> None:
         said = ""
         while not stop.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), tick)
+            await self._wake.wait()
             self._wake.clear()
-            self.cluster.expire(self.now())
             if not await self._reconcile():
                 await asyncio.sleep(RETRY_SECONDS)
                 self._wake.set()
@@ -83,42 +95,49 @@ class Coordinator:
         run = cluster.run
         if run.plan is None:
             return True
-        results = await asyncio.gather(*(self._reconcile_pserver(i) for i in sorted(cluster.registry.members)))
+        members = [member for _, member in sorted(cluster.registry.members.items())]
+        results = await asyncio.gather(*(self._reconcile_pserver(run, member) for member in members))
         complete = all(results) and len(results) == cluster.registry.num_pservers
         if complete and run.state == "gathering" and cluster.run is run:
             run.installed(self.now())
             log.info("training", run=run.name, plan=run.plan.digest, trainers=len(run.members))
         return all(results)
 
-    async def _reconcile_pserver(self, index: PserverIndex) -> bool:
-        run = self.cluster.run
-        member = self.cluster.registry.members[index]
-        incarnation = member.info.incarnation
+    async def _reconcile_pserver(self, run: Run, member: PserverMember) -> bool:
+        index, incarnation = member.info.index, member.info.incarnation
         if self._acknowledged.get(index, (0, "", -1))[:2] != (incarnation, run.name):
-            if run.is_over:
+            if run.is_over or self.cluster.run is not run:
                 return True  # it never took part in this run
             number = run.number
-            if not await self._put(member, RUN, self.cluster.installation(index)):
+            if not await self._put(run, member, RUN, self.cluster.installation(index)):
                 return False
             self._acknowledged[index] = (incarnation, run.name, number)
-        if self._acknowledged[index][2] != run.number:
+        # The next run may have begun meanwhile; then nobody is left in this one.
+        if self.cluster.run is run and self._acknowledged[index][2] != run.number:
             number = run.number
-            if not await self._put(member, MEMBERS, self.cluster.members_message()):
+            if not await self._put(run, member, MEMBERS, self.cluster.members_message()):
                 return False
             self._acknowledged[index] = (incarnation, run.name, number)
         return True
 
-    async def _put(self, member: PserverMember, route: str, message: Message) -> bool:
+    async def _put(self, run: Run, member: PserverMember, route: str, message: Message) -> bool:
         try:
             response = await self.http.put(
                 member.info.address + route, content=message.model_dump_json(), timeout=PSERVER_TIMEOUT_SECONDS,
                 headers={"content-type": "application/json"},
             )  # fmt: skip
-            response.raise_for_status()
-        except httpx.HTTPError as error:
+            problem = error_from_problem(response.json()) if response.is_error else None
+        except (httpx.TransportError, ValueError) as error:
             log.warning("a pserver did not take an installation", pserver=member.info.index, error=repr(error))
             return False
-        return True
+        if problem is None:
+            return True
+        log.warning("a pserver refused an installation", pserver=member.info.index, error=repr(problem))
+        # A conflict is over soon: such as that it has not read yet who it is now.
+        if not problem.may_be_retried and not isinstance(problem, Conflict):
+            reason = f"pserver {member.info.index} cannot serve the run: {problem}"
+            run.fail(PserverLost(reason, pserver=member.info.index), self.now())
+        return False
 
     # ------------------------------------------------------------------ waiting
 
@@ -134,7 +153,7 @@ class Coordinator:
         current = self.cluster.run
         current.member(rank, run, incarnation)
         if current.failure is not None:
-            raise current.failure
+            raise copy.copy(current.failure)  # every waiter its own: a raised exception collects frames
         plan = self.cluster.plan_ready()
         if plan is None:
             waits = self.cluster.waiting_for

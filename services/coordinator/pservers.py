@@ -16,6 +16,7 @@ class PserverMember:
     info: PserverInfo
     instance: str
     seen_at: float  # by the monotonic clock
+    run: str | None = None
     round: Round = 0
     missing: tuple[Rank, ...] = ()
     waiting_seconds: float = 0.0
@@ -83,8 +84,8 @@ class PserverRegistry:
                 current=member.info.incarnation if member else None,
             )
         member.seen_at = now
-        member.round, member.missing = message.round, message.missing
-        member.waiting_seconds = message.waiting_seconds
+        member.run, member.round = message.run, message.round
+        member.missing, member.waiting_seconds = message.missing, message.waiting_seconds
 
     def expire(self, now: float) -> list[PserverMember]:
         """Drop and return those whose lease has run out."""

@@ -75,6 +75,7 @@ class Run:
         self.state: RunState = "gathering"
         self.trainers: dict[Rank, TrainerMember] = {}
         self.plan: SlicePlan | None = None
+        self.uploader: Rank = 0  # who pushes the initial values: the lowest rank when the plan was made
         self.failure: GradpostError | None = None
         self.number = 0
         self.started_at: float | None = None  # by the monotonic clock, when training began
@@ -120,7 +121,7 @@ class Run:
 
     def join(self, request: JoinTrainer, now: float) -> TrainerMember:
         """Give the process a rank and an incarnation; the same process again gets the same answer."""
-        self._check_expectations(request)
+        self.check_expectations(request)
         for trainer in self.trainers.values():
             if trainer.instance == request.instance and trainer.is_here:
                 trainer.seen_at = now
@@ -132,7 +133,8 @@ class Run:
         self.number += 1
         return trainer
 
-    def _check_expectations(self, request: JoinTrainer) -> None:
+    def check_expectations(self, request: JoinTrainer) -> None:
+        """Raise WorldMismatch or ModeMismatch if no run of this cluster can have such a trainer."""
         world_size = self.defaults.num_trainers
         if request.world_size not in (None, world_size):
             raise WorldMismatch(
@@ -179,6 +181,8 @@ class Run:
         """Take a trainer's model; raises UnsupportedOptimizer, BadModel, or ModelMismatch with the difference."""
         trainer = self.member(rank, message.run, message.incarnation)
         self._make_plan(message, num_pservers=1)  # refuses what cannot be planned, before anybody waits for it
+        if self.plan is not None and message != trainer.declaration:
+            raise ModelMismatch(f"trainer {rank} declares another model than the run was planned for")
         for other in self.trainers.values():
             if other.declaration is not None and other.rank != rank and other.is_here:
                 _check_same_model(rank, message, other.rank, other.declaration)
@@ -188,6 +192,7 @@ class Run:
 
     def start(self, num_pservers: int) -> SlicePlan:
         """Make the plan of a complete run; training begins once every pserver has installed it."""
+        self.uploader = min(self.members)
         declaration = self.trainers[self.uploader].declaration
         assert declaration is not None
         self.plan = self._make_plan(declaration, num_pservers)
@@ -197,11 +202,6 @@ class Run:
         """Every pserver has the run."""
         if self.state == "gathering":
             self.state, self.started_at = "training", now
-
-    @property
-    def uploader(self) -> Rank:
-        """Who pushes the initial values: the lowest rank."""
-        return min(self.members)
 
     def heartbeat(self, rank: Rank, message: TrainerHeartbeat, now: float) -> None:
         """Renew a lease and take over progress and results."""

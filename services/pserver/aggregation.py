@@ -9,16 +9,16 @@ from torch import Tensor
 
 from .layout import BlockPlace, ShardLayout
 
-PIECE = 1 << 18  # elements: summed piece by piece, so that the sum stays in the cache until it is scaled
+PIECE = 1 << 18  # elements: what is summed before it is scaled, so that it is still in the cache
 
 
 class Aggregator:
-    """Owns the gradient, one flat float32 tensor of the layout, and a scratch piece. Reuses both every round."""
+    """Owns the gradient, one flat float32 tensor of the layout, and reuses it every round."""
 
     def __init__(self, layout: ShardLayout) -> None:
         self._layout = layout
         self._gradient = torch.zeros(layout.num_elements)
-        self._scratch = torch.empty(min(PIECE, layout.num_elements))
+        self._views = {place.name: self._gradient[place.begin : place.end] for place in layout.places}
 
     def aggregate(self, contributions: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, tuple[str, ...]]:
         """Average contributions, which stand in rank order, and return the gradient and the blocks present in it.
@@ -29,34 +29,48 @@ class Aggregator:
         zeros for it, as DDP does. A block that all of them lack is not present; what the gradient holds there is
         left over from an earlier round. The gradient is ours and holds until the next call.
         """
+        scale = 1 / max(len(contributions), 1)
         present = []
-        for name, place in self._layout.place.items():
-            parts = [blocks[name] for blocks in contributions if name in blocks]
-            if parts:
-                self._average(place, parts, len(contributions))
-                present.append(name)
+        begin = end = 0  # summed and not scaled yet; small blocks are scaled together
+        for place in self._layout.places:
+            parts = [blocks[place.name] for blocks in contributions if place.name in blocks]
+            if not parts:
+                continue
+            _check_shapes(place, parts)
+            present.append(place.name)
+            if end != place.step_begin or end - begin + place.block.num_elements > PIECE:
+                self._scale(begin, end, scale)
+                begin = place.step_begin
+            end = place.padded_end
+            total = self._views[place.name]
+            if len(total) <= PIECE:
+                _sum(parts, total)
+                continue
+            for at in range(0, len(total), PIECE):
+                _sum([part[at : at + PIECE] for part in parts], total[at : at + PIECE])
+                self._scale(place.begin + at, min(place.begin + at + PIECE, place.end), scale)
+            begin = end
+        self._scale(begin, end, scale)
         return self._gradient, tuple(present)
 
-    def _average(self, place: BlockPlace, parts: list[Tensor], num_contributions: int) -> None:
-        num_elements = place.block.num_elements
-        for part in parts:
-            if part.shape != (num_elements,):  # copy_ and add_ would broadcast it
-                raise ValueError(f"block {place.name!r} has shape {tuple(part.shape)}, expected ({num_elements},)")
-        total = self._gradient[place.begin : place.end]
-        for begin in range(0, num_elements, PIECE):
-            piece = total[begin : begin + PIECE]
-            _sum([part[begin : begin + PIECE] for part in parts], piece, self._scratch[: len(piece)])
-            if num_contributions > 1:
-                piece.mul_(1 / num_contributions)
+    def _scale(self, begin: int, end: int, scale: float) -> None:
+        if scale != 1 and begin < end:
+            self._gradient[begin:end].mul_(scale)  # padding stays zero
 
 
-def _sum(parts: list[Tensor], total: Tensor, scratch: Tensor) -> None:
-    if parts[0].dtype == torch.float32 and len(parts) > 1:
-        torch.add(parts[0], parts[1], out=total)  # the same as copy and add, in one pass
-        rest = parts[2:]
+def _check_shapes(place: BlockPlace, parts: Sequence[Tensor]) -> None:
+    for part in parts:
+        if part.shape != (place.block.num_elements,):  # copy_ and add_ would broadcast it
+            raise ValueError(
+                f"block {place.name!r} has shape {tuple(part.shape)}, expected ({place.block.num_elements},)"
+            )
+
+
+def _sum(parts: Sequence[Tensor], total: Tensor) -> None:
+    first, *rest = parts
+    if rest and first.dtype == rest[0].dtype == torch.float32:
+        torch.add(first, rest.pop(0), out=total)  # the same as copy and add, in one pass
     else:
-        total.copy_(parts[0])
-        rest = parts[1:]
+        total.copy_(first)
     for part in rest:
-        # add_ itself would allocate a float32 copy of a bfloat16 or float16 operand
-        total.add_(part if part.dtype == torch.float32 else scratch.copy_(part))
+        total.add_(part)  # makes a float32 copy of a bfloat16 or float16 part, which has PIECE elements at most

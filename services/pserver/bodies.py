@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+import numpy as np
+from starlette.requests import ClientDisconnect
+
 from ps_protocol.errors import BodyTooLarge, LengthRequired, MalformedFrame
 from ps_protocol.frames import Frame, FrameLimits, TensorEntry, parse_frame
 
@@ -20,26 +23,35 @@ class BufferPool:
     """Buffers of the sizes that come again every round. Used on the event loop and one compute thread."""
 
     def __init__(self) -> None:
-        self._idle: defaultdict[int, list[bytearray]] = defaultdict(list)
+        self._idle: defaultdict[int, list[memoryview]] = defaultdict(list)
         self.idle_bytes = 0
         self.used_bytes = 0
         self._peak_bytes = 0
 
-    def take(self, num_bytes: int) -> bytearray:
-        """Return a buffer of exactly this size; its content is whatever it was."""
+    def take(self, num_bytes: int) -> memoryview:
+        """Return a buffer of exactly this size; its content is whatever it was.
+
+        A new one takes up memory only as it is written: what is announced and never sent costs nothing.
+        """
         self.used_bytes += num_bytes
         self._peak_bytes = max(self._peak_bytes, self.used_bytes)
         if same_size := self._idle[num_bytes]:
             self.idle_bytes -= num_bytes
             return same_size.pop()
-        return bytearray(num_bytes)
+        return np.empty(num_bytes, np.uint8).data
 
-    def give_back(self, buffer: bytearray) -> None:
+    def give_back(self, buffer: memoryview) -> None:
         """Keep the buffer, unless more would lie idle than was ever in use at once."""
         self.used_bytes -= len(buffer)
         if self.idle_bytes + len(buffer) <= self._peak_bytes:
             self.idle_bytes += len(buffer)
             self._idle[len(buffer)].append(buffer)
+
+    def forget_idle(self) -> None:
+        """Free what lies idle: other sizes will come from now on."""
+        self._idle.clear()
+        self.idle_bytes = 0
+        self._peak_bytes = self.used_bytes
 
 
 class Body:
@@ -56,7 +68,7 @@ class Body:
     @property
     def data(self) -> memoryview:
         """The data section, without a copy."""
-        return memoryview(self.buffer)[self.frame.data_begin :]
+        return self.buffer[self.frame.data_begin :]
 
     def view(self, entry: TensorEntry) -> memoryview:
         """The bytes of one tensor, without a copy."""
@@ -76,23 +88,27 @@ def content_length(headers: dict[str, str], limits: FrameLimits) -> int:
 async def receive_body(receive: Receive, num_bytes: int, limits: FrameLimits, pool: BufferPool) -> Body:
     """Receive exactly `num_bytes` and parse them. Waits for the client; raises MalformedFrame if it stops early."""
     body = Body(pool, num_bytes)
-    view, filled = memoryview(body.buffer), 0
+    filled = 0
     more = True
     while more:
         message = await receive()
         chunk = message.get("body", b"")
         if filled + len(chunk) > num_bytes:
             raise MalformedFrame("the body is longer than its Content-Length", expected=f"{num_bytes} bytes")
-        view[filled : filled + len(chunk)] = chunk
+        body.buffer[filled : filled + len(chunk)] = chunk
         filled += len(chunk)
         more = message.get("more_body", False)
     if filled != num_bytes:
         raise MalformedFrame("the body ended early", expected=f"{num_bytes} bytes", actual=filled)
-    body.frame = parse_frame(view, limits)
+    body.frame = parse_frame(body.buffer, limits)
     return body
 
 
 async def discard_body(receive: Receive) -> None:
-    """Read what the client still sends, so that it gets to read our answer."""
-    while (await receive()).get("more_body", False):
-        pass
+    """Read what the client still sends, so that it gets to read our answer. Raises ClientDisconnect if it is gone."""
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        more = message.get("more_body", False)

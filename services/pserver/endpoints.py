@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from ps_protocol.errors import BadHeader, GradpostError, MalformedFrame
+from ps_protocol.errors import BadHeader, BodyTooLarge, GradpostError, MalformedFrame
 from ps_protocol.fence import Fence
-from ps_protocol.frames import CONTENT_TYPE, FrameLimits
+from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES, FrameLimits
 from ps_protocol.routes import BARRIER_HEADER, WAIT_HEADER
 
 from .bodies import content_length, discard_body, receive_body
@@ -44,6 +45,9 @@ class TensorEndpoints:
             fence = Fence.from_headers(headers)
             run = self._pserver.run
             run.admit_initial(fence) if initial else run.admit_push(fence)
+            most = run.num_bytes + self._limits.max_header_bytes + LENGTH_BYTES
+            if num_bytes > most:
+                raise BodyTooLarge("the body is larger than the whole shard", expected=f"<= {most}", actual=num_bytes)
         except GradpostError:
             await discard_body(receive)
             raise
@@ -64,12 +68,15 @@ class TensorEndpoints:
         headers = _headers(scope)
         fence = Fence.from_headers(headers)
         run = self._pserver.run
+        wait_seconds = _wait_seconds(headers)
+        if BARRIER_HEADER in headers and _barrier_kind(headers) != "batch":
+            raise BadHeader("only the batch barrier may ride on a get", expected="batch")
         names = await _receive_names(receive)
-        if BARRIER_HEADER in headers:
-            if _barrier_kind(headers) != "batch":
-                raise BadHeader("only the batch barrier may ride on a get", expected="batch")
+        run.check_fence(fence)
+        run.check_names(names)
+        if BARRIER_HEADER in headers:  # last, since a request that is refused must not have counted
             run.barrier_arrived(fence, "batch")
-        reply = await run.get(fence, _wait_seconds(headers), names)
+        reply = await run.get(fence, wait_seconds, names)
         run.transports.add(scope["http_version"])
         await _send_reply(send, reply)
         run.pulled_bytes += reply.num_bytes
@@ -107,10 +114,12 @@ async def _receive_names(receive: Receive) -> list[str]:
     more = True
     while more:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
         body += message.get("body", b"")
         more = message.get("more_body", False)
         if len(body) > MAX_GET_BODY_BYTES:
-            raise MalformedFrame("the list of blocks is too long", expected=f"<= {MAX_GET_BODY_BYTES} bytes")
+            raise BodyTooLarge("the list of blocks is too long", expected=f"<= {MAX_GET_BODY_BYTES} bytes")
     try:
         names = json.loads(body) if body else []
     except (ValueError, RecursionError):

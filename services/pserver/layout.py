@@ -4,9 +4,9 @@ All flat tensors of a shard (values, gradient, every slot) share one layout: by 
 so that the optimizer steps a whole group with one call.
 
 Results must not depend on how parameters were cut. A SIMD kernel works on 8 or 16 elements at a time and on the
-last few of a tensor one by one, and there the compiler fuses multiplications and additions differently: fused SGD
-with momentum rounds exactly those elements differently. So each element keeps its offset modulo 64 that it has in
-its parameter, a block is stepped in whole windows of 64 elements, and only the parameter's own last window is
+last few of a tensor one by one, and there the compiler fuses multiplications and additions differently: SGD with
+momentum, Adam and AdamW round those elements differently. So each element keeps the offset modulo 64 that it has
+in its parameter, a block is stepped in whole windows of 64 elements, and only the parameter's own last window is
 shorter:
 
     parameter of 150 elements     |0      64      128  150|

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 
-from ps_protocol.errors import Conflict, NotReady, StalePserver
+from ps_protocol.errors import Conflict, GradpostError, NotReady, StalePserver, StaleRun
 from ps_protocol.messages import InstallMembers, InstallRun, PserverHeartbeat, PserverRegistered, PserverState
 from ps_protocol.vocabulary import Incarnation, PserverIndex
 from services.runtime.compute import ComputeExecutor
@@ -25,6 +25,11 @@ class Pserver:
         self._compute = compute
         self._metrics = metrics
         self._run: PserverRun | None = None
+        self._ended_runs: set[str] = set()  # of this process, so that a late installation brings none of them back
+        metrics.staged_bytes.set_function(lambda: self.pool.used_bytes)
+        metrics.pooled_bytes.set_function(lambda: self.pool.idle_bytes)
+        metrics.round.set_function(lambda: self._run.rounds.applied if self._run else 0)
+        metrics.missing.set_function(lambda: len(self.heartbeat().missing))
 
     @property
     def run(self) -> PserverRun:
@@ -33,13 +38,23 @@ class Pserver:
             raise NotReady("this pserver has no run yet", waiting_for="the cluster to be complete")
         return self._run
 
-    def registered(self, answer: PserverRegistered) -> None:
+    async def registered(self, answer: PserverRegistered) -> None:
         """Take the identity that the coordinator gave; a run of an earlier identity is dropped."""
         if (self.index, self.incarnation) != (answer.index, answer.incarnation):
-            self.index, self.incarnation, self._run = answer.index, answer.incarnation, None
+            self.index, self.incarnation = answer.index, answer.incarnation
+            identity = f"pserver {answer.index} incarnation {answer.incarnation}"
+            await self._replace_run(None, StalePserver("this pserver was registered anew", current=identity))
+
+    async def _replace_run(self, run: PserverRun | None, reason: GradpostError) -> None:
+        """Whoever still sends to the old run or waits in it is told the reason, also in the middle of a body."""
+        old, self._run = self._run, run
+        self.pool.forget_idle()
+        if old is not None:
+            self._ended_runs.add(old.install.run)
+            await old.end(reason)
 
     async def install_run(self, message: InstallRun) -> None:
-        """Start serving a run; the same installation again changes nothing."""
+        """Start serving a run; the same installation again changes nothing, except that newer members are taken."""
         if message.incarnation != self.incarnation or self.index is None:
             raise StalePserver(
                 "this installation was meant for another life of this pserver",
@@ -49,9 +64,13 @@ class Pserver:
         if current is not None and current.install.run == message.run:
             if current.install.plan != message.plan:
                 raise Conflict("this run was installed with another plan")
+            members = InstallMembers(run=message.run, number=message.number, members=message.members)
+            await current.install_members(members)
             return
+        if message.run in self._ended_runs:
+            raise StaleRun("this run has ended here", current=current.install.run if current else None)
         run = PserverRun(message, self.index, self._compute, self._metrics)
-        self._run = run
+        await self._replace_run(run, StaleRun("this pserver serves another run now", current=message.run))
         await run.publish_initial()
 
     async def install_members(self, message: InstallMembers) -> None:
@@ -70,16 +89,9 @@ class Pserver:
             incarnation=self.incarnation or 0,
             run=run.install.run if run else None,
             round=run.rounds.applied if run else 0,
-            missing=tuple(run.rounds.missing) if run and run.waiting_seconds else (),
+            missing=tuple(run.missing) if run and run.waiting_seconds else (),
             waiting_seconds=run.waiting_seconds if run else 0.0,
         )
-
-    def update_gauges(self) -> None:
-        """Called when metrics are scraped."""
-        self._metrics.staged_bytes.set(self.pool.used_bytes)
-        self._metrics.pooled_bytes.set(self.pool.idle_bytes)
-        self._metrics.round.set(self._run.rounds.applied if self._run else 0)
-        self._metrics.missing.set(len(self._run.rounds.missing) if self._run and self._run.waiting_seconds else 0)
 
     async def state(self, *, with_digest: bool) -> PserverState:
         """A picture for inspection; the digest reads the whole shard and is made on request only."""
@@ -99,7 +111,7 @@ class Pserver:
             members=tuple(sorted(rounds.members)),
             batch_barriers=tuple(sorted(rounds.batch_barriers)),
             fetch_barriers=tuple(sorted(rounds.fetch_barriers)),
-            missing=tuple(rounds.missing),
+            missing=tuple(run.missing),
             waiting_seconds=run.waiting_seconds,
             num_blocks=len(run.plan.shards[run.index]),
             shard_bytes=run.plan.shard_bytes(run.index),

@@ -61,7 +61,7 @@ class Registration:
                     return None
                 problem = f"waiting: {error}"
             else:
-                self._pserver.registered(answer)
+                await self._pserver.registered(answer)
                 log.info("registered", pserver=answer.index, incarnation=answer.incarnation)
                 return answer
             if problem != said:
@@ -93,7 +93,11 @@ class Registration:
             headers={"content-type": "application/json"},
         )  # fmt: skip
         if response.is_error:
-            raise error_from_problem(response.json())
+            try:
+                raise error_from_problem(response.json())
+            except ValueError:  # a proxy's page, say
+                text = f"{self._coordinator}{path} answered {response.status_code} without a problem document"
+                raise httpx.RemoteProtocolError(text) from None
         return response.content
 
 

@@ -87,17 +87,14 @@ class Rounds(Generic[Payload]):
             )
 
     def admit(self, rank: Rank, incarnation: Incarnation, round_: Round) -> Admission:
-        """Let a message in, or raise StaleTrainer or FutureRound. A message for the open round proves the last fetch.
+        """Say where a message belongs, or raise StaleTrainer or FutureRound. Changes nothing.
 
         Called at a request's headers and again after its last byte, because rounds go on meanwhile.
         """
         self.check_member(rank, incarnation)
         if round_ > self.open:
             raise FutureRound(f"round {round_} is not open yet", current=self.open)
-        if round_ < self.open:
-            return "already_applied"
-        self.fetch_barriers.add(rank)
-        return "open"
+        return "open" if round_ == self.open else "already_applied"
 
     def blocks_arrived(
         self,
@@ -106,10 +103,10 @@ class Rounds(Generic[Payload]):
         num_blocks: int | None,
         hyper_parameters: list[HyperParameters] | None,
     ) -> int:
-        """Stage one admitted push of the open round and return how many of its blocks are new.
+        """Stage one admitted push of the open round, which proves the last fetch; returns how many blocks are new.
 
-        All or nothing: on a ContributionConflict (other bytes under the same identity, or more blocks than
-        the trainer said) nothing is staged.
+        All or nothing: on a ContributionConflict (other bytes or other hyper-parameters under the same identity,
+        or more blocks than the trainer said) nothing is staged.
         """
         staged = self.contributions.get(rank, Contribution())
         for name in blocks.keys() & staged.blocks.keys():
@@ -123,10 +120,13 @@ class Rounds(Generic[Payload]):
                 expected=staged.num_blocks if staged.num_blocks is not None else total,
                 actual=max(total, len(staged.blocks) + len(new)),
             )
+        if None not in (num_blocks, staged.num_blocks) and hyper_parameters != staged.hyper_parameters:
+            raise ContributionConflict(f"trainer {rank} pushed two sets of hyper-parameters in round {self.open}")
         staged.blocks.update(new)
         if staged.num_blocks is None and num_blocks is not None:
             staged.num_blocks, staged.hyper_parameters = num_blocks, hyper_parameters
         self.contributions[rank] = staged
+        self.fetch_barriers.add(rank)
         return len(new)
 
     def batch_barrier_arrived(self, rank: Rank, incarnation: Incarnation, round_: Round) -> Apply[Payload] | None:
@@ -141,6 +141,7 @@ class Rounds(Generic[Payload]):
                 actual=0 if staged is None else len(staged.blocks),
             )
         self.batch_barriers.add(rank)
+        self.fetch_barriers.add(rank)
         return self._start_apply()
 
     def fetch_barrier_arrived(self, rank: Rank, incarnation: Incarnation, round_: Round) -> Apply[Payload] | None:

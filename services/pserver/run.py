@@ -7,18 +7,17 @@ thread. After every `await` the fence is checked again, since a round, a member 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Mapping, Sequence
+import contextlib
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import xxhash
 
 from ps_protocol.errors import (
     ApplyFailed,
-    BadHyperParameters,
     GradpostError,
-    MalformedFrame,
     NonFiniteGradient,
     NotReady,
     RoundPending,
@@ -26,21 +25,18 @@ from ps_protocol.errors import (
     StaleRound,
     StaleTrainer,
     UnknownBlock,
-    WrongDtype,
-    WrongShape,
     error_from_problem,
 )
 from ps_protocol.fence import Fence
 from ps_protocol.messages import BarrierAnswer, InstallMembers, InstallRun, PushAnswer
-from ps_protocol.optimizers import HyperParameters, check_hyper_parameters
 from ps_protocol.plan import SlicePlan
-from ps_protocol.routes import HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
 
 from .bodies import Body
 from .metrics import PserverMetrics
+from .pushes import read_blocks, read_buffers, read_completion
 from .rounds import Apply, Rounds
 from .shard import Shard
 from .tensors import StagedBlock, find_nonfinite
@@ -76,6 +72,11 @@ class PserverRun:
         self.rounds: Rounds[StagedBlock] = Rounds(install.members)
         self.members_number = install.number
         self.failure: GradpostError | None = None
+        assert self.plan.optimizer is not None  # a run always has one
+        self._optimizer = self.plan.optimizer
+        self._buffers = {spec.name: spec for spec in self.plan.buffers if spec.pserver == index}
+        # Of all that lives here, on the wire.
+        self.num_bytes = self.plan.shard_bytes(index) + sum(spec.num_bytes for spec in self._buffers.values())
         self.pushed_bytes = 0
         self.pulled_bytes = 0
         self.transports: set[str] = set()  # HTTP versions of the data requests
@@ -83,7 +84,8 @@ class PserverRun:
         self._compute = compute
         self._metrics = metrics
         self._reply: Reply | None = None  # of the applied round, once it may be read
-        self._waiting_since: float | None = None  # the open round's first batch barrier, by the loop's clock
+        # Since when, by the loop's clock, somebody waits for the initial values or at the open round's batch barrier.
+        self._waiting_since: float | None = None
         self._apply_task: asyncio.Task[None] | None = None
         self._disagreement_was_said = False
 
@@ -99,7 +101,7 @@ class PserverRun:
             pserver_incarnation=self.install.incarnation,
         )
         if self.failure is not None:
-            raise self.failure
+            raise copy.copy(self.failure)  # its traceback would collect the frames, and bodies, of every request
 
     def admit_push(self, fence: Fence) -> Literal["open", "already_applied"]:
         """Check a push before its body is read, and again before it is staged."""
@@ -124,8 +126,8 @@ class PserverRun:
 
     async def push(self, fence: Fence, body: Body) -> PushAnswer:
         """Validate and stage one bucket. Answers as before if it was staged before; changes nothing on an error."""
-        num_blocks, hyper_parameters = self._parse_metadata(body.frame.metadata)
-        blocks = self._parse_blocks(body)
+        num_blocks, hyper_parameters = read_completion(body.frame.metadata, self._optimizer)
+        blocks = read_blocks(body, self.shard.layout)
         if self.install.nonfinite == "reject" and blocks:
             culprit = await self._compute.run(find_nonfinite, blocks)
             if culprit is not None:
@@ -144,18 +146,8 @@ class PserverRun:
 
     async def set_initial(self, fence: Fence, body: Body) -> PushAnswer:
         """Store initial values and buffers; the run is readable at version 0 once all of them are here."""
-        entries = body.frame.tensors
-        known_buffers = {spec.name: spec for spec in self.plan.buffers if spec.pserver == self.index}
-        buffers = [e for e in entries if e.name in known_buffers]
-        for entry in buffers:
-            spec = known_buffers[entry.name]
-            if (entry.dtype, entry.shape) != (spec.dtype, spec.shape):
-                raise WrongShape(
-                    f"buffer {entry.name!r} does not fit the plan",
-                    expected=f"{spec.dtype} {list(spec.shape)}",
-                    actual=f"{entry.dtype} {list(entry.shape)}",
-                )
-        blocks = self._parse_blocks(body, skip=known_buffers.keys())
+        buffers = read_buffers(body, self._buffers)
+        blocks = read_blocks(body, self.shard.layout, skip=self._buffers)
 
         def store() -> None:
             if not self.shard.is_initialised:  # a late duplicate must not overwrite what has been stepped since
@@ -165,51 +157,27 @@ class PserverRun:
                     self.shard.set_initial_buffer(entry.name, body.view(entry))
 
         if self.admit_initial(fence) == "already_applied":
-            return PushAnswer(status="already_applied", duplicates=len(entries))
+            await self.publish_initial()  # the request that stored the last value may have ended before it did this
+            return PushAnswer(status="already_applied", duplicates=len(body.frame.tensors))
+        self._waiting_since = None  # there is progress
         await self._compute.run(store)
         await self.publish_initial()
-        return PushAnswer(status="staged", staged=len(entries), complete=self.shard.is_initialised)
+        return PushAnswer(status="staged", staged=len(body.frame.tensors), complete=self.shard.is_initialised)
 
     async def publish_initial(self) -> None:
         """Make version 0 readable once every value is here; a shard without blocks is so from the start."""
+        if self._reply is not None:
+            return
         reply = await self._compute.run(self._encode_initial)
         async with self._condition:
             if reply is not None and self._reply is None:
                 self._reply = reply
+                self._waiting_since = None
             self._condition.notify_all()
 
     def _encode_initial(self) -> Reply | None:
         ready = self.shard.is_initialised and self.shard.version == 0
         return self._encode(0) if ready else None
-
-    def _parse_metadata(self, metadata: Mapping[str, str]) -> tuple[int | None, list[HyperParameters] | None]:
-        """The last push of a contribution says how many blocks it has, and the optimizer's numbers."""
-        text = metadata.get(NUM_BLOCKS_KEY)
-        if text is None:
-            return None, None
-        if not (text.isascii() and text.isdigit() and len(text) <= 9):
-            raise MalformedFrame(f"{NUM_BLOCKS_KEY} is not a number", expected="decimal digits", actual=text[:40])
-        assert self.plan.optimizer is not None  # a run always has one
-        try:
-            numbers = json.loads(metadata.get(HYPER_PARAMETERS_KEY, "null"))
-        except (ValueError, RecursionError) as error:
-            raise BadHyperParameters(f"{HYPER_PARAMETERS_KEY} is not JSON: {error}") from None
-        return int(text), check_hyper_parameters(self.plan.optimizer, numbers)
-
-    def _parse_blocks(self, body: Body, skip: Any = ()) -> dict[str, StagedBlock]:
-        blocks = {}
-        for entry in body.frame.tensors:
-            if entry.name in skip:
-                continue
-            place = self.shard.layout.place.get(entry.name)
-            if place is None:
-                raise UnknownBlock(f"block {entry.name!r} is not on pserver {self.index}")
-            if entry.dtype != place.dtype:
-                raise WrongDtype(f"block {entry.name!r}", expected=place.dtype, actual=entry.dtype)
-            if entry.shape != (place.block.num_elements,):
-                raise WrongShape(f"block {entry.name!r}", expected=[place.block.num_elements], actual=list(entry.shape))
-            blocks[entry.name] = StagedBlock(body, entry)
-        return blocks
 
     # ------------------------------------------------------------------ barriers
 
@@ -218,8 +186,8 @@ class PserverRun:
         self.check_fence(fence)
         if kind == "batch":
             apply = self.rounds.batch_barrier_arrived(fence.rank, fence.trainer_incarnation, fence.round)
-            if self._waiting_since is None and self.rounds.batch_barriers:
-                self._waiting_since = asyncio.get_running_loop().time()
+            if self.rounds.batch_barriers:
+                self._somebody_waits()
         else:
             apply = self.rounds.fetch_barrier_arrived(fence.rank, fence.trainer_incarnation, fence.round)
         self._start(apply)
@@ -233,7 +201,17 @@ class PserverRun:
         if message.failure is not None:
             await self._fail(error_from_problem(message.failure))
             return
-        self._start(self.rounds.members_changed(message.members))
+        apply = self.rounds.members_changed(message.members)
+        self._start(apply)
+        if not self.rounds.batch_barriers:
+            self._waiting_since = None  # those who waited have left
+        async with self._condition:
+            self._condition.notify_all()
+
+    async def end(self, reason: GradpostError) -> None:
+        """End every wait with `reason`, and refuse with it whatever comes later; the first reason stands."""
+        if self.failure is None:
+            self.failure = reason
         async with self._condition:
             self._condition.notify_all()
 
@@ -290,10 +268,8 @@ class PserverRun:
 
     async def _fail(self, failure: GradpostError) -> None:
         if self.failure is None:
-            self.failure = failure
             log.error("run failed", code=failure.code, reason=failure.detail)
-        async with self._condition:
-            self._condition.notify_all()
+        await self.end(failure)
 
     # ------------------------------------------------------------------ inspection
 
@@ -301,7 +277,7 @@ class PserverRun:
         """Frame of these blocks as they are now, all of one version, which stands in the metadata."""
         if self._reply is None:
             raise NotReady("the initial values are not complete", waiting_for=self._uploader_name)
-        self._check_names(names)
+        self.check_names(names)
         _, chunks = await self._compute.run(self._encode_some, list(names))
         return chunks
 
@@ -331,9 +307,9 @@ class PserverRun:
         Raises RoundPending after that (the caller asks again), RoundTimeout when a trainer has been missing for the
         round time-out, StaleRound when the version has been overwritten.
         """
+        self.check_names(names)
         reply = await self._wait_for_round(fence, wait_seconds)
         if names:
-            self._check_names(names)
             version, chunks = await self._compute.run(self._encode_some, list(names))
             self.check_fence(fence)
             if version != fence.round:
@@ -341,7 +317,8 @@ class PserverRun:
             reply = Reply(version, chunks)
         return reply
 
-    def _check_names(self, names: Sequence[str]) -> None:
+    def check_names(self, names: Sequence[str]) -> None:
+        """Raise UnknownBlock unless all of these blocks are here."""
         for name in names:
             if name not in self.shard.layout.place:
                 raise UnknownBlock(f"block {name!r} is not on pserver {self.index}")
@@ -362,13 +339,17 @@ class PserverRun:
                     return self._reply
                 if self._reply is not None and self._reply.round > fence.round:
                     raise StaleRound(f"round {fence.round} has been overwritten", current=self._reply.round)
-                timeout = min(deadline, self._round_deadline()) - loop.time()
-                if timeout <= 0:
+                self._somebody_waits()
+                until = min(deadline, self._round_deadline())
+                if until <= loop.time():
                     raise self._still_waiting(fence.round)
-                try:
-                    await asyncio.wait_for(self._condition.wait(), timeout)
-                except TimeoutError:
-                    continue
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(until):
+                        await self._condition.wait()
+
+    def _somebody_waits(self) -> None:
+        if self._waiting_since is None:
+            self._waiting_since = asyncio.get_running_loop().time()
 
     def _round_deadline(self) -> float:
         if self._waiting_since is None or self.rounds.applying is not None:
@@ -376,22 +357,30 @@ class PserverRun:
         return self._waiting_since + self.install.round_timeout_seconds
 
     def _still_waiting(self, round_: Round) -> GradpostError:
-        if self._reply is None:
-            return NotReady("the initial values are not complete", waiting_for=self._uploader_name)
-        missing = self.rounds.missing
+        missing = self.missing
         if self._round_deadline() <= asyncio.get_running_loop().time():
+            owed = f"reach the batch barrier of round {self.rounds.open}"
+            if self._reply is None:
+                owed = "upload the initial values"
             return RoundTimeout(
-                f"{name_trainers(missing)} did not reach the batch barrier of round {self.rounds.open} within the "
-                f"round time-out of {self.install.round_timeout_seconds:g} s",
+                f"{name_trainers(missing)} did not {owed} within the round time-out of "
+                f"{self.install.round_timeout_seconds:g} s",
                 missing=missing, round=self.rounds.open,
             )  # fmt: skip
+        if self._reply is None:
+            return NotReady("the initial values are not complete", waiting_for=self._uploader_name)
         return RoundPending(
             f"round {round_} waits for {name_trainers(missing) or 'its apply'}", missing=missing, round=self.rounds.open
         )
 
     @property
+    def missing(self) -> list[Rank]:
+        """Whom everybody waits for: at the open batch barrier or, before version 0, for its values."""
+        return [self.install.uploader] if self._reply is None else self.rounds.missing
+
+    @property
     def waiting_seconds(self) -> float:
-        """How long the open batch barrier has been waiting for its missing trainers."""
+        """How long somebody has been waiting for the missing trainers."""
         return 0.0 if self._waiting_since is None else asyncio.get_running_loop().time() - self._waiting_since
 
 

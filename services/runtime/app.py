@@ -1,15 +1,13 @@
-"""The FastAPI application that every service starts from, and raw ASGI routes inside it."""
+"""The FastAPI application that every service starts from."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any, TypeAlias
 
 from fastapi import FastAPI, Request, Response
-from starlette.routing import Match, Route
-from starlette.types import Receive, Scope, Send
 
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE, NotReady
 from ps_protocol.routes import HEALTH, METRICS, READY
@@ -18,11 +16,9 @@ from ps_protocol.vocabulary import PROTOCOL_VERSION
 from .loop_lag import watch_loop_lag
 from .metrics import MeasureRequests, ServiceMetrics
 from .problems import install_error_handlers
+from .routing import MessageRoute, RawEndpoint, RawRoute
 
 Lifespan: TypeAlias = Callable[[FastAPI], AbstractAsyncContextManager[None]]
-RawEndpoint: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # of a control message; a plan of very many blocks is the largest one
 
 _PROBLEM_SCHEMA = {
     "type": "object",
@@ -55,7 +51,7 @@ def make_app(
     """An application with problem documents for errors, request metrics, and the routes that every service has.
 
     `is_ready` returns None, or what is still missing; it is called for every probe and must be quick. `lifespan`
-    runs around serving, with the measurement of event loop lag around it; what it yields is not used.
+    runs around serving; what it yields is not used.
     """
 
     @asynccontextmanager
@@ -73,10 +69,10 @@ def make_app(
         lifespan=measured_lifespan,
         redoc_url=None,
         responses={"default": _PROBLEM_RESPONSE},
-        # OpenTelemetry would measure every request a second time, the tensors' ones included.
+        # OpenTelemetry would measure every request a second time, those that carry tensors included.
         telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False},
     )
-    app.router.max_body_size = MAX_MESSAGE_BYTES  # of path operations; raw routes mind their own bodies
+    app.router.route_class = MessageRoute
     install_error_handlers(app)
     app.add_middleware(MeasureRequests, metrics=metrics)  # added last, so outermost: it sees what the client gets
 
@@ -113,35 +109,21 @@ def add_raw_route(
     """Serve `path` with an ASGI function or method, spared the cost of a path operation.
 
     A GradpostError that it raises before its response begins is answered as everywhere. It reads the request's body
-    itself and is not limited in it. OpenAPI cannot be derived from it: `openapi_extra` is the operation object
+    itself, and has to limit it. OpenAPI cannot be derived from it: `openapi_extra` is the operation object
     (parameters, requestBody, responses), completed here.
     """
-    app.router.routes.append(_RawRoute(path, asgi_endpoint, methods, summary, openapi_extra or {}))
-
-
-class _RawRoute(Route):
-    def __init__(
-        self, path: str, endpoint: RawEndpoint, methods: Sequence[str], summary: str, extra: Mapping[str, Any]
-    ) -> None:
-        super().__init__(path, endpoint)
-        self.app = endpoint  # Starlette takes a function for `request -> response`; this one is the ASGI app itself
-        self.methods = set(methods)  # without the HEAD that comes with GET: it would compute a body to throw it away
-        responses = {**extra.get("responses", {}), "default": _PROBLEM_RESPONSE}
-        operation = {"summary": summary, **extra, "responses": responses}
-        self.operations = {m.lower(): {**operation, "operationId": f"{self.name}_{m.lower()}"} for m in methods}
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        match, child_scope = super().matches(scope)
-        if match is not Match.NONE:
-            child_scope["route"] = self  # as FastAPI's own routes do; the metrics take their label from it
-        return match, child_scope
+    extra = openapi_extra or {}
+    responses = {**extra.get("responses", {}), "default": _PROBLEM_RESPONSE}
+    operation = {"summary": summary, **extra, "responses": responses}
+    # First, because routes are tried in turn and these are the ones that every step of a training calls.
+    app.router.routes.insert(0, RawRoute(path, asgi_endpoint, methods=methods, operation=operation))
 
 
 class _ServiceApp(FastAPI):
     def openapi(self) -> dict[str, Any]:
         document = super().openapi()
         for route in self.routes:
-            if isinstance(route, _RawRoute):
+            if isinstance(route, RawRoute):
                 document["paths"].setdefault(route.path_format, {}).update(route.operations)
         document.setdefault("components", {}).setdefault("schemas", {})["Problem"] = _PROBLEM_SCHEMA
         return document

@@ -6,8 +6,10 @@ else is a bug: it is logged with its traceback, and the client learns no more th
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from http import HTTPStatus
 from urllib.parse import quote
 
@@ -34,6 +36,8 @@ from ps_protocol.errors import (
 from .logs import get_logger
 
 log = get_logger()
+
+DISCARD_SECONDS = 5.0  # for the rest of a body that nobody wants
 
 _BY_STATUS: Mapping[int, type[GradpostError]] = {
     HTTPStatus.NOT_FOUND: NotFound,
@@ -66,37 +70,53 @@ def install_error_handlers(app: FastAPI) -> None:
     """Answer every failure of `app`, raw ASGI routes included, with a problem document."""
     for kind in (GradpostError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer)
-    app.add_middleware(UnexpectedErrors)
+    app.add_middleware(AnswerFailures)
 
 
-class UnexpectedErrors:
-    """ASGI middleware: a bug becomes `internal_error` and one log entry.
+class AnswerFailures:
+    """ASGI middleware: a bug is answered with `internal_error` and logged once, and every failure gets through.
 
-    Not an exception handler, because Starlette raises an unexpected exception again after its handler has answered,
-    and the HTTP server would log it a second time.
+    An exception handler cannot do the first: Starlette raises an unexpected exception again after its handler has
+    answered, and the HTTP server logs it a second time. The second: over HTTP/1.1 a client may still be sending its
+    body when it is refused, and would be cut off before it reads why. So what it sends is read and dropped first.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, unless the response has begun: then returning without its end makes the server cut it off."""
+        """Pass the request on. If it fails after its response began, the server cuts that off."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body_ended = scope["http_version"] != "1.1"  # HTTP/2 ends a stream in one direction and keeps the other
         started = False
+
+        async def watch_receive() -> Message:
+            nonlocal body_ended
+            message = await receive()
+            body_ended = body_ended or not message.get("more_body", False)
+            return message
 
         async def watch_send(message: Message) -> None:
             nonlocal started
+            if not started and message["status"] >= HTTPStatus.BAD_REQUEST and not body_ended:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(DISCARD_SECONDS):
+                        while not body_ended:
+                            await watch_receive()
             started = True
             await send(message)
 
         try:
-            await self._app(scope, receive, watch_send)
+            await self._app(scope, watch_receive, watch_send)
         except ClientDisconnect:
             pass  # nobody is left to answer
         except Exception as error:
-            log.error("unexpected error", exc_info=error, method=scope.get("method"), path=scope.get("path"))
+            log.error("unexpected error", exc_info=error, method=scope["method"], path=scope["path"])
             if not started:
                 internal = GradpostError("an unexpected error; the log of the service has the traceback")
-                await problem_response(internal, instance=scope["path"])(scope, receive, send)
+                await problem_response(internal, instance=scope["path"])(scope, watch_receive, watch_send)
 
 
 async def _answer(request: Request, error: Exception) -> Response:

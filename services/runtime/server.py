@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable, Coroutine
+import sys
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from inspect import isawaitable
-from typing import Any
+from typing import Any, NoReturn
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -37,9 +39,9 @@ async def serve(
     """Serve `app` until `stop` is set, then end within about `GRACE_SECONDS`.
 
     In order: take the port, enter the app's lifespan, listen, write the advertised address to `ready_fd`, call
-    `on_started` with it. On stop: refuse new connections, let requests in flight finish, answer those that take
-    longer with `try_again`, leave the lifespan. Raises ListenError, what the lifespan or `on_started` raises, and
-    RuntimeError if the HTTP server ends by itself.
+    `on_started` with it. On stop: cancel `on_started` if it still waits, refuse new connections, let requests in
+    flight finish, answer those that take longer with `try_again`, leave the lifespan. Raises ListenError, what the
+    lifespan or `on_started` raises, and RuntimeError if the HTTP server ends by itself.
     """
     requests = _RequestsInFlight(app)
     is_granian = settings.server == "granian"
@@ -57,17 +59,17 @@ async def serve(
                 log.info("serving", address=address, server=settings.server)
                 announce(settings, address)
                 if on_started is not None and isawaitable(started := on_started(address)):
-                    await started
+                    await _while_serving(serving, stop.wait(), started)
                 await _while_serving(serving, stop.wait())
             finally:
                 await _shut_down(backend, serving, requests)
 
 
-def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
-    """Run a whole service process and return its exit code; `main` should end soon after the event is set.
+def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> NoReturn:
+    """Run a whole service process and end it with the exit code that `main` returns; the event tells it to stop.
 
-    SIGTERM and SIGINT set it; a second SIGINT exits at once. A GradpostError or ListenError that `main` raises is
-    one log line and exit code 1.
+    SIGTERM and SIGINT set the event; a second SIGINT exits at once. An exception is exit code 1 and a log
+    entry: one line for a GradpostError or ListenError, also when a task group wraps it, a traceback for any other.
     """
 
     async def run() -> int:
@@ -83,12 +85,24 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
             asyncio.get_running_loop().add_signal_handler(handled, handle, handled)
         try:
             return await main(stop)
-        except (GradpostError, ListenError) as error:
-            log.error(str(error))
-            return 1
+        except Exception as error:
+            cause: BaseException = error
+            while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
+                [cause] = cause.exceptions  # a task group wraps what one of its tasks raised
+            if isinstance(cause, GradpostError | ListenError):
+                log.error(str(cause))
+            else:
+                log.error("the service failed", exc_info=error)
+        return 1
 
     keep_large_buffers()
-    return asyncio.run(run())
+    exit_code = asyncio.run(run())
+    # Python's own way out aborts the process (SIGABRT) if a thread of granian, which may live a little longer than
+    # its server, wants the interpreter meanwhile: about one stop in thirty.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 class _RequestsInFlight:
@@ -119,15 +133,19 @@ class _RequestsInFlight:
             task.cancel()
 
 
-async def _while_serving(serving: asyncio.Task[None], waiting: Coroutine[Any, Any, Any]) -> None:
-    """Wait for `waiting`, but not for a server that is no more."""
-    task = asyncio.create_task(waiting)
+async def _while_serving(serving: asyncio.Task[None], *waiting: Awaitable[Any]) -> None:
+    """Wait for the first of `waiting`, cancel the others and raise what it raises; or raise if the server ends."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in waiting]
     try:
-        await asyncio.wait({serving, task}, return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():
+        done, _ = await asyncio.wait({serving, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        if serving in done:
             raise RuntimeError("the HTTP server ended by itself") from serving.exception()
+        for task in done:
+            task.result()
     finally:
-        task.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _shut_down(backend: Backend, serving: asyncio.Task[None], requests: _RequestsInFlight) -> None:

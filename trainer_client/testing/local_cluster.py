@@ -5,21 +5,26 @@ from __future__ import annotations
 import os
 import select
 import signal
-import ssl
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import httpx
-
+from ps_protocol.environment import PREFIX
 from ps_protocol.messages import ClusterStatus, PserverState, RunSummary
-from ps_protocol.routes import STATE, STATUS, SUMMARY
+from ps_protocol.vocabulary import Rank
 
+from ..inspection import ClusterView
+from .environment import find_our_packages, use_this_python
+from .guardian import Guardian
 from .processes import Child, OnLine
 
-START_SECONDS = 30.0
+START_SECONDS = 60.0  # importing takes a second or two, and much longer on a busy machine
+MAX_KEPT_LINES = 10_000
 
 
 class LocalCluster:
@@ -28,33 +33,63 @@ class LocalCluster:
         with LocalCluster(pservers=2, trainers=2, lease_seconds=1) as cluster:
             codes = cluster.run_trainers([sys.executable, "train.py"])
 
-    `settings` are those of the services (`server="uvicorn"`, `round_timeout_seconds=2`, …). Output goes to `on_line`,
-    and is kept in `output` for the message of a failing test.
+    `settings` are those of the services (`server="uvicorn"`, `round_timeout_seconds=2`, …). `environ` is what all
+    processes inherit; by default it is this process's environment without the settings of another cluster. Output
+    goes to `on_line`, and its end is kept in `output` for the message of a failing test. No process outlives this
+    one, not even one that a script has started, not even after `kill -9`.
     """
 
-    def __init__(self, *, pservers: int = 2, trainers: int = 2, on_line: OnLine | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        pservers: int = 2,
+        trainers: int = 2,
+        on_line: OnLine | None = None,
+        environ: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> None:
         self.num_pservers = pservers
         self.num_trainers = trainers
         self.address = ""
-        self.output: list[str] = []
-        self.coordinator: Child
+        self.output: deque[str] = deque(maxlen=MAX_KEPT_LINES)
         self.pservers: list[Child] = []
         self.trainers: list[Child] = []
-        self._settings = {f"GRADPOST_{name.upper()}": str(value) for name, value in settings.items()}
+        self._coordinator: Child | None = None
+        self._environ = (
+            {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)} if environ is None else environ
+        )
+        self._settings = {f"{PREFIX}{name.upper()}": str(value) for name, value in settings.items()}
         self._on_line = on_line
         self._lock = threading.Lock()
+        self._guardian: Guardian | None = None
+        self._view: ClusterView | None = None
 
     def __repr__(self) -> str:
-        children = [self.coordinator, *self.pservers, *self.trainers] if self.address else []
-        return f"<LocalCluster [{self.address or 'not started'} | {children}]>"
+        children = [self._coordinator, *self.pservers, *self.trainers]
+        return f"<LocalCluster [{self.address or 'not started'} | {[c for c in children if c is not None]}]>"
+
+    @property
+    def coordinator(self) -> Child:
+        """The coordinator's process."""
+        assert self._coordinator is not None, "the cluster has not been started"
+        return self._coordinator
+
+    @property
+    def services(self) -> list[Child]:
+        """The coordinator and the pservers, as far as they have been started."""
+        return [*([] if self._coordinator is None else [self._coordinator]), *self.pservers]
 
     # ------------------------------------------------------------------ life
 
-    def start(self) -> LocalCluster:
-        """Start the services; returns once the coordinator serves. The pservers register when they are ready."""
+    def start(self, *, give_up: Callable[[], bool] = lambda: False) -> LocalCluster:
+        """Start the services; returns once the coordinator serves. The pservers register when they are ready.
+
+        Raises RuntimeError with the coordinator's output if it does not come up, or if `give_up` says so meanwhile.
+        """
+        self._guardian = Guardian()
         read_fd, write_fd = os.pipe()
         try:
-            self.coordinator = self._spawn_service(
+            self._coordinator = self._spawn_service(
                 "coordinator",
                 "services.coordinator",
                 pass_fds=(write_fd,),
@@ -65,7 +100,10 @@ class LocalCluster:
             )
             os.close(write_fd)
             write_fd = -1
-            self.address = self._read_address(read_fd)
+            self.address = _read_address(read_fd, give_up)
+            if not self.address:
+                self.stop()
+                raise RuntimeError("the coordinator did not start:\n" + "\n".join(self.output))
         finally:
             os.close(read_fd)
             if write_fd != -1:
@@ -83,29 +121,28 @@ class LocalCluster:
         return child
 
     def _spawn_service(self, name: str, module: str, pass_fds: Sequence[int] = (), **env: str) -> Child:
+        env = {**self.environment(), "GRADPOST_HOST": "127.0.0.1", **self._settings, **env}
         return Child(
             name,
             [sys.executable, "-P", "-m", module],
-            env={**self.environment(), **self._settings, **env},
+            env=find_our_packages(env, first=True),
             on_line=self._line,
             pass_fds=pass_fds,
-            death_signal=signal.SIGTERM,
+            guardian=self._guardian,
         )
 
-    def _read_address(self, fd: int) -> str:
-        ready, _, _ = select.select([fd], [], [], START_SECONDS)
-        address = os.read(fd, 1000).decode().strip() if ready else ""
-        if not address:
-            self.stop()
-            raise RuntimeError("the coordinator did not start:\n" + "\n".join(self.output))
-        return address
-
-    def stop(self) -> dict[str, int]:
+    def stop(self, grace_seconds: float = 10.0) -> dict[str, int]:
         """End everything that still runs; returns the exit code of every child by name."""
-        children = [*self.trainers, *self.pservers, *([self.coordinator] if hasattr(self, "coordinator") else [])]
+        children = [*self.trainers, *reversed(self.services)]
         for child in children:
             child.signal(signal.SIGTERM)
-        return {child.name: child.stop() for child in children}
+        deadline = time.monotonic() + grace_seconds
+        codes = {child.name: child.wait_or_kill(max(0.0, deadline - time.monotonic())) for child in children}
+        if self._guardian is not None:
+            self._guardian.close()
+        if self._view is not None:
+            self._view.close()
+        return codes
 
     def __enter__(self) -> LocalCluster:
         return self.start()
@@ -118,22 +155,25 @@ class LocalCluster:
     # ------------------------------------------------------------------ trainers
 
     def environment(self) -> dict[str, str]:
-        """The environment of a process that belongs to this cluster, without settings of another one."""
-        env = {k: v for k, v in os.environ.items() if not k.startswith("GRADPOST_") and k not in ("RANK", "WORLD_SIZE")}
-        env["PATH"] = os.path.dirname(sys.executable) + os.pathsep + env.get("PATH", "")
+        """The environment of a process that belongs to this cluster; `python` is the one that runs this."""
+        env = use_this_python(self._environ)
+        for name in ("RANK", "WORLD_SIZE", "GRADPOST_COORDINATOR"):
+            env.pop(name, None)
         if self.address:
             env["GRADPOST_COORDINATOR"] = self.address
         if "GRADPOST_TLS_CA" in self._settings:
             env["GRADPOST_TLS_CA"] = self._settings["GRADPOST_TLS_CA"]
         return env
 
-    def start_trainer(self, rank: int, command: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
+    def start_trainer(self, rank: Rank, command: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
         """Start one trainer process with this rank."""
+        own = {"RANK": str(rank), "WORLD_SIZE": str(self.num_trainers), **(env or {})}
         child = Child(
             f"trainer {rank}",
             command,
-            env={**self.environment(), "RANK": str(rank), "WORLD_SIZE": str(self.num_trainers), **(env or {})},
+            env=find_our_packages({**self.environment(), **own}, first=False),
             on_line=self._line,
+            guardian=self._guardian,
         )
         self.trainers.append(child)
         return child
@@ -153,23 +193,33 @@ class LocalCluster:
         if self._on_line is not None:
             self._on_line(name, line)
 
+    @property
+    def view(self) -> ClusterView:
+        """The inspection API of this cluster."""
+        with self._lock:
+            if self._view is None:
+                ca = self._settings.get("GRADPOST_TLS_CA") or self._environ.get("GRADPOST_TLS_CA")
+                self._view = ClusterView(self.address, tls_ca=Path(ca) if ca else None)
+            return self._view
+
     def status(self) -> ClusterStatus:
         """How the cluster stands."""
-        return ClusterStatus.model_validate_json(self._get(self.address + STATUS))
+        return self.view.status()
 
     def summary(self) -> RunSummary:
         """The run in a few numbers."""
-        return RunSummary.model_validate_json(self._get(self.address + SUMMARY))
+        return self.view.summary()
 
     def pserver_state(self, index: int, *, digest: bool = False) -> PserverState:
         """What pserver `index` tells about itself."""
-        address = next(p.address for p in self.status().pservers if p.index == index)
-        return PserverState.model_validate_json(self._get(f"{address}{STATE}?digest={str(digest).lower()}"))
+        return self.view.pserver_state(index, digest=digest)
 
-    def _get(self, url: str) -> bytes:
-        verify: Any = self._settings.get("GRADPOST_TLS_CA", True)
-        if isinstance(verify, str):
-            verify = ssl.create_default_context(cafile=verify)
-        response = httpx.get(url, timeout=10, trust_env=False, verify=verify)
-        response.raise_for_status()
-        return response.content
+
+def _read_address(fd: int, give_up: Callable[[], bool]) -> str:
+    """Read what the coordinator announces; nothing if it ends before that, or takes too long."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and not give_up():
+        ready, _, _ = select.select([fd], [], [], 0.05)
+        if ready:
+            return os.read(fd, 1000).decode().strip()
+    return ""

@@ -1,26 +1,27 @@
-"""Child processes that do not outlive their parent, with their output line by line."""
+"""Child processes with everything they start, and their output line by line."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from signal import SIGKILL, SIGTERM, Signals
+
+from .guardian import Guardian
 
 OnLine = Callable[[str, str], None]  # (name of the child, one line of its output without the newline)
 
-_PR_SET_PDEATHSIG = 1
+LINGER_SECONDS = 0.5  # what a child has started may still write for so long once the child itself has ended
+MAX_LINE_BYTES = 64 * 1024
 
 
 class Child:
-    """One process in a process group of its own; stdout and stderr go to `on_line` from a thread.
+    """One process in a session and process group of its own; when it has ended, so does the rest of its group.
 
-    On Linux the kernel ends it when the thread that started it dies, so that not even `kill -9` of the parent
-    leaves orphans: start children from a thread that lives as long as they do.
+    stdout and stderr go to `on_line` from a thread; of a line that was overwritten with carriage returns (a progress
+    bar) only what would stay visible. A `guardian` ends the group if this process is killed.
     """
 
     def __init__(
@@ -31,9 +32,14 @@ class Child:
         env: Mapping[str, str],
         on_line: OnLine,
         pass_fds: Sequence[int] = (),
-        death_signal: signal.Signals = signal.SIGKILL,
+        guardian: Guardian | None = None,
     ) -> None:
         self.name = name
+        self._on_line = on_line
+        self._guardian = guardian
+        self._exit_code: int | None = None
+        self._ended = threading.Event()
+        self._lock = threading.Lock()  # held while signalling and while reaping
         self._process = subprocess.Popen(
             command,
             env={**env, "PYTHONUNBUFFERED": "1"},
@@ -42,14 +48,16 @@ class Child:
             stderr=subprocess.STDOUT,
             start_new_session=True,
             pass_fds=pass_fds,
-            preexec_fn=_die_with_parent(death_signal, os.getpid()),
         )
-        self._pump = threading.Thread(target=self._pump_lines, args=(on_line,), name=f"output of {name}", daemon=True)
+        if guardian is not None:
+            guardian.watch(self.pid)
+        self._pump = threading.Thread(target=self._pump_lines, name=f"output of {name}", daemon=True)
         self._pump.start()
+        threading.Thread(target=self._await_end, name=f"end of {name}", daemon=True).start()
 
     def __repr__(self) -> str:
-        code = self._process.poll()
-        return f"<Child {self.name} [pid {self.pid} | {'running' if code is None else f'exit code {code}'}]>"
+        state = "running" if self._exit_code is None else f"exit code {self._exit_code}"
+        return f"<Child {self.name} [pid {self.pid} | {state}]>"
 
     @property
     def pid(self) -> int:
@@ -59,48 +67,75 @@ class Child:
     @property
     def is_running(self) -> bool:
         """Whether it has not ended yet."""
-        return self._process.poll() is None
+        return not self._ended.is_set()
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative for a signal."""
+        return self._exit_code
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end, its output included, and return the exit code; negative for a signal.
 
         Raises subprocess.TimeoutExpired.
         """
-        code = self._process.wait(timeout)
-        self._pump.join(timeout=5)
-        return code
+        if not self._ended.wait(timeout):
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(self._process.args, timeout)
+        assert self._exit_code is not None
+        return self._exit_code
 
-    def signal(self, number: signal.Signals) -> None:
+    def signal(self, number: Signals) -> None:
         """Send a signal to the whole group; nothing if it has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
+        with self._lock:
+            if self._exit_code is None:
+                self._signal_group(number)
 
     def stop(self, grace_seconds: float = 10.0) -> int:
         """SIGTERM, then SIGKILL after the grace; returns the exit code."""
-        self.signal(signal.SIGTERM)
-        try:
-            code = self.wait(grace_seconds)
-        except subprocess.TimeoutExpired:
-            self.signal(signal.SIGKILL)
-            code = self.wait()
-        self.signal(signal.SIGKILL)  # what is left of the group
-        return code
+        self.signal(SIGTERM)
+        return self.wait_or_kill(grace_seconds)
 
-    def _pump_lines(self, on_line: OnLine) -> None:
+    def wait_or_kill(self, grace_seconds: float) -> int:
+        """Wait for the end, which SIGKILL brings after the grace; returns the exit code."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(grace_seconds)
+        self.signal(SIGKILL)
+        return self.wait()
+
+    def _signal_group(self, number: Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses a group of zombies
+            os.killpg(self.pid, number)
+
+    def _await_end(self) -> None:
+        if hasattr(os, "waitid"):  # macOS has it from Python 3.13 on
+            # Not reaped yet: as long as it is a zombie, the number of its group cannot become another's.
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        else:
+            self._process.wait()
+        self._pump.join(LINGER_SECONDS)
+        with self._lock:
+            self._signal_group(SIGKILL)
+            self._exit_code = self._process.wait()
+        self._pump.join(LINGER_SECONDS)  # a process that left the group may hold the pipe open for ever
+        if self._guardian is not None:
+            self._guardian.forget(self.pid)
+        self._ended.set()
+
+    def _pump_lines(self) -> None:
         assert self._process.stdout is not None
+        rest = b""
         with self._process.stdout as output:
-            for line in output:
-                on_line(self.name, line.decode(errors="replace").rstrip("\r\n"))
+            while chunk := output.read1(MAX_LINE_BYTES):  # type: ignore[attr-defined]
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    self._emit(line)
+                if len(rest) > MAX_LINE_BYTES:
+                    self._emit(rest)
+                    rest = b""
+        if rest:
+            self._emit(rest)
 
-
-def _die_with_parent(number: signal.Signals, parent: int) -> Callable[[], None] | None:
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up before the fork
-
-    def set_death_signal() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-        if os.getppid() != parent:  # it died before we asked
-            os._exit(1)
-
-    return set_death_signal
+    def _emit(self, line: bytes) -> None:
+        visible = line.rstrip(b"\r").rpartition(b"\r")[2]
+        self._on_line(self.name, visible.decode(errors="replace"))

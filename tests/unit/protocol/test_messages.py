@@ -34,6 +34,6 @@ def test_the_line_that_ends_a_training_script() -> None:
         shards=(),
         results={"loss": 0.06789, "accuracy": 0.98},
     )
-    assert summary.line() == "trained: mode=sync transport=HTTP/2 accuracy=0.98 loss=0.06789 rounds=120 seconds=8.1"
+    assert summary.line() == "trained: mode=sync transport=HTTP/2 accuracy=0.98 rounds=120 seconds=8.1"
     failed = summary.model_copy(update={"state": "failed", "results": {}})
     assert failed.line() == "failed: mode=sync transport=HTTP/2 rounds=120 seconds=8.1"

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradpost.serve import _HIDDEN, Role, _settings_class
+from ps_protocol.environment import PREFIX
+from services.coordinator.settings import CoordinatorSettings
+from services.runtime.settings import ServiceSettings
+
+from .conftest import ROOT, RunCommand
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(PREFIX)]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ServiceSettings]:
+    """The settings that the coordinator was run with; it ends at once, with exit code 5."""
+    settings: list[ServiceSettings] = []
+
+    def main(given: ServiceSettings) -> None:
+        settings.append(given)
+        raise SystemExit(5)
+
+    monkeypatch.setattr(importlib.import_module("services.coordinator.__main__"), "main", main)
+    return settings
+
+
+def test_flag_over_environment_over_file_over_default(
+    run_command: RunCommand, served: list[ServiceSettings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "gradpost.toml"
+    file.write_text('num_trainers = 1\nnum_pservers = 1\nplacement = "hash"\nthreads = 3\n')
+    monkeypatch.setenv("GRADPOST_SETTINGS_FILE", str(file))
+    monkeypatch.setenv("GRADPOST_NUM_TRAINERS", "2")
+    monkeypatch.setenv("GRADPOST_NUM_PSERVERS", "2")
+    outcome = run_command("serve", "coordinator", "--num-trainers", "3")
+    assert outcome.exit_code == 5, outcome.stderr
+    expected = CoordinatorSettings(num_trainers=3, num_pservers=2, placement="hash")
+    assert served == [expected]
+    assert served[0].model_fields_set == expected.model_fields_set  # nothing was passed that was not given
+
+
+def test_values_of_every_kind(run_command: RunCommand, served: list[ServiceSettings], tmp_path: Path) -> None:
+    pem = tmp_path / "ca.pem"
+    pem.touch()
+    flags = (
+        "--host 0.0.0.0 --port 0 --server uvicorn --lease-seconds 2.5 --exit-when-done --no-slice-parameters "
+        f"--tls-ca {pem} --advertise-address http://here:1/ --nonfinite allow"
+    )
+    assert run_command("serve", "coordinator", *flags.split()).exit_code == 5
+    assert served == [
+        CoordinatorSettings(
+            host="0.0.0.0",
+            port=0,
+            server="uvicorn",
+            lease_seconds=2.5,
+            exit_when_done=True,
+            slice_parameters=False,
+            tls_ca=pem,
+            advertise_address="http://here:1",
+            nonfinite="allow",
+        )
+    ]
+
+
+@pytest.mark.parametrize("role", ["coordinator", "pserver"])
+def test_every_setting_of_the_role_is_a_flag(run_command: RunCommand, role: Role) -> None:
+    outcome = run_command("serve", role, "--help")
+    assert outcome.exit_code == 0
+    flags = {flag.replace("-", "_") for flag in re.findall(r"^  --([a-z-]+)", outcome.stdout, re.MULTILINE)}
+    assert flags - {"help"} == set(_settings_class(role).model_fields) - _HIDDEN[role]
+    assert f"Usage: gradpost serve {role} [OPTIONS]" in outcome.stdout
+    assert "[default: granian]" in outcome.stdout
+    assert "granian|uvicorn" in outcome.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "messages"),
+    [
+        (
+            "--port 70000 --num-trainers 0",
+            {},
+            [
+                "--port: input should be less than or equal to 65535, not '70000'",
+                "--num-trainers: input should be greater than or equal to 1, not '0'",
+            ],
+        ),
+        ("--server apache", {}, ["--server: input should be 'granian' or 'uvicorn', not 'apache'"]),
+        ("--coordinator x", {}, None),
+        ("", {"LEASE_SECONDS": "soon"}, ["GRADPOST_LEASE_SECONDS: input should be a valid number, unable to parse "
+                                         "string as a number, not 'soon'"]),
+        ("--tls-cert pyproject.toml", {}, ["tls_cert and tls_key go together: give both or neither"]),
+        ("--port x", {"PROT": "1"}, ["unknown environment variable GRADPOST_PROT; did you mean GRADPOST_PORT?"]),
+        ("--advertise-address c:7070", {}, ["--advertise-address: expected a base URL such as http://10.0.0.5:7070, "
+                                            "got 'c:7070', not 'c:7070'"]),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_one_line_each(
+    run_command: RunCommand,
+    served: list[ServiceSettings],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: str,
+    environ: dict[str, str],
+    messages: list[str] | None,
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
+    for name, value in environ.items():
+        monkeypatch.setenv(PREFIX + name, value)
+    outcome = run_command("serve", "coordinator", *flags.split())
+    assert (outcome.exit_code, outcome.stdout, served) == (2, "", [])
+    if messages is None:
+        assert outcome.stderr.endswith("Error: No such option: --coordinator\n")
+    else:
+        assert outcome.stderr.splitlines() == [f"gradpost: error: {message}" for message in messages]
+
+
+def test_a_wrong_value_in_the_file_is_found_there(
+    run_command: RunCommand, served: list[ServiceSettings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "gradpost.toml"
+    file.write_text("num_trainers = 0")
+    monkeypatch.setenv("GRADPOST_SETTINGS_FILE", str(file))
+    outcome = run_command("serve", "coordinator")
+    message = f"num_trainers in {file}: input should be greater than or equal to 1, not '0'"
+    assert (outcome.exit_code, outcome.stderr) == (2, f"gradpost: error: {message}\n")
+
+
+@pytest.mark.parametrize("arguments", [[], ["frobnicate"]])
+def test_the_roles_are_named(run_command: RunCommand, arguments: list[str]) -> None:
+    outcome = run_command("serve", *arguments)
+    assert outcome.exit_code == 2
+    said = outcome.stdout + outcome.stderr
+    assert "Usage: gradpost serve [OPTIONS] COMMAND" in said
+
+
+def test_a_folder_called_services_is_no_obstacle(tmp_path: Path) -> None:
+    """Not even with `python -m`, which looks in the current folder first."""
+    (tmp_path / "services").mkdir()
+    (tmp_path / "services" / "__init__.py").write_text("raise ImportError('not yours')")
+    process = subprocess.run(
+        [sys.executable, "-m", "gradpost", "serve", "coordinator", "--port", "x"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 2
+    assert process.stderr.startswith("gradpost: error: --port: input should be a valid integer")

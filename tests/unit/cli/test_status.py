@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from ps_protocol.errors import TrainerLost
+from ps_protocol.messages import ClusterStatus, PserverStatus, TrainerStatus
+from ps_protocol.routes import STATUS
+
+from .canned import serving
+from .conftest import RunCommand
+
+STATE = ClusterStatus(
+    run="5f0c", state="failed", mode="sync", num_pservers=2, num_trainers=2, waiting_for=("pserver 1", "trainer 0"),
+    failure=TrainerLost("trainer 0 was lost").to_problem(), plan_digest="d", num_parameters=3, parameter_bytes=4000,
+    round=1234,
+    pservers=(
+        PserverStatus(
+            index=0, address="http://127.0.0.1:1", incarnation=1, round=1234, missing=(0, 1), waiting_seconds=3.25,
+            heartbeat_age_seconds=0.5,
+        ),
+    ),
+    trainers=(
+        TrainerStatus(
+            rank=1, incarnation=1, round=1233, state="declared", heartbeat_age_seconds=0.25, metrics_address=None,
+            results={"loss": float("nan"), "accuracy": 0.98333},
+        ),
+    ),
+)  # fmt: skip
+ANSWERS = {STATUS: STATE.model_dump_json()}
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GRADPOST_COORDINATOR", "GRADPOST_SETTINGS_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_status_for_a_person(run_command: RunCommand) -> None:
+    with serving(ANSWERS) as url:
+        outcome = run_command("status", "--coordinator", url)
+    assert (outcome.exit_code, outcome.stderr) == (0, "")
+    assert outcome.stdout == (
+        "run 5f0c: failed, mode sync, round 1,234, 3 parameters, 4,000 bytes\n"
+        "waiting for pserver 1, trainer 0\n"
+        "failed: trainer 0 was lost (trainer_lost)\n"
+        "\n"
+        "pserver  address             round  waits for                     heartbeat\n"
+        "0 of 2   http://127.0.0.1:1  1,234  trainer 0, trainer 1 (3.2 s)  0.5 s ago\n"
+        "\n"
+        "trainer  state     round  results                    heartbeat\n"
+        "1 of 2   declared  1,233  accuracy 0.9833, loss nan  0.2 s ago\n"
+        "\n"
+    )
+
+
+def test_status_for_a_program(run_command: RunCommand) -> None:
+    with serving(ANSWERS) as url:
+        outcome = run_command("status", "--json", "--coordinator", url + "/")
+    answer = json.loads(outcome.stdout)
+    assert ClusterStatus.model_validate(answer).pservers == STATE.pservers
+    assert answer["trainers"][0]["results"] == {"loss": "NaN", "accuracy": 0.98333}
+
+
+def test_where_the_coordinator_is(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Flag over environment over file."""
+    with serving(ANSWERS) as url:
+        file = tmp_path / "gradpost.toml"
+        file.write_text(f'coordinator = "{url}"')
+        monkeypatch.setenv("GRADPOST_SETTINGS_FILE", str(file))
+        assert run_command("status").exit_code == 0
+        monkeypatch.setenv("GRADPOST_COORDINATOR", "http://127.0.0.1:1")
+        assert run_command("status").exit_code == 1
+        assert run_command("status", "--coordinator", url).exit_code == 0
+
+
+def test_nobody_answers(run_command: RunCommand) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    outcome = run_command("status", "--coordinator", f"http://127.0.0.1:{port}")
+    assert (outcome.exit_code, outcome.stdout) == (1, "")
+    assert outcome.stderr == (
+        f"gradpost: error: no coordinator: nobody answers at http://127.0.0.1:{port}: [Errno 111] Connection refused "
+        "(its address is --coordinator or GRADPOST_COORDINATOR)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("answers", "status", "message"),
+    [
+        ({}, 200, "answered 404 without a problem document; is it Gradpost?"),
+        ({STATUS: "<html>"}, 502, "a gateway answered 502"),
+        ({STATUS: "<html>"}, 200, "answered something else; is it Gradpost, and of this version?"),
+        ({STATUS: '{"run": "5f0c"}'}, 200, "answered something else; is it Gradpost, and of this version?"),
+    ],
+)
+def test_somebody_else_answers(run_command: RunCommand, answers: dict[str, str], status: int, message: str) -> None:
+    with serving(answers, status) as url:
+        outcome = run_command("status", "--coordinator", url)
+    assert (outcome.exit_code, outcome.stdout) == (1, "")
+    assert message in outcome.stderr
+    assert outcome.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("url", ["localhost:7070", "ftp://127.0.0.1", "7070"])
+def test_what_is_no_address(run_command: RunCommand, url: str) -> None:
+    outcome = run_command("status", "--coordinator", url)
+    assert outcome.exit_code == 2
+    assert "expected the coordinator's base URL, such as http://127.0.0.1:7070" in outcome.stderr
+
+
+def test_watch_shows_it_again_and_again(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", pause)
+    with serving(ANSWERS) as url:
+        outcome = run_command("status", "--watch", "--coordinator", url)
+    assert outcome.exit_code == 130
+    assert pauses == [1.0] * 3
+    assert outcome.stdout.count("run 5f0c") == 3

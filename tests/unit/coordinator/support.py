@@ -1,0 +1,101 @@
+"""Messages and members with what a test does not care about filled in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ps_protocol.messages import (
+    DeclareModel,
+    JoinTrainer,
+    Leave,
+    PserverHeartbeat,
+    RegisterPserver,
+    TrainerHeartbeat,
+    TrainerJoined,
+)
+from ps_protocol.vocabulary import PROTOCOL_VERSION
+from services.coordinator.cluster import Cluster
+from services.coordinator.run import Run, RunDefaults
+
+LEASE = 10.0
+SGD_FLAGS = {"nesterov": False, "maximize": False}
+
+
+def defaults(num_trainers: int = 2, **changes: Any) -> RunDefaults:
+    values: dict[str, Any] = {
+        "num_trainers": num_trainers,
+        "mode": "sync",
+        "min_block_size": 8192,
+        "placement": "balanced",
+        "slice_parameters": True,
+        "nonfinite": "reject",
+        "round_timeout_seconds": 60.0,
+    }
+    return RunDefaults(**{**values, **changes})
+
+
+def make_run(num_trainers: int = 2) -> Run:
+    return Run("run1", defaults(num_trainers), {})
+
+
+def make_cluster(num_trainers: int = 2, num_pservers: int = 2, *, exit_when_done: bool = False) -> Cluster:
+    names = (f"run{i}" for i in range(1, 100))
+    return Cluster(
+        num_pservers,
+        defaults(num_trainers),
+        lease_seconds=LEASE,
+        exit_when_done=exit_when_done,
+        name_run=lambda: next(names),
+    )
+
+
+def registration(instance: str = "a", **changes: Any) -> RegisterPserver:
+    values = {"protocol": PROTOCOL_VERSION, "instance": f"pserver {instance}", "address": f"http://{instance}:1/"}
+    return RegisterPserver(**{**values, "http2": True, **changes})
+
+
+def joining(instance: str = "a", rank: int | None = None, **changes: Any) -> JoinTrainer:
+    values = {"protocol": PROTOCOL_VERSION, "instance": f"trainer {instance}", "rank": rank}
+    return JoinTrainer(**{**values, **changes})
+
+
+def model(incarnation: int = 1, run: str = "run1", **changes: Any) -> DeclareModel:
+    values: dict[str, Any] = {
+        "run": run,
+        "incarnation": incarnation,
+        "parameters": (("w", (10, 1000), "F32", 0), ("b", (10,), "F32", 0)),
+        "optimizer": "SGD",
+        "group_flags": (SGD_FLAGS,),
+    }
+    return DeclareModel(**{**values, **changes})
+
+
+def alive(incarnation: int = 1, run: str = "run1", round_: int = 0, **results: float) -> TrainerHeartbeat:
+    return TrainerHeartbeat(run=run, incarnation=incarnation, round=round_, results=results)
+
+
+def beat(incarnation: int = 1, run: str | None = None, round_: int = 0, **changes: Any) -> PserverHeartbeat:
+    return PserverHeartbeat(incarnation=incarnation, run=run, round=round_, **changes)
+
+
+def leaving(outcome: Any = "done", incarnation: int = 1, run: str = "run1", **changes: Any) -> Leave:
+    return Leave(run=run, incarnation=incarnation, outcome=outcome, **changes)
+
+
+def join_all(cluster: Cluster, now: float = 0.0, life: str = "") -> list[TrainerJoined]:
+    """All trainers join and declare."""
+    joined = [
+        cluster.join_trainer(joining(f"{life}{i}", rank=i), now) for i in range(cluster.run.defaults.num_trainers)
+    ]
+    for answer in joined:
+        cluster.run.declare(answer.rank, model(answer.incarnation, answer.run))
+    return joined
+
+
+def train(cluster: Cluster, now: float = 0.0) -> None:
+    """Everybody is here and the run is installed."""
+    for index in range(cluster.registry.num_pservers):
+        cluster.register_pserver(registration(str(index), index=index), now)
+    join_all(cluster, now)
+    assert cluster.start_run_if_complete()
+    cluster.run.installed(now)

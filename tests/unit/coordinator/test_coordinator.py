@@ -1,0 +1,235 @@
+"""The shell: decisions reach the pservers whatever goes wrong on the way, and waiting there does not stop the clock."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from ps_protocol.errors import BadModel, GradpostError, NotReady, PserverLost, StalePserver, TrainerLost
+from ps_protocol.messages import InstallMembers, InstallRun
+from ps_protocol.routes import MEMBERS, RUN
+from services.coordinator.coordinator import Coordinator
+from services.coordinator.settings import CoordinatorSettings
+
+from .support import beat, join_all, joining, leaving, registration
+
+pytestmark = pytest.mark.asyncio
+
+Answer = Callable[[InstallRun | InstallMembers], Any]
+
+
+class FakePservers:
+    """Their side of the control API; `answer` may refuse, hang, or lose the response of one of them."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, list[InstallRun | InstallMembers]] = {"0": [], "1": []}
+        self.answer: dict[str, Answer] = {}
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        index = request.url.host
+        if request.url.path not in (RUN, MEMBERS):
+            return httpx.Response(404)
+        kind = InstallRun if request.url.path == RUN else InstallMembers
+        message: Any = kind.model_validate_json(request.content)
+        if index in self.answer:
+            await self.answer[index](message)
+        self.taken[index].append(message)
+        return httpx.Response(204)
+
+    def told(self, index: str) -> list[tuple[str, str, int]]:
+        return [(type(m).__name__, m.run, m.number) for m in self.taken[index]]
+
+
+@asynccontextmanager
+async def coordinating(pservers: FakePservers, **settings: Any) -> AsyncIterator[Coordinator]:
+    async def handle(request: httpx.Request) -> httpx.Response:
+        try:
+            return await pservers(request)
+        except GradpostError as error:
+            return httpx.Response(error.status, content=json.dumps(error.to_problem()))
+
+    stop = asyncio.Event()
+    options = {"num_pservers": 2, "num_trainers": 2, "lease_seconds": 0.4, **settings}
+    async with httpx.AsyncClient(transport=httpx.MockTransport(handle)) as http, asyncio.TaskGroup() as tasks:
+        coordinator = Coordinator(CoordinatorSettings(**options), http)
+        tasks.create_task(coordinator.run(stop))
+        try:
+            yield coordinator
+        finally:
+            stop.set()
+            coordinator.changed()
+
+
+def begin(coordinator: Coordinator) -> list[tuple[int, str, int]]:
+    now = coordinator.now()
+    for index in (0, 1):
+        coordinator.cluster.register_pserver(registration(str(index), index=index), now)
+    joined = join_all(coordinator.cluster, now)
+    coordinator.changed()
+    return [(j.rank, j.run, j.incarnation) for j in joined]
+
+
+async def eventually(condition: Callable[[], bool], seconds: float = 5) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - what it looks at tells nobody
+            await asyncio.sleep(0.005)
+
+
+async def test_a_run_is_installed_everywhere_before_trainers_get_the_plan():
+    pservers = FakePservers()
+    free = asyncio.Event()
+
+    async def wait(_: object) -> None:
+        await free.wait()
+
+    pservers.answer["1"] = wait
+    async with coordinating(pservers, lease_seconds=30) as coordinator:
+        [trainer, _] = begin(coordinator)
+        waiting = asyncio.create_task(coordinator.wait_for_plan(*trainer, 20))
+        await eventually(lambda: len(pservers.taken["0"]) == 1)
+        assert not waiting.done()
+        assert coordinator.cluster.run.state == "gathering"
+        free.set()
+        ready = await asyncio.wait_for(waiting, 2)
+        assert [p.index for p in ready.pservers] == [0, 1]
+        assert pservers.told("0") == pservers.told("1") == [("InstallRun", trainer[1], 2)]
+
+
+async def test_a_wait_for_the_plan_says_what_it_waits_for():
+    async with coordinating(FakePservers()) as coordinator:
+        coordinator.cluster.join_trainer(joining("a", 0), coordinator.now())
+        run = coordinator.cluster.run.name
+        with pytest.raises(NotReady, match="pserver 0, pserver 1, trainer 0 to declare its model, trainer 1"):
+            await coordinator.wait_for_plan(0, run, 1, 0.01)
+
+
+async def test_an_installation_whose_response_was_lost_is_repeated():
+    pservers = FakePservers()
+    lost: list[InstallRun | InstallMembers] = []
+
+    async def lose(message: InstallRun | InstallMembers) -> None:
+        if not lost:
+            lost.append(message)
+            pservers.taken["0"].append(message)
+            raise httpx.ReadTimeout("lost")
+
+    pservers.answer["0"] = lose
+    async with coordinating(pservers, lease_seconds=30) as coordinator:
+        begin(coordinator)
+        await eventually(lambda: coordinator.cluster.run.state == "training")
+        assert [kind for kind, _, _ in pservers.told("0")] == ["InstallRun", "InstallRun"]
+
+
+async def test_a_pserver_that_does_not_know_yet_who_it_is_is_asked_again():
+    """The installation may overtake the answer to its registration."""
+    pservers = FakePservers()
+    refusals = [StalePserver("this installation was meant for another life of this pserver")] * 2
+
+    async def refuse(_: object) -> None:
+        if refusals:
+            raise refusals.pop()
+
+    pservers.answer["1"] = refuse
+    async with coordinating(pservers, lease_seconds=30) as coordinator:
+        begin(coordinator)
+        await eventually(lambda: coordinator.cluster.run.state == "training")
+
+
+async def test_a_pserver_that_cannot_serve_the_run_ends_it():
+    pservers = FakePservers()
+
+    async def refuse(message: object) -> None:
+        if isinstance(message, InstallRun):
+            raise BadModel("the shard does not fit into memory")
+
+    pservers.answer["1"] = refuse
+    async with coordinating(pservers, lease_seconds=30) as coordinator:
+        [trainer, _] = begin(coordinator)
+        with pytest.raises(PserverLost, match=r"pserver 1 cannot serve the run: the shard does not fit"):
+            await asyncio.wait_for(coordinator.wait_for_plan(*trainer, 20), 5)
+
+
+async def test_a_failure_reaches_every_pserver_and_every_waiting_trainer():
+    pservers = FakePservers()
+    async with coordinating(pservers, lease_seconds=30) as coordinator:
+        trainers = begin(coordinator)
+        await eventually(lambda: coordinator.cluster.run.state == "training")
+        coordinator.cluster.leave_trainer(1, leaving("failed", run=trainers[1][1], reason="no data"), coordinator.now())
+        coordinator.changed()
+        await eventually(lambda: all(len(taken) == 2 for taken in pservers.taken.values()))
+        for taken in pservers.taken.values():
+            assert isinstance(taken[1], InstallMembers)
+            assert taken[1].failure is not None
+            assert taken[1].failure["detail"] == "trainer 1 failed: no data"
+        errors = await asyncio.gather(
+            *(coordinator.wait_for_plan(*trainers[0], 5) for _ in range(2)), return_exceptions=True
+        )
+        assert [type(e) for e in errors] == [TrainerLost, TrainerLost]
+        assert errors[0] is not errors[1]
+
+
+async def test_leases_end_while_a_pserver_keeps_the_coordinator_waiting():
+    pservers = FakePservers()
+
+    async def hang(message: object) -> None:
+        if isinstance(message, InstallMembers):
+            await asyncio.sleep(1.5)
+
+    pservers.answer["1"] = hang
+    async with coordinating(pservers) as coordinator:
+        trainers = begin(coordinator)
+        await eventually(lambda: coordinator.cluster.run.state == "training")
+        run, cluster = trainers[0][1], coordinator.cluster
+        cluster.leave_trainer(1, leaving(run=run), coordinator.now())  # pserver 1 is told, and hangs
+        coordinator.changed()
+        begun = coordinator.now()
+        while cluster.run.failure is None:
+            cluster.pserver_heartbeat(0, beat(run=run), coordinator.now())
+            cluster.pserver_heartbeat(1, beat(run=run), coordinator.now())
+            await asyncio.sleep(0.05)
+        assert isinstance(cluster.run.failure, TrainerLost)  # trainer 0 has been silent
+        assert coordinator.now() - begun < 1.2
+
+
+async def test_a_run_that_begins_in_the_middle_of_a_reconciliation_is_left_to_the_next():
+    pservers = FakePservers()
+    async with coordinating(pservers, lease_seconds=30) as coordinator:
+        trainers = begin(coordinator)
+        await eventually(lambda: coordinator.cluster.run.state == "training")
+        cluster, now = coordinator.cluster, coordinator.now()
+        for rank, run, incarnation in trainers:
+            cluster.leave_trainer(rank, leaving(run=run, incarnation=incarnation), now)
+        reconciling = asyncio.create_task(coordinator._reconcile())
+        await asyncio.sleep(0)  # it has seen the old run, and not begun to ask the pservers
+        cluster.join_trainer(joining("next", 0), now)
+        await reconciling
+        assert cluster.run.name != trainers[0][1]
+        assert {kind for kind, run, _ in pservers.told("0") if run == cluster.run.name} == set()
+
+
+async def test_members_are_told_in_their_newest_state_only():
+    pservers = FakePservers()
+    free = asyncio.Event()
+
+    async def wait(message: object) -> None:
+        if isinstance(message, InstallMembers):
+            await free.wait()
+
+    pservers.answer["0"] = pservers.answer["1"] = wait
+    async with coordinating(pservers, lease_seconds=30, num_trainers=3) as coordinator:
+        trainers = begin(coordinator)
+        await eventually(lambda: coordinator.cluster.run.state == "training")
+        for rank, run, incarnation in trainers[:2]:
+            coordinator.cluster.leave_trainer(rank, leaving(run=run, incarnation=incarnation), coordinator.now())
+            coordinator.changed()
+            await asyncio.sleep(0.01)
+        free.set()
+        await eventually(lambda: pservers.taken["0"][-1].members == {2: 1} == pservers.taken["1"][-1].members)
+        numbers = [number for _, _, number in pservers.told("0")]
+        assert numbers == sorted(set(numbers))

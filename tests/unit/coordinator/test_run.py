@@ -1,0 +1,299 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ps_protocol.errors import (
+    BadModel,
+    ModelMismatch,
+    ModeMismatch,
+    PserverLost,
+    RankTaken,
+    StaleRun,
+    StaleTrainer,
+    TrainerLost,
+    UnsupportedOptimizer,
+    WorldMismatch,
+)
+from services.coordinator.run import Run
+
+from .support import LEASE, SGD_FLAGS, alive, joining, leaving, make_run, model
+
+
+def joined(num_trainers: int = 2) -> Run:
+    run = make_run(num_trainers)
+    for rank in range(num_trainers):
+        run.join(joining(str(rank), rank), 0)
+    return run
+
+
+def training(num_trainers: int = 2) -> Run:
+    run = joined(num_trainers)
+    for rank in range(num_trainers):
+        run.declare(rank, model())
+    run.start(2)
+    run.installed(0)
+    return run
+
+
+# ---------------------------------------------------------------- joining
+
+
+def test_trainers_get_the_lowest_free_rank_or_the_one_they_want():
+    run = make_run(3)
+    assert run.join(joining("a"), 0).rank == 0
+    assert run.join(joining("b", 2), 0).rank == 2
+    assert run.join(joining("c"), 0).rank == 1
+    with pytest.raises(RankTaken, match="all 3 ranks"):
+        run.join(joining("d"), 0)
+
+
+def test_a_join_that_is_sent_twice_gets_one_rank():
+    run = make_run()
+    first = run.join(joining("a"), 0)
+    number = run.number
+    assert run.join(joining("a"), 5) is first
+    assert (first.seen_at, run.number) == (5, number)
+
+
+def test_a_second_trainer_with_the_same_rank_waits_for_the_lease_of_the_first():
+    run = make_run()
+    run.join(joining("a", 0), 0)
+    with pytest.raises(RankTaken, match="rank 0") as caught:
+        run.join(joining("b", 0), 5)
+    assert caught.value.may_be_retried
+    assert run.members == {0: 1}
+    run.expire(LEASE + 1, LEASE)
+    assert run.join(joining("b", 0), LEASE + 1).incarnation == 2
+    with pytest.raises(StaleTrainer):
+        run.heartbeat(0, alive(incarnation=1), LEASE + 2)  # SIGCONT after its lease
+
+
+@pytest.mark.parametrize(
+    ("request_", "error"),
+    [
+        (joining(world_size=3), WorldMismatch),
+        (joining(rank=2), WorldMismatch),
+        (joining(mode="async"), ModeMismatch),
+    ],
+)
+def test_a_trainer_that_does_not_fit_the_cluster_is_refused(request_, error):
+    run = make_run()
+    with pytest.raises(error):
+        run.join(request_, 0)
+    assert (run.trainers, run.number) == ({}, 0)
+    run.join(joining(world_size=2, rank=1, mode="sync"), 0)
+
+
+# ---------------------------------------------------------------- declaring
+
+
+def test_a_run_is_declared_once_everybody_said_the_same():
+    run = joined()
+    assert run.missing_ranks == [0, 1]
+    run.declare(1, model())
+    run.declare(1, model())
+    assert (run.missing_ranks, run.is_declared) == ([0], False)
+    run.declare(0, model())
+    assert (run.missing_ranks, run.is_declared) == ([], True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parameters": (("w", (10, 1000), "F32", 0),)},
+        {"parameters": (("w", (10, 1001), "F32", 0), ("b", (10,), "F32", 0))},
+        {"parameters": (("w", (10, 1000), "BF16", 0), ("b", (10,), "F32", 0))},
+        {"parameters": (("b", (10,), "F32", 0), ("w", (10, 1000), "F32", 0))},
+        {"buffers": (("mean", (10,), "F32"),)},
+        {"optimizer": "Adagrad", "group_flags": ({"maximize": False},)},
+        {"group_flags": ({**SGD_FLAGS, "nesterov": True},)},
+        {"min_block_size": 100},
+        {"placement": "hash"},
+        {"slice_parameters": False},
+        {"nonfinite": "allow"},
+    ],
+)
+def test_another_model_than_the_others_declared_is_refused_with_the_difference(changes: dict[str, Any]):
+    run = joined()
+    run.declare(0, model())
+    with pytest.raises(ModelMismatch, match="trainer 1 and trainer 0") as caught:
+        run.declare(1, model(**changes))
+    assert caught.value.facts["expected"] != caught.value.facts["actual"]
+    assert run.missing_ranks == [1]
+    run.declare(1, model())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"optimizer": "LBFGS", "group_flags": ({},)}, UnsupportedOptimizer),
+        ({"optimizer": "Mine"}, UnsupportedOptimizer),
+        ({"group_flags": ({"nesterov": False},)}, UnsupportedOptimizer),
+        ({"parameters": (("w", (1,), "F32", 0), ("w", (1,), "F32", 0))}, BadModel),
+        ({"parameters": (("w", (1,), "I64", 0),)}, BadModel),
+        ({"parameters": (("w", (1,), "F32", 1),)}, BadModel),
+        ({"parameters": (("w", (-1,), "F32", 0),)}, BadModel),
+    ],
+)
+def test_a_model_that_cannot_be_planned_is_refused_before_anybody_waits_for_it(changes, error):
+    run = joined()
+    with pytest.raises(error):
+        run.declare(0, model(**changes))
+    assert run.missing_ranks == [0, 1]
+
+
+def test_a_model_may_change_until_the_plan_is_made_and_not_after():
+    run = joined(1)
+    run.declare(0, model(min_block_size=100))
+    run.declare(0, model())
+    run.start(2)
+    run.declare(0, model())  # a retry
+    with pytest.raises(ModelMismatch, match="trainer 0"):
+        run.declare(0, model(min_block_size=100))
+    assert run.trainers[0].declaration == model()
+
+
+def test_who_has_left_is_not_compared_with():
+    run = joined()
+    run.declare(0, model(min_block_size=100))
+    run.leave(0, leaving(), 0)
+    run.declare(1, model())
+
+
+def test_messages_of_another_run_or_life_are_refused():
+    run = joined()
+    for act in (
+        lambda **changes: run.declare(0, model(**changes)),
+        lambda **changes: run.heartbeat(0, alive(**changes), 1),
+        lambda **changes: run.leave(0, leaving(**changes), 1),
+    ):
+        with pytest.raises(StaleRun):
+            act(run="run0")
+        with pytest.raises(StaleTrainer):
+            act(incarnation=2)
+    with pytest.raises(StaleTrainer):
+        run.heartbeat(5, alive(), 1)
+    assert run.members == {0: 1, 1: 1}
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def test_the_plan_is_made_of_what_was_declared():
+    run = joined()
+    for rank in (0, 1):
+        run.declare(rank, model(min_block_size=2500, slice_parameters=True))
+    plan = run.start(2)
+    assert [block.name for block in plan.blocks] == ["w.block0", "w.block1", "b.block0"]
+    assert run.plan is plan
+    assert run.state == "gathering"  # until the pservers have it
+    run.installed(3.0)
+    assert (run.state, run.started_at) == ("training", 3.0)
+    run.installed(4.0)
+    assert run.started_at == 3.0
+
+
+def test_the_uploader_is_the_lowest_rank_at_the_start_and_stays_it():
+    run = training(3)
+    assert run.uploader == 0
+    run.leave(0, leaving(), 1)
+    assert run.uploader == 0  # the pservers were told so
+
+
+# ---------------------------------------------------------------- leases and leaving
+
+
+def test_who_is_silent_before_the_start_gives_its_place_up():
+    run = joined()
+    run.heartbeat(1, alive(), 8)
+    run.expire(LEASE + 1, LEASE)
+    assert (run.state, run.failure) == ("gathering", None)
+    assert run.members == {1: 1}
+    assert run.join(joining("c", 0), 11).incarnation == 2
+
+
+def test_who_is_silent_during_training_ends_the_run_and_is_named():
+    run = training()
+    run.heartbeat(1, alive(round_=3, loss=0.5), 8)
+    number = run.number
+    run.expire(LEASE, LEASE)
+    assert run.failure is None
+    run.expire(LEASE + 1.5, LEASE)
+    assert run.state == "failed"
+    assert isinstance(run.failure, TrainerLost)
+    assert str(run.failure) == "trainer 0 was lost: no heartbeat for 11.5 s (lease 10 s)"
+    assert run.failure.facts == {"ranks": [0]}
+    assert run.number > number
+    assert run.members == {1: 1}
+    assert (run.trainers[1].round, run.trainers[1].results) == (3, {"loss": 0.5})
+    assert run.ended_at == LEASE + 1.5
+
+
+def test_a_lost_trainer_learns_it_and_stays_lost():
+    run = training()
+    run.heartbeat(1, alive(), 11)
+    run.expire(11, LEASE)
+    run.heartbeat(0, alive(), 12)  # SIGCONT: answered, so that it hears of the failure
+    assert run.trainers[0].state == "lost"
+    run.leave(0, leaving(), 13)
+    assert run.trainers[0].state == "lost"
+    assert 0 not in run.members
+
+
+def test_a_trainer_that_is_done_is_not_waited_for():
+    run = training()
+    number = run.number
+    run.leave(0, leaving(round=5), 1)
+    assert (run.state, run.members) == ("training", {1: 1})
+    assert run.number > number
+    run.expire(9, LEASE)
+    run.heartbeat(1, alive(), 9)
+    run.expire(15, LEASE)  # it is gone: its lease does not matter
+    assert run.state == "training"
+    run.leave(1, leaving(round=5), 16)
+    assert (run.state, run.ended_at, run.is_deserted) == ("finished", 16, True)
+
+
+def test_a_trainer_that_fails_ends_the_run_with_its_reason():
+    run = training()
+    run.leave(1, leaving("failed", reason="ValueError: no data"), 4)
+    assert run.state == "failed"
+    assert str(run.failure) == "trainer 1 failed: ValueError: no data"
+    assert not run.is_deserted
+    run.leave(0, leaving("failed", reason="TrainerLost: trainer 1 failed"), 5)
+    assert str(run.failure) == "trainer 1 failed: ValueError: no data"  # the first one stands
+    assert run.is_deserted
+    assert run.ended_at == 4
+
+
+def test_a_trainer_that_leaves_before_the_start_frees_its_rank():
+    run = joined()
+    run.declare(0, model())
+    run.leave(0, leaving("failed"), 1)
+    assert (run.state, run.members) == ("gathering", {1: 1})
+    assert run.join(joining("c"), 2).rank == 0
+
+
+def test_leaving_twice_counts_once():
+    run = training()
+    run.leave(0, leaving(), 1)
+    number = run.number
+    run.leave(0, leaving("failed"), 2)
+    assert (run.state, run.number) == ("training", number)
+
+
+def test_the_first_failure_stands():
+    run = training()
+    run.fail(PserverLost("pserver 1 was lost"), 1)
+    number = run.number
+    run.fail(TrainerLost("trainer 0 was lost"), 2)
+    assert (str(run.failure), run.ended_at, run.number) == ("pserver 1 was lost", 1, number)
+
+
+def test_a_run_that_is_over_does_not_fail_any_more():
+    run = training(1)
+    run.leave(0, leaving(), 1)
+    run.fail(PserverLost("it exited"), 2)
+    assert (run.state, run.failure) == ("finished", None)

@@ -1,0 +1,172 @@
+"""The oracle: `torch.optim` in one process on whole parameters; and a few shards to compare with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ps_protocol.optimizers import RULES, OptimizerSpec, check_hyper_parameters, check_optimizer
+from ps_protocol.plan import SlicePlan
+from ps_protocol.vocabulary import ParameterSpec
+from services.pserver.shard import Shard
+
+Options = dict[str, Any]
+
+FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_ADAM = {"lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+DEFAULTS: dict[str, Options] = {
+    "SGD": {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0},
+    "Adam": _ADAM,
+    "AdamW": {**_ADAM, "weight_decay": 0.01, "decoupled_weight_decay": True},
+    "Adagrad": {"lr": 0.01, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
+    "RMSprop": {"lr": 0.01, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0},
+    "Adadelta": {"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.0},
+    "Adamax": _ADAM,
+    "NAdam": {**_ADAM, "momentum_decay": 4e-3},
+    "RAdam": _ADAM,
+}
+
+
+def make_options(name: str, **options: Any) -> Options:
+    """Numbers and flags of one parameter group."""
+    return {**dict.fromkeys(RULES[name].flags, False), **DEFAULTS[name], **options}
+
+
+def make_spec(name: str, groups: Sequence[Options]) -> OptimizerSpec:
+    return check_optimizer(name, [{flag: group[flag] for flag in RULES[name].flags} for group in groups])
+
+
+def make_numbers(spec: OptimizerSpec, groups: Sequence[Options]) -> list[dict[str, Any]]:
+    return check_hyper_parameters(spec, [{key: group[key] for key in RULES[spec.name].numbers} for group in groups])
+
+
+class TorchOracle:
+    """`torch.optim` on float32 masters, with the implementation that the pserver uses.
+
+    Each parameter is a group of its own, with the options of its real one: fused SGD with momentum refuses a group
+    in which one parameter has had its first gradient and another has not.
+    """
+
+    def __init__(
+        self, name: str, parameters: Sequence[ParameterSpec], groups: Sequence[Options], initial: Mapping[str, Tensor]
+    ) -> None:
+        self.parameters = {p.name: initial[p.name].clone().requires_grad_() for p in parameters}
+        self._group_of = [p.group for p in parameters]
+        implementation = {"fused": True} if name in FUSED else {"foreach": False}
+        if name == "Adagrad":  # torch takes this one from its constructor, not from the groups
+            implementation["initial_accumulator_value"] = groups[0]["initial_accumulator_value"]
+        self._optimizer = getattr(torch.optim, name)(
+            [{"params": [self.parameters[p.name]], **groups[p.group]} for p in parameters], **implementation
+        )
+
+    def step(self, gradients: Mapping[str, Tensor], groups: Sequence[Options]) -> None:
+        for torch_group, index in zip(self._optimizer.param_groups, self._group_of, strict=True):
+            torch_group.update(groups[index])
+        for name, parameter in self.parameters.items():
+            parameter.grad = gradients.get(name)
+        self._optimizer.step()
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        return {k: v for k, v in self._optimizer.state.get(self.parameters[name], {}).items() if v is not None}
+
+
+class Shards:
+    """All shards of a plan in one process."""
+
+    def __init__(self, plan: SlicePlan, initial: Mapping[str, Tensor]) -> None:
+        self.plan = plan
+        self.shards = [Shard(plan, index) for index in range(plan.num_pservers)]
+        for block in plan.blocks:
+            shard = self.shards[block.pserver]
+            assert not shard.is_initialised
+            source = initial[block.parameter].flatten()[block.begin : block.end]
+            shard.set_initial(block.name, source.to(DTYPES[plan.parameter[block.parameter].dtype]))
+        assert all(shard.is_initialised for shard in self.shards)
+
+    def step(self, contributions: Sequence[Mapping[str, Tensor]], groups: Sequence[Options]) -> None:
+        """`contributions` map parameters to gradients."""
+        assert self.plan.optimizer is not None
+        numbers = make_numbers(self.plan.optimizer, groups)
+        for index, shard in enumerate(self.shards):
+            pushed = [
+                {
+                    b.name: gradients[b.parameter].flatten()[b.begin : b.end]
+                    for b in self.plan.shards[index]
+                    if b.parameter in gradients
+                }
+                for gradients in contributions
+            ]
+            gradient, present = shard.aggregate(pushed)
+            shard.apply(gradient, present, numbers)
+
+    def values(self, parameter: str) -> Tensor:
+        return self._whole(parameter, None)
+
+    def slot(self, parameter: str, name: str) -> Tensor:
+        return self._whole(parameter, name)
+
+    def _whole(self, parameter: str, slot: str | None) -> Tensor:
+        parts = []
+        for block in self.plan.blocks:
+            if block.parameter == parameter:
+                shard = self.shards[block.pserver]
+                assert shard.optimizer is not None
+                place = shard.layout.place[block.name]
+                flat = shard.values if slot is None else shard.optimizer.slots()[slot]
+                parts.append(flat[place.begin : place.end])
+        return torch.cat(parts).view(self.plan.parameter[parameter].shape)
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor, what: str) -> None:
+    assert actual.shape == expected.shape, what
+    differ = (actual.detach().view(torch.int32) != expected.detach().view(torch.int32)).flatten().nonzero().flatten()
+    assert not len(differ), f"{what}: {len(differ)} of {expected.numel()} elements differ, at {differ[:8].tolist()}"
+
+
+def assert_equal(shards: Shards, oracle: TorchOracle, when: str) -> None:
+    """Parameters, slots and step counts, bit for bit."""
+    for name, parameter in oracle.parameters.items():
+        assert_same_bits(shards.values(name), parameter, f"{name} {when}")
+        states = [
+            shard.optimizer.states()[block.name]
+            for shard in shards.shards
+            if shard.optimizer
+            for block in shards.plan.blocks
+            if block.parameter == name and block.name in shard.layout.place
+        ]
+        assert len(set(states)) == 1  # the cuts do not matter
+        for key, value in oracle.state(name).items():
+            if key == "step":
+                assert states[0].steps == value.item(), f"{name} {when}"
+            elif key == "mu_product":
+                assert states[0].mu_product == value.item(), f"{name} {when}"
+            elif states[0].steps or states[0].has_momentum:  # Adagrad's are there before the first step
+                assert_same_bits(shards.slot(name, key), value, f"{key} of {name} {when}")
+
+
+def average(contributions: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """What the design promises: summed in float32 in this order, multiplied by 1/n once. In numpy."""
+    result: dict[str, np.ndarray] = {}
+    for gradients in contributions:
+        for name, gradient in gradients.items():
+            part = gradient.to(torch.float32).numpy()
+            result[name] = result[name] + part if name in result else part.copy()
+    if len(contributions) > 1:
+        result = {name: total * np.float32(1 / len(contributions)) for name, total in result.items()}
+    return {name: torch.from_numpy(np.asarray(total, dtype=np.float32)) for name, total in result.items()}
+
+
+@contextmanager
+def num_threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,286 @@
+"""A pserver without sockets: its real endpoints, shard and compute thread, driven through ASGI piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+
+from ps_protocol.fence import Fence
+from ps_protocol.frames import FrameLimits, encode_header, parse_frame
+from ps_protocol.messages import InstallMembers, InstallRun, PserverRegistered
+from ps_protocol.plan import SlicePlan, make_plan
+from ps_protocol.routes import BARRIER_HEADER, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY, WAIT_HEADER
+from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec
+from services.pserver.endpoints import TensorEndpoints
+from services.pserver.metrics import PserverMetrics
+from services.pserver.pserver import Pserver
+from services.runtime.compute import ComputeExecutor
+
+from .oracle import Options, make_numbers, make_options, make_spec
+
+PARAMETERS = [ParameterSpec(f"p{i}", (size,)) for i, size in enumerate((1, 5, 64, 130))]
+GROUPS = [make_options("SGD", momentum=0.9)]
+LIMITS = FrameLimits()
+
+Pause = Callable[[], Awaitable[None]]
+
+
+def initial_values() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {p.name: torch.randn(p.shape, generator=generator) for p in PARAMETERS}
+
+
+def gradients_of(rank: int, round_: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * round_ + rank)
+    return {p.name: torch.randn(p.shape, generator=generator) for p in PARAMETERS}
+
+
+def encode(blocks: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """A frame of flat float32 tensors by block name."""
+    header = encode_header([(name, "F32", tuple(t.shape)) for name, t in blocks.items()], metadata)
+    return header + b"".join(t.numpy().tobytes() for t in blocks.values())
+
+
+def decode(body: bytes) -> tuple[dict[str, Tensor], Mapping[str, str]]:
+    """Blocks and metadata of a reply."""
+    frame = parse_frame(body)
+    data = bytearray(body[frame.data_begin :])
+    blocks = {
+        e.name: torch.frombuffer(data, dtype=torch.float32, count=e.shape[0], offset=e.begin) for e in frame.tensors
+    }
+    return blocks, frame.metadata
+
+
+class Upload:
+    """An ASGI `receive`: the body in pieces, with `pause` before each. `ends=False`: the client goes away instead."""
+
+    def __init__(self, body: bytes, *, num_pieces: int = 1, pause: Pause | None = None, ends: bool = True) -> None:
+        size = max(1, -(-len(body) // num_pieces))
+        self._pieces = [body[i : i + size] for i in range(0, len(body), size)] or [b""]
+        self._pause = pause
+        self._ends = ends
+
+    async def __call__(self) -> dict[str, Any]:
+        if self._pause is not None:
+            await self._pause()
+        if not self._pieces:
+            return {"type": "http.disconnect"}
+        piece = self._pieces.pop(0)
+        return {"type": "http.request", "body": piece, "more_body": bool(self._pieces) or not self._ends}
+
+
+class Halfway:
+    """A pause that stops an upload before its last byte: `await reached`, change the world, `go.set()`."""
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+        self.reached = asyncio.Event()
+        self.go = asyncio.Event()
+
+    async def __call__(self) -> None:
+        self._num_calls += 1
+        if self._num_calls == 2:
+            self.reached.set()
+            await self.go.wait()
+
+
+@dataclass
+class Bench:
+    """One pserver that serves one run, and requests to it. A refusal is raised as the endpoint raises it."""
+
+    pserver: Pserver
+    compute: ComputeExecutor
+    endpoints: TensorEndpoints
+    registry: CollectorRegistry
+    plan: SlicePlan
+    install: InstallRun
+    groups: Sequence[Options] = field(default_factory=lambda: GROUPS)
+
+    @property
+    def run(self) -> Any:
+        return self.pserver.run
+
+    def fence(self, rank: int, round_: int, **changes: Any) -> Fence:
+        fence = Fence(
+            protocol=PROTOCOL_VERSION, run=self.install.run, attempt=0, plan=self.plan.digest, pserver=0,
+            pserver_incarnation=1, rank=rank, trainer_incarnation=self.install.members.get(rank, 1), round=round_,
+        )  # fmt: skip
+        return replace(fence, **changes)
+
+    # ------------------------------------------------------------ requests
+
+    async def call(
+        self,
+        endpoint: str,
+        fence: Fence,
+        body: bytes = b"",
+        *,
+        headers: Mapping[str, str] | None = None,
+        upload: Upload | None = None,
+        num_bytes: int | None = None,
+    ) -> bytes:
+        """The body of the answer; `num_bytes` is what Content-Length says, if not the truth."""
+        sent: list[dict[str, Any]] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        announced = len(body) if num_bytes is None else num_bytes
+        pairs = {**fence.to_headers(), "content-length": str(announced), **(headers or {})}
+        scope = {
+            "type": "http",
+            "http_version": "2",
+            "headers": [(name.encode(), value.encode()) for name, value in pairs.items()],
+        }
+        await getattr(self.endpoints, endpoint)(scope, upload or Upload(body), send)
+        assert sent[0]["status"] == 200
+        return b"".join(message["body"] for message in sent[1:])
+
+    async def push(
+        self,
+        rank: int,
+        round_: int,
+        blocks: Mapping[str, Tensor] | None = None,
+        *,
+        last: bool = True,
+        upload: Callable[[bytes], Upload] | None = None,
+        groups: Sequence[Options] | None = None,
+        fence: Fence | None = None,
+    ) -> dict[str, Any]:
+        """Push one bucket; by default the whole contribution of this trainer in this round."""
+        if blocks is None:
+            blocks = self.contribution(rank, round_)
+        body = encode(blocks, self.completion(groups) if last else None)
+        answer = await self.call(
+            "send", fence or self.fence(rank, round_), body, upload=upload(body) if upload else None
+        )
+        return json.loads(answer)
+
+    async def barrier(self, rank: int, round_: int, kind: str = "batch", **changes: Any) -> dict[str, Any]:
+        fence = self.fence(rank, round_, **changes)
+        return json.loads(await self.call("barrier", fence, headers={BARRIER_HEADER: kind}))
+
+    async def get(
+        self,
+        rank: int,
+        round_: int,
+        wait_seconds: float = 10,
+        *,
+        names: Sequence[str] = (),
+        with_barrier: bool = False,
+        **changes: Any,
+    ) -> bytes:
+        headers = {WAIT_HEADER: str(wait_seconds), **({BARRIER_HEADER: "batch"} if with_barrier else {})}
+        body = json.dumps(list(names)).encode() if names else b""
+        return await self.call("get", self.fence(rank, round_, **changes), body, headers=headers)
+
+    def contribution(self, rank: int, round_: int) -> dict[str, Tensor]:
+        return {f"{name}.block0": gradient for name, gradient in gradients_of(rank, round_).items()}
+
+    def completion(self, groups: Sequence[Options] | None = None, num_blocks: int | None = None) -> dict[str, str]:
+        """Metadata of a contribution's last push."""
+        assert self.plan.optimizer is not None
+        numbers = make_numbers(self.plan.optimizer, groups or self.groups)
+        count = len(self.plan.blocks) if num_blocks is None else num_blocks
+        return {NUM_BLOCKS_KEY: str(count), HYPER_PARAMETERS_KEY: json.dumps(numbers)}
+
+    async def upload_initial(self) -> None:
+        blocks = {f"{name}.block0": value for name, value in initial_values().items()}
+        await self.call("initial", self.fence(self.install.uploader, 0), encode(blocks))
+
+    async def play_round(self, round_: int, ranks: Sequence[int] | None = None) -> bytes:
+        """One whole round of these trainers, in order; the bytes of its version."""
+        ranks = sorted(self.run.rounds.members) if ranks is None else ranks
+        for rank in ranks:
+            await self.push(rank, round_)
+        for rank in ranks:
+            await self.barrier(rank, round_)
+        [reply] = {await self.get(rank, round_) for rank in ranks}
+        return reply
+
+    # ------------------------------------------------------------ the coordinator
+
+    async def change_members(self, number: int, members: Mapping[int, int], failure: Any = None) -> None:
+        await self.pserver.install_members(
+            InstallMembers(run=self.install.run, number=number, members=dict(members), failure=failure)
+        )
+
+    async def install_next_run(self, name: str = "run2", **changes: Any) -> InstallRun:
+        install = self.install.model_copy(update={"run": name, **changes})
+        await self.pserver.install_run(install)
+        return install
+
+    # ------------------------------------------------------------ looking
+
+    async def digest(self) -> str:
+        return await self.run.digest()
+
+    def metric(self, name: str) -> float:
+        return self.registry.get_sample_value(name) or 0.0
+
+    async def settle_used_bytes(self, expected: int) -> int:
+        """Bytes of receive buffers that are in use; what only garbage holds is not."""
+        await asyncio.sleep(0)  # the loop itself holds the task that has just woken this one
+        if self.pserver.pool.used_bytes != expected:
+            gc.collect()
+        return self.pserver.pool.used_bytes
+
+
+@asynccontextmanager
+async def bench(
+    num_trainers: int = 2,
+    *,
+    initial: bool = True,
+    groups: Sequence[Options] = GROUPS,
+    optimizer: str = "SGD",
+    **install: Any,
+) -> AsyncIterator[Bench]:
+    """A pserver with a run. At the end nothing may be left: no task, no job."""
+    compute = ComputeExecutor()
+    registry = CollectorRegistry()
+    pserver = Pserver(compute, PserverMetrics(registry, compute))
+    answer = pserver.registered(PserverRegistered(index=0, incarnation=1, lease_seconds=10))
+    if answer is not None:
+        await answer
+    plan = make_plan(PARAMETERS, 1, optimizer=make_spec(optimizer, groups))
+    message = InstallRun(
+        **{
+            "run": "run1",
+            "attempt": 0,
+            "plan": plan.to_json(),
+            "incarnation": 1,
+            "mode": "sync",
+            "nonfinite": "reject",
+            "round_timeout_seconds": 60,
+            "uploader": 0,
+            "number": 1,
+            "members": dict.fromkeys(range(num_trainers), 1),
+            **install,
+        }
+    )
+    bench = Bench(pserver, compute, TensorEndpoints(pserver, LIMITS), registry, plan, message, groups)
+    try:
+        await pserver.install_run(message)
+        if initial:
+            await bench.upload_initial()
+        yield bench
+        await asyncio.sleep(0)
+        for _ in range(1000):  # an apply that nobody waited for
+            if not compute.num_jobs:
+                break
+            await asyncio.sleep(0.001)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, f"somebody waits for ever: {left}"
+    finally:
+        compute.close()

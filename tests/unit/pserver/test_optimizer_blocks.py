@@ -1,0 +1,138 @@
+"""What OptimizerBlocks keeps, and in how few calls it steps. That it steps rightly: `test_optimizer_rules`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from ps_protocol.plan import make_plan
+from ps_protocol.vocabulary import ParameterSpec
+from services.pserver import optimizer_rules
+from services.pserver.layout import WINDOW, ShardLayout
+from services.pserver.optimizer_blocks import OptimizerBlocks
+from services.pserver.optimizer_rules import StepState
+
+from .oracle import FUSED, make_numbers, make_options, make_spec
+
+
+class Recorder:
+    """OptimizerBlocks whose rule also says in which runs it was called."""
+
+    def __init__(self, monkeypatch, name, parameters, groups, **plan):
+        spec = make_spec(name, groups)
+        self.layout = ShardLayout(make_plan(parameters, 1, optimizer=spec, **plan), 0)
+        self.calls: list[tuple[int, list[tuple[int, int]]]] = []
+        rule = optimizer_rules.UPDATE_RULES[name]
+
+        def step(operands, options):
+            offsets = [(v.storage_offset(), v.storage_offset() + len(v)) for v in operands.values]
+            self.calls.append((operands.state.steps, offsets))
+            return rule.step(operands, options)
+
+        monkeypatch.setitem(optimizer_rules.UPDATE_RULES, name, dataclasses.replace(rule, step=step))
+        self.blocks = OptimizerBlocks(self.layout, spec)
+        self.values = torch.zeros(self.layout.num_elements)
+        self.gradient = torch.ones(self.layout.num_elements)
+        self._numbers = make_numbers(spec, groups)
+
+    def apply(self, *present):
+        self.calls.clear()
+        self.blocks.apply(self.values, self.gradient, [f"{name}.block0" for name in present], self._numbers)
+        return self.calls
+
+
+def four(sizes=(64, 64, 64, 64), groups=(0, 0, 0, 0)):
+    return [ParameterSpec(name, (size,), group=g) for name, size, g in zip("abcd", sizes, groups, strict=True)]
+
+
+def test_adjacent_blocks_of_a_group_are_one_run(monkeypatch):
+    recorder = Recorder(monkeypatch, "Adam", four(groups=(0, 1, 0, 1)), [make_options("Adam")] * 2)
+    assert recorder.apply("a", "b", "c", "d") == [(0, [(0, 128)]), (0, [(128, 256)])]
+
+
+def test_a_parameter_that_ends_within_a_window_ends_the_run(monkeypatch):
+    recorder = Recorder(monkeypatch, "Adam", four((64, 70, 64, 64)), [make_options("Adam")])
+    assert recorder.apply("a", "b", "c", "d") == [(0, [(0, 134), (192, 320)])]
+
+
+def test_an_absent_block_ends_the_run_and_is_later_stepped_apart(monkeypatch):
+    recorder = Recorder(monkeypatch, "Adam", four(), [make_options("Adam")])
+    assert recorder.apply("a", "c", "d") == [(0, [(0, 64), (128, 256)])]
+    assert recorder.apply("a", "b", "c", "d") == [(1, [(0, 64), (128, 256)]), (0, [(64, 128)])]
+    assert recorder.apply("b") == [(1, [(64, 128)])]
+    assert recorder.apply("a", "b", "c", "d") == [(2, [(0, 256)])]  # level again
+    assert {name: state.steps for name, state in recorder.blocks.states().items()} == dict.fromkeys(
+        ("a.block0", "b.block0", "c.block0", "d.block0"), 3
+    )
+
+
+def test_sgd_has_no_steps_to_tell_blocks_apart(monkeypatch):
+    recorder = Recorder(monkeypatch, "SGD", four(), [make_options("SGD")])
+    recorder.apply("a")
+    assert recorder.apply("a", "b", "c", "d") == [(0, [(0, 256)])]
+
+
+def test_nothing_present_steps_nothing(monkeypatch):
+    recorder = Recorder(monkeypatch, "Adam", four(), [make_options("Adam")])
+    assert recorder.apply() == []
+    assert recorder.blocks.slots() == {}
+    assert set(recorder.blocks.states().values()) == {StepState()}
+
+
+@pytest.mark.parametrize("name", optimizer_rules.UPDATE_RULES)
+def test_rules_without_a_fused_kernel_are_run_in_pieces(monkeypatch, name):
+    piece = optimizer_rules.PIECE
+    assert piece % WINDOW == 0
+    end = 2 * piece + 5
+    recorder = Recorder(monkeypatch, name, [ParameterSpec("a", (end,))], [make_options(name)])
+    pieces = [(0, end)] if name in FUSED else [(0, piece), (piece, 2 * piece), (2 * piece, end)]
+    assert recorder.apply("a") == [(0, pieces)]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "slots"),
+    [
+        ("SGD", {}, set()),
+        ("SGD", {"momentum": 0.9}, {"momentum_buffer"}),
+        ("Adam", {}, {"exp_avg", "exp_avg_sq"}),
+        ("AdamW", {"amsgrad": True}, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+        ("Adagrad", {}, {"sum"}),
+        ("RMSprop", {}, {"square_avg"}),
+        ("RMSprop", {"centered": True}, {"square_avg", "grad_avg"}),
+        ("RMSprop", {"momentum": 0.5}, {"square_avg", "momentum_buffer"}),
+        ("Adadelta", {}, {"square_avg", "acc_delta"}),
+        ("Adamax", {}, {"exp_avg", "exp_inf"}),
+        ("NAdam", {}, {"exp_avg", "exp_avg_sq"}),
+        ("RAdam", {}, {"exp_avg", "exp_avg_sq"}),
+    ],
+)
+def test_slots_are_allocated_when_first_needed(monkeypatch, name, options, slots):
+    recorder = Recorder(monkeypatch, name, four(), [make_options(name, **options)])
+    assert recorder.blocks.num_bytes == 0
+    recorder.apply("a")
+    assert recorder.blocks.slots().keys() == slots
+    assert all(slot.shape == (256,) and slot.dtype == torch.float32 for slot in recorder.blocks.slots().values())
+    assert recorder.blocks.num_bytes == len(slots) * 256 * 4
+    before = {name: slot.data_ptr() for name, slot in recorder.blocks.slots().items()}
+    recorder.apply("a", "b", "c", "d")
+    assert {name: slot.data_ptr() for name, slot in recorder.blocks.slots().items()} == before
+
+
+def test_the_accumulator_of_adagrad_starts_at_its_initial_value_in_a_block_that_comes_late(monkeypatch):
+    recorder = Recorder(monkeypatch, "Adagrad", four(), [make_options("Adagrad", initial_accumulator_value=2.0)])
+    recorder.apply("a")
+    recorder.apply("a", "b")
+    assert recorder.blocks.slots()["sum"][[0, 64]].tolist() == [4.0, 3.0]
+
+
+@pytest.mark.parametrize("name", optimizer_rules.UPDATE_RULES)
+def test_the_gradient_is_only_read(monkeypatch, name):
+    options = make_options(name, weight_decay=0.1, maximize=True)
+    recorder = Recorder(monkeypatch, name, four(), [options])
+    before = recorder.gradient.clone()
+    recorder.values.fill_(1.0)
+    recorder.apply("a", "b", "c", "d")
+    recorder.apply("a", "b", "c", "d")
+    assert torch.equal(recorder.gradient, before)

@@ -1,0 +1,151 @@
+"""A small application of every kind of route, and a way to serve it on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pyreqwest.client import ClientBuilder
+from pyreqwest.compatibility.httpx import HttpxTransport
+from starlette.types import Receive, Scope, Send
+
+from ps_protocol.errors import NotReady, RoundPending, StaleRound
+from services.runtime.app import add_raw_route, make_app
+from services.runtime.metrics import ServiceMetrics
+from services.runtime.server import serve
+from services.runtime.settings import ServiceSettings
+
+SERVERS = ("granian", "uvicorn")
+
+
+class Greeting(BaseModel):
+    name: str
+    times: int
+
+
+@dataclass
+class Sample:
+    """The application, its metrics, and handles on what it does."""
+
+    metrics: ServiceMetrics = field(default_factory=lambda: ServiceMetrics("sample"))
+    missing: str | None = None
+    lifespan: list[str] = field(default_factory=list)
+    slow_begun: asyncio.Event = field(default_factory=asyncio.Event)
+    slow_ends: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def make_app(self) -> FastAPI:
+        @asynccontextmanager
+        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+            self.lifespan.append("begin")
+            try:
+                yield
+            finally:
+                self.lifespan.append("end")
+
+        app = make_app(
+            title="Sample", role="sample", metrics=self.metrics, is_ready=lambda: self.missing, lifespan=lifespan
+        )
+
+        @app.post("/greet/{name:path}")
+        async def greet(name: str, greeting: Greeting) -> str:
+            return f"{name} {greeting.name}"
+
+        @app.get("/bug")
+        async def bug() -> None:
+            raise ZeroDivisionError("secret")
+
+        @app.get("/stale")
+        async def stale() -> None:
+            raise StaleRound("round 3 is over", expected="round 4", actual="round 3", current=4)
+
+        @app.get("/pending")
+        async def pending() -> None:
+            raise RoundPending("round 4 is open", missing=[1])
+
+        @app.get("/not-ready")
+        async def not_ready() -> None:
+            raise NotReady("no run", waiting_for="trainers")
+
+        @app.get("/slow")
+        async def slow() -> str:
+            self.slow_begun.set()
+            await self.slow_ends.wait()
+            return "slow"
+
+        add_raw_route(
+            app,
+            "/raw/{how}",
+            self.raw,
+            methods=["POST"],
+            summary="Echo how much came",
+            openapi_extra={"requestBody": {"content": {"application/octet-stream": {}}}, "responses": {"200": {}}},
+        )
+        add_raw_route(app, "/raw-refusal", self.raw_refusal, methods=["POST"], summary="Refuse without reading")
+        add_raw_route(app, "/raw-bug", self.raw_bug, methods=["POST"], summary="Fail without reading")
+        return app
+
+    async def raw_refusal(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise StaleRound("round 3 is over")
+
+    async def raw_bug(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise ZeroDivisionError("secret")
+
+    async def raw(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_bytes = 0
+        more = True
+        while more:
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            more = message.get("more_body", False)
+        match scope["path_params"]["how"]:
+            case "stale":
+                raise StaleRound("round 3 is over", expected="round 4", actual="round 3", current=4)
+            case "bug":
+                raise ZeroDivisionError("secret")
+        body = f"{num_bytes} HTTP/{scope['http_version']}".encode()
+        headers = [(b"content-length", b"%d" % (len(body) + 1))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if scope["path_params"]["how"] == "cut":
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+            raise ZeroDivisionError("secret")
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"\n"})
+
+
+@dataclass
+class Running:
+    """A server that serves until `stop` is set."""
+
+    address: str
+    stop: asyncio.Event
+    task: asyncio.Task[None]
+
+
+@asynccontextmanager
+async def running(app: FastAPI, **settings: Any) -> AsyncIterator[Running]:
+    """Serve for as long as the block lasts; raises what `serve` raises."""
+    stop = asyncio.Event()
+    started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(serve(app, ServiceSettings(**settings), stop=stop, on_started=started.set_result))
+    task.add_done_callback(lambda _: started.cancel())
+    try:
+        address = await started
+    except asyncio.CancelledError:
+        await task  # says why
+        raise
+    try:
+        yield Running(address, stop, task)
+    finally:
+        stop.set()
+        await task
+
+
+def http2_client() -> httpx.AsyncClient:
+    """Speaks HTTP/2 only, without TLS."""
+    return httpx.AsyncClient(transport=HttpxTransport(ClientBuilder().http2_prior_knowledge().build()))

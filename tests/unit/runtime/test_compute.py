@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from contextvars import ContextVar
+
+import pytest
+
+from services.runtime.compute import ComputeExecutor
+from services.runtime.logs import configure_logs
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_jobs_run_one_after_another_in_order() -> None:
+    executor = ComputeExecutor()
+    order: list[str] = []
+
+    def job(name: str) -> str:
+        order.append(f"{name} begins")
+        time.sleep(0.01)
+        order.append(f"{name} ends")
+        return name
+
+    assert await asyncio.gather(*(executor.run(job, name) for name in "abc")) == ["a", "b", "c"]
+    assert order == [f"{name} {what}" for name in "abc" for what in ("begins", "ends")]
+    executor.close()
+
+
+async def test_jobs_do_not_run_on_the_event_loop() -> None:
+    executor = ComputeExecutor()
+    assert await executor.run(threading.get_ident) != threading.get_ident()
+    executor.close()
+
+
+async def test_exception_reaches_the_caller() -> None:
+    executor = ComputeExecutor()
+    with pytest.raises(ZeroDivisionError):
+        await executor.run(lambda: 1 / 0)
+    executor.close()
+
+
+async def test_job_outlives_its_cancelled_request_even_if_it_still_queues() -> None:
+    executor = ComputeExecutor()
+    gate = threading.Event()
+    done: list[str] = []
+    running = asyncio.create_task(executor.run(gate.wait, 5))
+    queued = asyncio.create_task(executor.run(done.append, "queued"))
+    await asyncio.sleep(0)
+    for task in (running, queued):
+        task.cancel()
+    await asyncio.gather(running, queued, return_exceptions=True)
+    assert queued.cancelled()
+    assert (done, executor.num_jobs) == ([], 2)
+    gate.set()
+    await executor.run(lambda: None)
+    assert (done, executor.num_jobs) == (["queued"], 0)
+    executor.close()
+
+
+async def test_failure_that_nobody_waits_for_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs("test", "json")
+    executor = ComputeExecutor()
+    gate = threading.Event()
+
+    def fail() -> None:
+        gate.wait(5)
+        raise ZeroDivisionError("in a job")
+
+    request = asyncio.create_task(executor.run(fail))
+    await asyncio.sleep(0)
+    request.cancel()
+    await asyncio.gather(request, return_exceptions=True)
+    gate.set()
+    await executor.run(lambda: None)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "ZeroDivisionError: in a job" in json.loads(line)["exception"]
+    executor.close()
+
+
+async def test_job_sees_the_requests_context() -> None:
+    executor = ComputeExecutor()
+    variable: ContextVar[str] = ContextVar("variable")
+    variable.set("request")
+    assert await executor.run(variable.get) == "request"
+    executor.close()
+
+
+async def test_close_waits_for_jobs_and_refuses_more() -> None:
+    executor = ComputeExecutor()
+    done: list[str] = []
+
+    def job() -> None:
+        time.sleep(0.02)
+        done.append("job")
+
+    request = asyncio.create_task(executor.run(job))
+    await asyncio.sleep(0)
+    executor.close()
+    assert done == ["job"]
+    await request
+    with pytest.raises(RuntimeError):
+        await executor.run(job)
+    assert executor.num_jobs == 0

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from prometheus_client import Gauge
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.runtime.metrics import ServiceMetrics
+
+
+def test_one_request_is_counted_in_all_four_metrics() -> None:
+    metrics = ServiceMetrics("pserver")
+    metrics.observe_request("/v1/send", "POST", 200, seconds=0.3, received_bytes=4096, sent_bytes=10)
+    metrics.observe_request("/v1/send", "POST", 204, seconds=0.1, received_bytes=1, sent_bytes=0)
+    labels = {"route": "/v1/send", "method": "POST", "code": "2xx"}
+    for name, value in (
+        ("requests_total", 2),
+        ("request_seconds_sum", 0.4),
+        ("request_bytes_total", 4097),
+        ("response_bytes_total", 10),
+    ):
+        assert metrics.registry.get_sample_value(f"gradpost_http_{name}", labels) == value
+
+
+def test_clients_cannot_invent_labels() -> None:
+    metrics = ServiceMetrics("pserver")
+    for method in ("BREW", "BREW2"):
+        metrics.observe_request("unmatched", method, 404, seconds=0, received_bytes=0, sent_bytes=0)
+    labels = {"route": "unmatched", "method": "other", "code": "4xx"}
+    assert metrics.registry.get_sample_value("gradpost_http_requests_total", labels) == 2
+
+
+def test_request_without_an_answer() -> None:
+    metrics = ServiceMetrics("pserver")
+    metrics.observe_request("/v1/get", "GET", 0, seconds=0, received_bytes=0, sent_bytes=0)
+    labels = {"route": "/v1/get", "method": "GET", "code": "none"}
+    assert metrics.registry.get_sample_value("gradpost_http_requests_total", labels) == 1
+
+
+def test_registries_are_apart_and_roles_add_to_theirs() -> None:
+    first, second = ServiceMetrics("pserver"), ServiceMetrics("coordinator")
+    Gauge("gradpost_round", "Newest round.", registry=first.registry).set(7)
+    assert b"gradpost_round 7.0" in first.render()[0]
+    assert b"gradpost_round" not in second.render()[0]
+
+
+def test_text_parses_and_names_are_ours_or_the_collectors() -> None:
+    body, content_type = ServiceMetrics("pserver").render()
+    assert content_type.startswith("text/plain")
+    names = {family.name for family in text_string_to_metric_families(body.decode())}
+    assert {"gradpost_service_info", "gradpost_event_loop_lag_seconds", "process_cpu_seconds"} <= names
+    assert all(name.startswith(("gradpost_", "process_", "python_")) for name in names)
+    assert not any(name.endswith("_created") for name in names)
+
+
+def test_openmetrics_when_asked_for() -> None:
+    body, content_type = ServiceMetrics("pserver").render("application/openmetrics-text; version=1.0.0")
+    assert content_type.startswith("application/openmetrics-text")
+    assert body.endswith(b"# EOF\n")

@@ -1,0 +1,116 @@
+"""A whole service process: signals, exit codes, the port it reports, its logs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.request import urlopen
+
+SERVICE = """
+import asyncio, atexit, sys
+from services.runtime import server
+from services.runtime.app import make_app
+from services.runtime.logs import configure_logs
+from services.runtime.metrics import ServiceMetrics
+from services.runtime.server import run_service, serve
+from services.runtime.settings import ServiceSettings
+
+server.GRACE_SECONDS = 0.5
+atexit.register(print, "Python's own way out was taken", file=sys.stderr)
+
+async def main(stop):
+    settings = ServiceSettings()
+    configure_logs("sample", settings.log_format, settings.log_level)
+    app = make_app(title="Sample", role="sample", metrics=ServiceMetrics("sample"), is_ready=lambda: None)
+    async with asyncio.TaskGroup():  # which wraps what serve raises
+        await serve(app, settings, stop=stop)
+    if "stuck" in sys.argv:
+        await asyncio.sleep(60)
+    if "broken" in sys.argv:
+        raise ZeroDivisionError("a bug")
+    return 3
+
+run_service(main)
+"""
+
+
+@contextmanager
+def service(*arguments: str, **settings: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that serves, and its address."""
+    reader, writer = os.pipe()
+    environment = {f"GRADPOST_{name.upper()}": value for name, value in settings.items()}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVICE, *arguments],
+        env={**os.environ, "GRADPOST_READY_FD": str(writer), **environment},
+        pass_fds=[writer],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    try:
+        with os.fdopen(reader) as lines:
+            yield process, lines.readline().strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_sigterm_ends_it_with_the_exit_code_of_main() -> None:
+    with service() as (process, address):
+        with urlopen(f"{address}/healthz") as response:
+            assert response.status == 200
+        process.send_signal(signal.SIGTERM)
+        _, logs = process.communicate(timeout=10)
+    lines = [json.loads(line) for line in logs.splitlines()]
+    assert [line["event"] for line in lines] == ["serving", "stopping"]
+    assert lines[0]["address"] == address
+    assert process.returncode == 3
+
+
+def test_second_sigint_exits_at_once() -> None:
+    with service("stuck") as (process, _):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=5) == 128 + signal.SIGINT
+
+
+def test_port_in_use_is_one_line_and_exit_code_1() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with service(port=str(port)) as (process, address):
+            assert address == ""
+            _, logs = process.communicate(timeout=10)
+    (line,) = logs.splitlines()
+    assert json.loads(line)["event"].startswith(f"cannot listen on 127.0.0.1:{port}: another process listens there")
+    assert process.returncode == 1
+
+
+def test_bug_in_main_is_a_traceback_and_exit_code_1() -> None:
+    with service("broken", server="uvicorn") as (process, _):
+        process.send_signal(signal.SIGTERM)
+        _, logs = process.communicate(timeout=10)
+    assert "ZeroDivisionError: a bug" in json.loads(logs.splitlines()[-1])["exception"]
+    assert process.returncode == 1
+
+
+def test_headers_that_never_come_do_not_hold_it() -> None:
+    with service() as (process, address):
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as slow:
+            slow.sendall(b"GET / HTTP/1.1\r\nHo")
+            time.sleep(0.1)
+            begin = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            _, logs = process.communicate(timeout=10)
+    assert 0.5 < time.monotonic() - begin < 5
+    assert process.returncode == 3
+    assert "leaving connections" in json.loads(logs.splitlines()[-1])["event"]

@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import trustme
+from fastapi import FastAPI
+from pyreqwest.client import ClientBuilder
+from pyreqwest.compatibility.httpx import HttpxTransport
+
+from services.runtime import server as server_module
+from services.runtime.app import make_app
+from services.runtime.listen import ListenError
+from services.runtime.logs import configure_logs
+from services.runtime.metrics import ServiceMetrics
+from services.runtime.server import serve
+from services.runtime.settings import ServiceSettings
+
+from .support import SERVERS, Sample, http2_client, running
+
+pytestmark = pytest.mark.asyncio
+
+every_server = pytest.mark.parametrize("server", SERVERS)
+
+
+async def test_granian_speaks_both_versions_on_one_port() -> None:
+    async with running(Sample().make_app()) as server, http2_client() as http2, httpx.AsyncClient() as http1:
+        for client, version in ((http2, "HTTP/2"), (http1, "HTTP/1.1")):
+            response = await client.post(f"{server.address}/raw/fine", content=b"12345")
+            assert response.text == f"5 {version}\n"
+
+
+async def test_granian_hands_over_large_frames() -> None:
+    """The knob that a bulk upload depends on: 4 MiB come in a handful of messages, not in hundreds of 16 KiB."""
+    app = Sample().make_app()
+    sizes: list[int] = []
+
+    async def count(scope: Any, receive: Any, send: Any) -> None:
+        more = scope["type"] == "http"
+        while more:
+            message = await receive()
+            sizes.append(len(message["body"]))
+            more = message["more_body"]
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    app.mount("/count", count)
+    async with running(app) as server, http2_client() as client:
+        await client.get(f"{server.address}/healthz")  # the server's settings arrive with its first answer
+        await client.post(f"{server.address}/count/", content=b"x" * (4 << 20))
+    assert sum(sizes) == 4 << 20
+    assert max(sizes) == 1 << 20
+
+
+@every_server
+async def test_listens_on_every_interface(server: str) -> None:
+    async with running(Sample().make_app(), server=server, host="0.0.0.0") as running_server:
+        port = running_server.address.rpartition(":")[2]
+        async with httpx.AsyncClient() as client:
+            for host in ("127.0.0.1", "localhost"):
+                assert (await client.get(f"http://{host}:{port}/healthz")).status_code == 200
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 on this machine")
+@every_server
+async def test_ipv6(server: str) -> None:
+    async with running(Sample().make_app(), server=server, host="::1") as running_server:
+        assert running_server.address.startswith("http://[::1]:")
+        async with httpx.AsyncClient() as client:
+            assert (await client.get(f"{running_server.address}/healthz")).status_code == 200
+
+
+@every_server
+@pytest.mark.parametrize("other", SERVERS)
+async def test_port_in_use(server: str, other: str) -> None:
+    sample = Sample()
+    async with running(Sample().make_app(), server=other) as first:
+        port = int(first.address.rpartition(":")[2])
+        with pytest.raises(ListenError, match="another process listens there"):
+            async with running(sample.make_app(), server=server, port=port):
+                pass
+    assert sample.lifespan == []
+
+
+@every_server
+async def test_the_same_port_again_after_a_stop(server: str) -> None:
+    port = 0
+    for _ in range(2):
+        async with running(Sample().make_app(), server=server, port=port) as first:
+            port = int(first.address.rpartition(":")[2])
+            async with httpx.AsyncClient() as client:
+                headers = {"connection": "close"}  # so that the server closes it and keeps it in TIME_WAIT
+                assert (await client.get(f"{first.address}/healthz", headers=headers)).status_code == 200
+
+
+@every_server
+async def test_stop_lets_a_slow_request_finish(server: str) -> None:
+    sample = Sample()
+    async with running(sample.make_app(), server=server) as running_server, httpx.AsyncClient() as client:
+        slow = asyncio.create_task(client.get(f"{running_server.address}/slow"))
+        await sample.slow_begun.wait()
+        running_server.stop.set()
+        await asyncio.sleep(0.2)
+        with pytest.raises(httpx.ConnectError):
+            async with httpx.AsyncClient() as late:
+                await late.get(f"{running_server.address}/healthz")
+        assert sample.lifespan == ["begin"]
+        sample.slow_ends.set()
+        assert (await slow).json() == "slow"
+        await running_server.task
+    assert sample.lifespan == ["begin", "end"]
+
+
+@every_server
+async def test_stop_ends_requests_that_are_held_open(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "GRACE_SECONDS", 0.2)
+    sample = Sample()
+    async with running(sample.make_app(), server=server) as running_server, httpx.AsyncClient() as client:
+        slow = asyncio.create_task(client.get(f"{running_server.address}/slow"))
+        await sample.slow_begun.wait()
+        begin = time.monotonic()
+        running_server.stop.set()
+        response = await slow
+        await running_server.task
+    assert (response.status_code, response.json()["code"]) == (503, "try_again")
+    assert 0.2 <= time.monotonic() - begin < 1.5
+    assert sample.lifespan == ["begin", "end"]
+
+
+@every_server
+async def test_stop_ends_a_request_whose_body_does_not_come(
+    server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logs("sample", "json")
+    monkeypatch.setattr(server_module, "GRACE_SECONDS", 0.2)
+    async with running(Sample().make_app(), server=server) as running_server:
+        host, port = running_server.address.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /raw/fine HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\nx")
+        await asyncio.sleep(0.1)
+        running_server.stop.set()
+        await running_server.task
+        writer.close()
+    assert "leaving connections" not in capsys.readouterr().err
+
+
+@every_server
+async def test_tls(server: str, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    certificate = authority.issue_cert("127.0.0.1")
+    certificate.private_key_pem.write_to_path(tmp_path / "key.pem")
+    for blob in certificate.cert_chain_pems:
+        blob.write_to_path(tmp_path / "cert.pem", append=True)
+    files = {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem"}
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    async with running(Sample().make_app(), server=server, **files) as running_server:
+        assert running_server.address.startswith("https://127.0.0.1:")
+        async with httpx.AsyncClient(verify=context) as client:
+            assert (await client.get(f"{running_server.address}/healthz")).http_version == "HTTP/1.1"
+        async with httpx.AsyncClient() as stranger:
+            with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
+                await stranger.get(f"{running_server.address}/healthz")
+        builder = ClientBuilder().http2(True).add_root_certificate_pem(authority.cert_pem.bytes())
+        async with httpx.AsyncClient(transport=HttpxTransport(builder.build())) as client:
+            response = await client.post(f"{running_server.address}/raw/fine", content=b"12345")
+            assert response.text == ("5 HTTP/2\n" if server == "granian" else "5 HTTP/1.1\n")
+
+
+@every_server
+async def test_lifespan_that_fails_is_what_serve_raises(server: str) -> None:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        if ServiceSettings():
+            raise ZeroDivisionError("no disk")
+        yield
+
+    app = make_app(
+        title="Sample", role="sample", metrics=ServiceMetrics("sample"), is_ready=lambda: None, lifespan=lifespan
+    )
+    with pytest.raises(ZeroDivisionError, match="no disk"):
+        await serve(app, ServiceSettings(server=server), stop=asyncio.Event())
+
+
+@every_server
+async def test_on_started_may_be_async_and_may_fail(server: str) -> None:
+    sample = Sample()
+    seen: list[int] = []
+
+    async def register(address: str) -> None:
+        async with httpx.AsyncClient() as client:
+            seen.append((await client.get(f"{address}/healthz")).status_code)
+        raise ZeroDivisionError("refused")
+
+    settings = ServiceSettings(server=server)
+    with pytest.raises(ZeroDivisionError, match="refused"):
+        await serve(sample.make_app(), settings, stop=asyncio.Event(), on_started=register)
+    assert seen == [200]
+    assert sample.lifespan == ["begin", "end"]
+
+
+async def test_stop_while_on_started_still_waits() -> None:
+    stop = asyncio.Event()
+    cancelled: list[str] = []
+
+    async def register(_: str) -> None:
+        stop.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.append("register")
+
+    async with asyncio.timeout(5):
+        await serve(Sample().make_app(), ServiceSettings(), stop=stop, on_started=register)
+    assert cancelled == ["register"]
+
+
+async def test_server_that_ends_by_itself_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        async def serve(self) -> None:
+            raise OSError("too many open files")
+
+        def stop(self) -> None:
+            pass
+
+    monkeypatch.setattr(server_module, "make_granian", lambda *_: Broken())
+    with pytest.raises(RuntimeError, match="ended by itself") as caught:
+        await serve(Sample().make_app(), ServiceSettings(), stop=asyncio.Event())
+    assert str(caught.value.__cause__) == "too many open files"
+
+
+@every_server
+async def test_ready_fd_gets_the_address_once_it_serves(server: str) -> None:
+    reader, writer = os.pipe()
+    async with running(Sample().make_app(), server=server, ready_fd=writer) as running_server:
+        with os.fdopen(reader) as lines:
+            assert lines.read() == f"{running_server.address}\n"  # to the end of file: it was closed
+        with socket.create_connection(("127.0.0.1", int(running_server.address.rpartition(":")[2]))):
+            pass

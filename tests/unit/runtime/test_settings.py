@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from ps_protocol.environment import KNOWN_VARIABLES, PREFIX, SettingsError, check_environment
+from ps_protocol.frames import FrameLimits
+from services.runtime.settings import ServiceSettings
+
+
+@pytest.fixture
+def settings_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "gradpost.toml"
+    monkeypatch.setenv("GRADPOST_SETTINGS_FILE", str(path))
+    return path
+
+
+def test_flag_over_environment_over_file_over_default(settings_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings_file.write_text('port = 1\nhost = "file"\nlease_seconds = 1.5\n')
+    monkeypatch.setenv("GRADPOST_PORT", "2")
+    monkeypatch.setenv("GRADPOST_HOST", "environment")
+    settings = ServiceSettings(port=3)
+    assert (settings.port, settings.host, settings.lease_seconds) == (3, "environment", 1.5)
+    assert settings.coordinator == "http://127.0.0.1:7070"
+
+
+def test_limits_are_those_of_the_protocol() -> None:
+    assert ServiceSettings().frame_limits == FrameLimits()
+    assert ServiceSettings(max_tensors=7).frame_limits == FrameLimits(max_tensors=7)
+
+
+def test_unknown_variable_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADPOST_COORDINATR", "http://c:7070")
+    with pytest.raises(SettingsError, match=r"GRADPOST_COORDINATR; did you mean GRADPOST_COORDINATOR\?"):
+        ServiceSettings()
+
+
+def test_unknown_variable_of_kubernetes_says_the_way_out() -> None:
+    environ = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "GRADPOST_COORDINATOR_SERVICE_HOST": "10.0.0.2"}
+    with pytest.raises(SettingsError, match="enableServiceLinks: false"):
+        check_environment(environ)
+
+
+def test_every_roles_variables_are_known_to_every_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GRADPOST_BUCKET_BYTES", "GRADPOST_NUM_TRAINERS", "GRADPOST_THREADS"):
+        monkeypatch.setenv(name, "1")
+    ServiceSettings()
+
+
+def test_every_field_is_a_known_variable() -> None:
+    fields = {PREFIX + name.upper() for name in ServiceSettings.model_fields}
+    assert not fields - KNOWN_VARIABLES
+
+
+def test_empty_variable_is_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADPOST_PORT", "")
+    assert ServiceSettings().port == 0
+
+
+def test_file_may_hold_other_roles_keys_but_no_unknown_ones(settings_file: Path) -> None:
+    settings_file.write_text("num_trainers = 2\nport = 5\n")
+    assert ServiceSettings().port == 5
+    settings_file.write_text("nun_trainers = 2\n")
+    with pytest.raises(SettingsError, match=r"nun_trainers; did you mean num_trainers\?"):
+        ServiceSettings()
+
+
+@pytest.mark.parametrize("text", [None, "port = = 5", b"\xff"])
+def test_unreadable_file_is_named(settings_file: Path, text: str | bytes | None) -> None:
+    if text is not None:
+        settings_file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(SettingsError, match=r"gradpost\.toml cannot be read"):
+        ServiceSettings()
+
+
+def test_unknown_flag_is_refused() -> None:
+    with pytest.raises(ValidationError, match="prot"):
+        ServiceSettings(prot=1)  # type: ignore[call-arg]
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        ServiceSettings().port = 1  # type: ignore[misc]
+
+
+def test_certificate_and_key_go_together(tmp_path: Path) -> None:
+    (tmp_path / "cert.pem").touch()
+    with pytest.raises(ValidationError, match="go together"):
+        ServiceSettings(tls_cert=tmp_path / "cert.pem")
+
+
+def test_addresses_are_base_urls() -> None:
+    assert ServiceSettings(coordinator="http://c:7070/").coordinator == "http://c:7070"
+    with pytest.raises(ValidationError, match="base URL"):
+        ServiceSettings(coordinator="c:7070")

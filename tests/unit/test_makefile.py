@@ -1,0 +1,45 @@
+"""The Makefile's targets, as far as they can be seen without running them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+
+
+def make(*arguments: str) -> str:
+    process = subprocess.run(
+        ["make", "--no-print-directory", f"PYTHON={sys.executable}", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def test_help_lists_every_target() -> None:
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert targets is not None
+    listed = re.findall(r"^  make ([a-z-]+) +\S", make(), re.MULTILINE)
+    assert sorted(listed) == sorted(targets[1].split())
+
+
+def test_train_runs_the_example_in_the_mode_that_is_asked_for() -> None:
+    line = make("--dry-run", "train", "MODE=sync", "TRAINERS=3").splitlines()[-1]
+    assert line == ".venv/bin/gradpost up --mode sync --pservers 2 --trainers 3 -- python examples/digits.py"
+
+
+def test_every_suite_of_test_is_in_test_all() -> None:
+    quick, all_ = (make("--dry-run", target).splitlines() for target in ("test", "test-all"))
+    assert quick[:-1] == all_[:-1]
+    assert quick[-1] == f'{all_[-1]} -m "not extended"'

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gradpost.up.progress import RateMeter, describe
+from gradpost.up.report import print_summary
+from ps_protocol.messages import ClusterStatus, PserverStatus, RunSummary, ShardSummary
+
+
+def make_status(**changes: Any) -> ClusterStatus:
+    values: dict[str, Any] = {
+        "run": "5f0c", "state": "training", "mode": "sync", "num_pservers": 1, "num_trainers": 2, "waiting_for": (),
+        "failure": None, "plan_digest": "d", "num_parameters": 1, "parameter_bytes": 4, "round": 7, "pservers": (),
+        "trainers": (),
+    }  # fmt: skip
+    return ClusterStatus(**{**values, **changes})
+
+
+def make_summary(**changes: Any) -> RunSummary:
+    values: dict[str, Any] = {
+        "run": "5f0c", "state": "finished", "mode": "sync", "transport": "HTTP/2", "num_trainers": 2, "rounds": 1234,
+        "seconds": 61.7, "results": {"loss": 0.25, "accuracy": 0.98333},
+        "shards": (ShardSummary(pserver=0, shard_bytes=1000, pushed_bytes=2_000_000, pulled_bytes=3_000_000),),
+    }  # fmt: skip
+    return RunSummary(**{**values, **changes})
+
+
+def make_pserver(waiting_seconds: float) -> PserverStatus:
+    return PserverStatus(
+        index=0, address="http://p", incarnation=1, round=7, missing=(1,), waiting_seconds=waiting_seconds,
+        heartbeat_age_seconds=0,
+    )  # fmt: skip
+
+
+def test_rates_are_those_of_the_last_seconds() -> None:
+    meter = RateMeter(window_seconds=3)
+    assert meter.rates == (0, 0)
+    meter.add(0, 0, 0)
+    assert meter.rates == (0, 0)
+    for second in range(1, 10):
+        meter.add(second, 10 if second < 5 else 10 + 2 * (second - 5), 100 * second)
+    assert meter.rates == (2, 100)
+
+
+def test_rates_start_over_with_another_run() -> None:
+    meter = RateMeter()
+    meter.add(0, 100, 1000)
+    meter.add(1, 5, 50)
+    assert meter.rates == (0, 0)
+    meter.add(2, 8, 80)
+    assert meter.rates == (3, 30)
+
+
+def test_the_live_line() -> None:
+    assert describe(make_status(state="gathering", waiting_for=("trainer 0", "pserver 1")), make_summary(), (0, 0)) == (
+        "waiting for trainer 0, pserver 1"
+    )
+    line = describe(make_status(), make_summary(), (12.34, 45_600_000))
+    assert line == "training: round 1,234  12.3 rounds/s  45.6 MB/s  accuracy 0.9833  loss 0.25  1:01"
+    assert describe(make_status(state="finished"), make_summary(results={}), (0, 0)) == "finished: round 1,234  1:01"
+
+
+def test_the_live_line_names_whom_a_slow_round_waits_for() -> None:
+    slow = describe(make_status(pservers=(make_pserver(5),)), make_summary(), (0, 0))
+    assert slow.endswith("  waiting for trainer 1 (5 s)")
+    assert "waiting" not in describe(make_status(pservers=(make_pserver(0.5),)), make_summary(), (0, 0))
+
+
+def test_the_report_ends_with_the_runs_line(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(make_summary(), as_json=False)
+    assert capsys.readouterr().out == (
+        "\n"
+        "rounds  seconds  seconds a round  accuracy  loss\n"
+        " 1,234     61.7           0.0500    0.9833  0.25\n"
+        "\n"
+        "pserver  shard bytes  pushed bytes  pulled bytes\n"
+        "      0        1,000     2,000,000     3,000,000\n"
+        "\n"
+        "trained: mode=sync transport=HTTP/2 accuracy=0.9833 rounds=1234 seconds=61.7\n"
+    )
+
+
+def test_the_json_report_bears_what_json_has_no_word_for(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(make_summary(results={"loss": float("nan")}, rounds=0), as_json=True)
+    output = capsys.readouterr().out
+    assert '"loss": "NaN"' in output
+    assert '"seconds_a_round": 0.0' in output

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+
+import pytest
+from rich.text import Text
+
+from gradpost.up.screen import Screen
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def make_screen(*, verbose: bool = False, as_json: bool = False) -> Screen:
+    return Screen(verbose=verbose, as_json=as_json, on_closed=lambda: None)
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch, **environ: str) -> tuple[Screen, Terminal]:
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TERM": "xterm-256color", "COLUMNS": "40", **environ}.items():
+        monkeypatch.setenv(name, value)
+    terminal = Terminal()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        return make_screen(), terminal
+
+
+def log_line(level: str, event: str) -> str:
+    return json.dumps({"role": "pserver", "event": event, "level": level})
+
+
+def test_into_a_pipe_it_is_plain_and_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = make_screen()
+    with screen.live(lambda: Text("never shown")):
+        screen.show_line("trainer 0", "x" * 500 + " \x1b[31mred\x1b[0m [bold] :smile:")
+    screen.say("done", "red")
+    stdout, stderr = capsys.readouterr()
+    assert stdout == "[trainer 0] " + "x" * 500 + " \x1b[31mred\x1b[0m [bold] :smile:\n"
+    assert stderr == "gradpost: done\n"
+
+
+def test_of_services_only_warnings_and_crashes_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = make_screen()
+    screen.show_line("pserver 0", log_line("info", "registered"))
+    screen.show_line("pserver 0", log_line("warning", "no heartbeat"))
+    screen.show_line("pserver 0", "Segmentation fault")
+    screen.show_line("trainer 0", log_line("info", "waiting"))
+    shown = ["[pserver 0] no heartbeat", "[pserver 0] Segmentation fault", "[trainer 0] waiting"]
+    assert capsys.readouterr().out.splitlines() == shown
+    screen.reveal("pserver 0")
+    screen.reveal("pserver 0")
+    assert capsys.readouterr().out.splitlines() == ["[pserver 0] registered"]
+
+
+def test_all_is_shown_if_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    make_screen(verbose=True).show_line("pserver 0", log_line("info", "registered"))
+    assert capsys.readouterr().out == "[pserver 0] registered\n"
+
+
+def test_with_json_stdout_is_for_the_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    make_screen(as_json=True).show_line("trainer 0", "epoch 1")
+    assert capsys.readouterr() == ("", "[trainer 0] epoch 1\n")
+
+
+def test_a_terminal_gets_colours_and_no_movements(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, terminal = on_terminal(monkeypatch)
+    screen.show_line("trainer 0", "a \x1b[31mred\x1b[0m \x1b[2J\x1b[1;1H[bold]")
+    screen.show_line("pserver 0", log_line("error", "it failed"))
+    screen.say("over \x1b[2J", "red")
+    assert terminal.getvalue().splitlines() == [
+        "\x1b[36m[trainer 0] \x1b[0ma \x1b[31mred\x1b[0m [bold]",
+        "\x1b[33m[pserver 0] \x1b[0m\x1b[31mit failed\x1b[0m",
+        "\x1b[31mgradpost: over \\x1b[2J\x1b[0m",
+    ]
+
+
+def test_long_lines_are_left_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, terminal = on_terminal(monkeypatch)
+    screen.show_line("trainer 0", "word " * 30)
+    assert len(terminal.getvalue().splitlines()) == 1
+
+
+def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, terminal = on_terminal(monkeypatch, NO_COLOR="1")
+    screen.show_line("trainer 0", "a \x1b[31mred\x1b[0m")
+    assert terminal.getvalue() == "[trainer 0] a red\n"
+
+
+def test_the_live_line_stays_below_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, terminal = on_terminal(monkeypatch)
+    with screen.live(lambda: Text("round 7")):
+        screen.show_line("trainer 0", "epoch 1")
+    output = terminal.getvalue()
+    assert output.index("epoch 1") < output.rindex("round 7")
+    assert output.rindex("\x1b[2K") > output.rindex("round 7")  # erased at the end
+
+
+def test_a_reader_that_is_gone_is_reported_and_no_error() -> None:
+    class Gone(io.StringIO):
+        def __init__(self) -> None:
+            super().__init__()
+            self.read_end, self.write_end = os.pipe()
+
+        def fileno(self) -> int:
+            return self.write_end
+
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    gone, told = Gone(), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", gone)
+        screen = Screen(verbose=False, as_json=False, on_closed=lambda: told.append(True))
+        screen.show_line("trainer 0", "epoch 1")
+    assert told == [True]
+    assert os.fstat(gone.write_end).st_rdev == os.stat(os.devnull).st_rdev
+    os.close(gone.read_end)
+    os.close(gone.write_end)

@@ -1,0 +1,103 @@
+"""Looking at a cluster from outside, by blocking calls: for the command line, tests, and whoever waits for a run."""
+
+from __future__ import annotations
+
+import json
+import ssl
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import httpx
+from pydantic import ValidationError
+
+from ps_protocol.errors import Unreachable
+from ps_protocol.messages import ClusterStatus, Leave, Message, PserverState, RunSummary, TrainerStatus
+from ps_protocol.routes import LEAVE, STATE, STATUS, SUMMARY
+
+from .membership import read_problem
+
+M = TypeVar("M", bound=Message)
+
+TIMEOUT_SECONDS = 10.0
+OPENAPI = "/openapi.json"
+
+
+class ClusterView:
+    """The inspection API of a coordinator and its pservers; safe to use from several threads.
+
+    Every method raises Unreachable if there is no answer, and the GradpostError that an answer stands for.
+    """
+
+    def __init__(
+        self, coordinator: str, *, tls_ca: Path | None = None, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> None:
+        self.coordinator = coordinator.rstrip("/")
+        verify: ssl.SSLContext | bool = True
+        if tls_ca is not None:
+            verify = ssl.create_default_context(cafile=str(tls_ca))
+        elif not coordinator.startswith("https:"):
+            verify = False  # never used; spares reading all the authorities
+        self._http = httpx.Client(verify=verify, trust_env=False, timeout=timeout_seconds)
+
+    def status(self) -> ClusterStatus:
+        """How the cluster stands."""
+        return self._get(ClusterStatus, self.coordinator + STATUS)
+
+    def summary(self) -> RunSummary:
+        """The run in a few numbers, as the servers saw it."""
+        return self._get(RunSummary, self.coordinator + SUMMARY)
+
+    def protocol_version(self) -> str:
+        """The version of the protocol that the coordinator speaks."""
+        document = json.loads(self._request("GET", self.coordinator + OPENAPI))
+        return str(document["info"]["version"])
+
+    def pserver_state(self, index: int, *, digest: bool = False) -> PserverState:
+        """What pserver `index` tells about itself."""
+        address = next(p.address for p in self.status().pservers if p.index == index)
+        url = f"{address}{STATE}?digest={str(digest).lower()}"
+        return self._get(PserverState, url)
+
+    def leave_for(self, run: str, trainer: TrainerStatus, reason: str | None) -> None:
+        """Leave the run in place of a trainer whose process is gone: as done, or as failed with the reason.
+
+        So the others learn of it now, and not when its lease ends.
+        """
+        message = Leave(
+            run=run,
+            incarnation=trainer.incarnation,
+            outcome="failed" if reason else "done",
+            round=trainer.round,
+            reason=reason or "",
+        )
+        self._request("POST", self.coordinator + LEAVE.format(rank=trainer.rank), message)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def __enter__(self) -> ClusterView:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _get(self, kind: type[M], url: str) -> M:
+        try:
+            return kind.model_validate_json(self._request("GET", url))
+        except ValidationError as error:
+            raise Unreachable(f"{url} answered something else; is it Gradpost, and of this version?") from error
+
+    def _request(self, method: str, url: str, message: Message | None = None) -> bytes:
+        body = None if message is None else message.model_dump_json()
+        try:
+            response = self._http.request(method, url, content=body, headers={"content-type": "application/json"})
+            if response.is_error:
+                raise read_problem(response)
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            # The URL's own words: it may not even be one.
+            raise Unreachable(f"nobody answers at {self.coordinator}: {error or type(error).__name__}") from error
+        return response.content
