@@ -88,11 +88,8 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
     @app.post(routes.LEAVE, tags=["membership"], status_code=204)
     async def leave(rank: Rank, message: Leave) -> None:
         """A trainer goes, done or failed."""
-        run = cluster.run
         cluster.leave_trainer(rank, message, coordinator.now())
         coordinator.changed()
-        if run.is_over:
-            await coordinator.summary()  # while the pservers are still here to tell
 
     @app.get(routes.STATUS, tags=["inspection"])
     async def status() -> ClusterStatus:

@@ -43,6 +43,7 @@ class Cluster:
         self._name_run = name_run
         self._trainer_incarnations: dict[Rank, Incarnation] = {}
         self._run_incarnations: dict[PserverIndex, Incarnation] = {}  # of the pservers that hold the run
+        self._recorded_run = ""
         self._told_to_stop: set[PserverIndex] = set()
         self.run = self._new_run()
 
@@ -70,7 +71,7 @@ class Cluster:
         self.registry.heartbeat(index, message, now)
         if message.run == self.run.name and message.waiting_seconds > self._defaults.round_timeout_seconds:
             self._fail_for_timeout(message.round + 1, message.missing, now)
-        stop = self.exit_when_done and self.run.is_deserted
+        stop = self.exit_when_done and self.run.is_deserted and self._recorded_run == self.run.name
         if stop:
             self._told_to_stop.add(index)
         return PserverHeartbeatReply(members_number=self.run.number, stop=stop, exit_code=self.exit_code)
@@ -209,6 +210,10 @@ class Cluster:
                     now,
                 )
         self.run.expire(now, self.lease_seconds)
+
+    def run_recorded(self) -> None:
+        """The summary of the deserted run has been taken, so its pservers may exit."""
+        self._recorded_run = self.run.name
 
     @property
     def may_exit(self) -> bool:

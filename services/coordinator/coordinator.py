@@ -85,8 +85,16 @@ class Coordinator:
             if waits != said:
                 said = waits
                 log.info(f"waiting for {waits}" if waits else f"run is {self.cluster.run.state}")
+            if self.cluster.run.is_deserted:
+                await self._record_run()
             if self.cluster.may_exit:
                 stop.set()
+
+    async def _record_run(self) -> None:
+        run = self.cluster.run
+        await self.summary()
+        if self.cluster.run is run:  # else the next one has begun meanwhile
+            self.cluster.run_recorded()
 
     async def _reconcile(self) -> bool:
         """Bring every pserver to what was decided; False if one of them did not take it."""
@@ -167,7 +175,8 @@ class Coordinator:
         run = self.cluster.run
         if self._last_summary is not None and self._last_summary.run == run.name and run.is_over:
             return self._last_summary
-        states = await self.ask_pservers(self._state_of)
+        answers = await self.ask_pservers(self._state_of)
+        states = [state for state in answers if state.run == run.name]
         end = run.ended_at if run.ended_at is not None else self.now()
         results: dict[str, float] = {}
         for _, trainer in sorted(run.trainers.items(), reverse=True):

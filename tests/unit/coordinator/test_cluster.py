@@ -238,6 +238,8 @@ def test_with_exit_when_done_every_pserver_is_told_to_stop():
     cluster.leave_trainer(0, leaving(), 1)
     assert not cluster.pserver_heartbeat(0, beat(run="run1"), 1).stop
     cluster.leave_trainer(1, leaving(), 2)
+    assert not cluster.pserver_heartbeat(0, beat(run="run1"), 2).stop  # its summary has not been taken yet
+    cluster.run_recorded()
     assert not cluster.may_exit
     reply = cluster.pserver_heartbeat(0, beat(run="run1"), 2)
     assert (reply.stop, reply.exit_code) == (True, 0)
@@ -257,6 +259,7 @@ def test_with_exit_when_done_a_dead_pserver_is_not_waited_for():
     cluster.expire(12)
     for rank in (0, 1):
         cluster.leave_trainer(rank, leaving("failed"), 12)
+    cluster.run_recorded()
     reply = cluster.pserver_heartbeat(0, beat(run="run1"), 12)
     assert (reply.stop, reply.exit_code) == (True, 1)
     assert (cluster.may_exit, cluster.exit_code) == (True, 1)

@@ -179,6 +179,19 @@ async def test_training_goes_on_without_the_coordinator(hiccup):
         assert await membership.guard(asyncio.sleep(0, "went on")) == "went on"
 
 
+async def test_an_outage_is_said_once_whatever_else_is_said(capsys):
+    coordinator = FakeCoordinator(heartbeat=[httpx.ConnectError("refused")])
+    coordinator.answers["summary"] = [NotReady("run 0 is under way")]
+    async with member(coordinator) as membership:
+        waiting = asyncio.create_task(membership.summary())
+        await eventually(lambda: coordinator.num_heard("heartbeat") > 4 and coordinator.num_heard("summary") > 4)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("did not answer a heartbeat") == 1
+    assert (said.out + said.err).count("waiting: run 0 is under way") == 1
+
+
 async def test_a_coordinator_that_serves_another_run_ends_every_wait():
     coordinator = FakeCoordinator(heartbeat=[StaleRun("this message belongs to another run")])
     async with member(coordinator) as membership:
