@@ -55,6 +55,7 @@ class ParameterClient:
         self.plan: SlicePlan
         self.uploader: Rank
         self.pservers: list[PserverClient] = []
+        self._begun_round: Round = 0  # the newest that something was pushed for
         self._metrics_server: MetricsServer | None = None
         self._control = make_control_client(self.settings.tls_ca)
         self._bulk: list[httpx.AsyncClient] = []
@@ -131,7 +132,12 @@ class ParameterClient:
         return self.plan
 
     async def leave(self, outcome: str = "done", reason: str = "") -> None:
-        """Leave the run, `done` or `failed`, and close all connections."""
+        """Leave the run, `done` or `failed`, and close all connections.
+
+        Leaving in the middle of a round is failing: some pservers may have counted this trainer, others not.
+        """
+        if outcome == "done" and self._begun_round > self.membership.round:
+            outcome, reason = "failed", f"it left in the middle of round {self._begun_round}"
         await self.membership.leave(outcome, reason)
         for client in (self._control, *self._bulk):
             await client.aclose()
@@ -177,6 +183,7 @@ class ParameterClient:
         every push; the batch barrier may follow.
         """
         flat = self._flatten(gradients)
+        self._begun_round = round_
         buckets = make_buckets(self.plan, flat, bucket_bytes=self.settings.bucket_bytes)
         pushes = []
         for pserver, shard in zip(self.pservers, buckets, strict=True):
@@ -202,6 +209,8 @@ class ParameterClient:
                 if wanted or names is None
             )
         )
+        if names is None:
+            self.membership.round = max(self.membership.round, round_)
         return values
 
     async def fetch_barrier(self, round_: Round) -> None:
@@ -256,6 +265,7 @@ class ParameterClient:
 
     async def push(self, round_: Round, bucket: Bucket, frame: memoryview) -> None:
         """Push one bucket; its buffer belongs to this request until it returns."""
+        self._begun_round = round_
         await self.membership.guard(self.pservers[bucket.pserver].push(round_, frame))
 
     async def _push_all(

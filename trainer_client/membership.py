@@ -59,7 +59,7 @@ class Membership:
         self._coordinator = settings.coordinator.rstrip("/")
         self._heartbeats: asyncio.Task[None] | None = None
         self._log = make_log()
-        self._said = ""
+        self._said: dict[str, str] = {}  # the last line about each topic
 
     # ------------------------------------------------------------------ joining
 
@@ -134,14 +134,16 @@ class Membership:
                 reply = TrainerHeartbeatReply.model_validate_json(await self._request("POST", path, self._heartbeat()))
             except httpx.TransportError as error:
                 # Training goes on without the coordinator.
-                self._say(f"the coordinator at {self._coordinator} did not answer a heartbeat: {type(error).__name__}")
+                text = f"the coordinator at {self._coordinator} did not answer a heartbeat: {type(error).__name__}"
+                self._say("heartbeats", text)
                 continue
             except GradpostError as error:
                 if error.status >= 500:  # it stops, or stumbled: no word on this run
-                    self._say(f"the coordinator at {self._coordinator} did not take a heartbeat: {error}")
+                    self._say("heartbeats", f"the coordinator at {self._coordinator} did not take a heartbeat: {error}")
                     continue
                 self._fail(error)
                 return
+            self._said.pop("heartbeats", None)
             if reply.failure is not None:
                 self._fail(error_from_problem(reply.failure))
                 return
@@ -193,7 +195,7 @@ class Membership:
             try:
                 return await self._request(method, path, message, params)
             except httpx.TransportError as error:
-                self._say(f"waiting for the coordinator at {self._coordinator}")
+                self._say("waiting", f"waiting for the coordinator at {self._coordinator}")
                 if loop.time() - silent_since > self._settings.retry_seconds:
                     raise Unreachable(
                         f"the coordinator at {self._coordinator} did not answer for "
@@ -208,12 +210,12 @@ class Membership:
                     refused_since = silent_since
                 elif loop.time() - refused_since > self._settings.retry_seconds / 4:
                     raise
-                self._say(f"waiting: {error.detail}")
+                self._say("waiting", f"waiting: {error.detail}")
             await asyncio.sleep(RETRY_SECONDS)
 
-    def _say(self, line: str) -> None:
-        if line != self._said:
-            self._said = line
+    def _say(self, topic: str, line: str) -> None:
+        if line != self._said.get(topic):
+            self._said[topic] = line
             self._log.info(line)
 
     async def _request(

@@ -9,7 +9,7 @@ from typing import TypeVar
 import httpx
 import tenacity
 
-from ps_protocol.errors import GradpostError, TryAgain, Unreachable
+from ps_protocol.errors import GradpostError, RoundPending, TryAgain, Unreachable
 from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE, FrameLimits
 from ps_protocol.messages import BarrierAnswer, PserverInfo, PushAnswer
@@ -137,11 +137,15 @@ class PserverClient:
 
     async def _repeat(self, route: str, attempt: Callable[[], Awaitable[T]]) -> T:
         """Repeat while the pserver asks for it, and while it cannot be reached for up to `retry_seconds`."""
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + self._deadline_seconds
         while True:
             try:
                 return await self._reach(route, attempt)
             except TryAgain as answer:
-                # It answered, so it lives: it waits for others, and says itself when that is over.
+                # It answered, so it lives. A pending round ends by itself at the round time-out.
+                if not isinstance(answer, RoundPending) and loop.time() > give_up:
+                    raise
                 self._metrics.retries.labels(answer.code).inc()
                 await asyncio.sleep(PAUSE_SECONDS)
 

@@ -105,7 +105,8 @@ def _build_client(http2: bool, tls_ca: Path | None) -> Client:
     )
     if http2:
         builder = (
-            builder.http2_initial_stream_window_size(WINDOW_BYTES)
+            builder.http2(True)  # offered by ALPN
+            .http2_initial_stream_window_size(WINDOW_BYTES)
             .http2_initial_connection_window_size(2 * WINDOW_BYTES)
             .http2_max_frame_size(FRAME_BYTES)
             .http2_keep_alive_interval(timedelta(seconds=PING_SECONDS))
