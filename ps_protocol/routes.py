@@ -23,7 +23,6 @@ PSERVER_HEARTBEAT = "/v1/pservers/{index}/heartbeat"
 JOIN_TRAINER = "/v1/trainers"
 TRAINER_HEARTBEAT = "/v1/trainers/{rank}/heartbeat"
 DECLARE_MODEL = "/v1/trainers/{rank}/model"
-REPORT_RESULTS = "/v1/trainers/{rank}/results"
 LEAVE = "/v1/trainers/{rank}/leave"
 # coordinator: inspection
 PLAN = "/v1/plan"

@@ -18,6 +18,9 @@ from ps_protocol.vocabulary import DTYPE_BYTES, Block, PserverIndex
 from .tensors import TORCH_DTYPES
 
 METADATA_SLACK_BYTES = 256  # numbers change their length from step to step
+# Many small blocks fill a frame's header before its data: half of what a pserver accepts by default.
+MAX_HEADER_BYTES = 512 * 1024
+ENTRY_HEADER_BYTES = 100  # of one block without its name: dtype, shape and offsets as JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +76,19 @@ def make_buckets(
     result = []
     for pserver, shard in enumerate(plan.shards):
         groups: list[list[tuple[Block, str]]] = [[]]
-        size = 0
+        size = header_size = 0
         for block in shard:
             if block.parameter not in wanted:
                 continue
-            if size and size + plan.block_bytes(block) > bucket_bytes:
+            header = len(block.name) + ENTRY_HEADER_BYTES
+            if groups[-1] and (
+                size + plan.block_bytes(block) > bucket_bytes or header_size + header > MAX_HEADER_BYTES
+            ):
                 groups.append([])
-                size = 0
+                size = header_size = 0
             groups[-1].append((block, plan.parameter[block.parameter].dtype))
             size += plan.block_bytes(block)
+            header_size += header
         room = [0] * (len(groups) - 1) + [metadata_bytes]
         result.append(
             [Bucket(pserver, group, _header_room(group, extra)) for group, extra in zip(groups, room, strict=True)]

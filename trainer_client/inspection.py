@@ -11,7 +11,7 @@ from typing import TypeVar
 import httpx
 from pydantic import ValidationError
 
-from ps_protocol.errors import Unreachable
+from ps_protocol.errors import NotFound, Unreachable
 from ps_protocol.messages import ClusterStatus, Leave, Message, PserverState, RunSummary, TrainerStatus
 from ps_protocol.routes import LEAVE, STATE, STATUS, SUMMARY
 
@@ -50,12 +50,17 @@ class ClusterView:
 
     def protocol_version(self) -> str:
         """The version of the protocol that the coordinator speaks."""
-        document = json.loads(self._request("GET", self.coordinator + OPENAPI))
-        return str(document["info"]["version"])
+        url = self.coordinator + OPENAPI
+        try:
+            return str(json.loads(self._request("GET", url))["info"]["version"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise _something_else(url) from error
 
     def pserver_state(self, index: int, *, digest: bool = False) -> PserverState:
         """What pserver `index` tells about itself."""
-        address = next(p.address for p in self.status().pservers if p.index == index)
+        address = next((p.address for p in self.status().pservers if p.index == index), None)
+        if address is None:
+            raise NotFound(f"pserver {index} is not here")
         url = f"{address}{STATE}?digest={str(digest).lower()}"
         return self._get(PserverState, url)
 
@@ -89,7 +94,7 @@ class ClusterView:
         try:
             return kind.model_validate_json(self._request("GET", url))
         except ValidationError as error:
-            raise Unreachable(f"{url} answered something else; is it Gradpost, and of this version?") from error
+            raise _something_else(url) from error
 
     def _request(self, method: str, url: str, message: Message | None = None) -> bytes:
         body = None if message is None else message.model_dump_json()
@@ -98,6 +103,10 @@ class ClusterView:
             if response.is_error:
                 raise read_problem(response)
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            # The URL's own words: it may not even be one.
-            raise Unreachable(f"nobody answers at {self.coordinator}: {error or type(error).__name__}") from error
+            origin = "/".join(url.split("/", 3)[:3])
+            raise Unreachable(f"nobody answers at {origin}: {error or type(error).__name__}") from error
         return response.content
+
+
+def _something_else(url: str) -> Unreachable:
+    return Unreachable(f"{url} answered something else; is it Gradpost, and of this version?")

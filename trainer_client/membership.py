@@ -66,7 +66,7 @@ class Membership:
     async def join(self, metrics_address: str | None) -> TrainerJoined:
         """Take a place, retrying until the coordinator is there and a run can be joined.
 
-        A rank that is held by a living trainer is tried for a lease and a half, then RankTaken is raised.
+        A rank that is held by a living trainer is tried for a quarter of `retry_seconds`, then RankTaken is raised.
         """
         request = JoinTrainer(
             protocol=PROTOCOL_VERSION,
@@ -186,8 +186,8 @@ class Membership:
     ) -> bytes:
         """Repeat a request until it is answered. Says on one line what is being waited for.
 
-        An unreachable coordinator is tried for `retry_seconds`, a taken rank for a lease; what merely waits for
-        others goes on as long as the coordinator says so.
+        An unreachable coordinator is tried for `retry_seconds`, a taken rank for a quarter of that; what merely
+        waits for others goes on as long as the coordinator says so.
         """
         loop = asyncio.get_running_loop()
         silent_since = refused_since = loop.time()

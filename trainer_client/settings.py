@@ -8,12 +8,12 @@ from pathlib import Path
 from pydantic import AliasChoices, Field
 from pydantic_settings import (
     BaseSettings,
+    InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    TomlConfigSettingsSource,
 )
 
-from ps_protocol.environment import check_environment
+from ps_protocol.environment import PREFIX, check_environment, read_settings_file
 from ps_protocol.vocabulary import NonfinitePolicy, Placement
 
 
@@ -23,7 +23,9 @@ class TrainerSettings(BaseSettings):
     `RANK` and `WORLD_SIZE` are read as torchrun, Kubeflow and Indexed Jobs set them.
     """
 
-    model_config = SettingsConfigDict(env_prefix="GRADPOST_", frozen=True, extra="ignore", populate_by_name=True)
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="ignore", populate_by_name=True
+    )
 
     coordinator: str = "http://127.0.0.1:7070"
     rank: int | None = Field(default=None, ge=0, validation_alias=AliasChoices("rank", "RANK"))
@@ -49,8 +51,9 @@ class TrainerSettings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flag over environment over file."""
-        file = TomlConfigSettingsSource(settings_cls, os.environ.get("GRADPOST_SETTINGS_FILE"))
-        return init_settings, env_settings, file
+        of_all_roles = read_settings_file(os.environ)
+        own = {key: value for key, value in of_all_roles.items() if key in settings_cls.model_fields}
+        return init_settings, env_settings, InitSettingsSource(settings_cls, own)
 
 
 def read_settings(**arguments: object) -> TrainerSettings:

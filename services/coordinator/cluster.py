@@ -196,6 +196,13 @@ class Cluster:
 
     # ------------------------------------------------------------------ time and end
 
+    def renew_leases(self, now: float) -> None:
+        """Start everybody's lease anew, since heartbeats could not be heard."""
+        for pserver in self.registry.members.values():
+            pserver.seen_at = now
+        for trainer in self.run.trainers.values():
+            trainer.seen_at = now
+
     def expire(self, now: float) -> None:
         """Act on leases that have run out."""
         for lost in self.registry.expire(now):

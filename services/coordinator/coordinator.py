@@ -66,10 +66,17 @@ class Coordinator:
 
     async def _expire_leases(self) -> None:
         # Apart from the reconciliation, which waits for pservers that may be the very ones to be lost.
+        period = min(0.5, self.cluster.lease_seconds / 4)
+        due = self.now()
         while True:
+            if (paused := self.now() - due) > self.cluster.lease_seconds / 2:
+                # This process was stopped (SIGSTOP, a paused machine): the silence was ours, not theirs.
+                log.warning("the coordinator was paused; all leases are renewed", seconds=round(paused, 1))
+                self.cluster.renew_leases(self.now())
             self.cluster.expire(self.now())
             self.changed()
-            await asyncio.sleep(min(0.5, self.cluster.lease_seconds / 4))
+            due = self.now() + period
+            await asyncio.sleep(period)
 
     async def _reconcile_until(self, stop: asyncio.Event) -> None:
         said = ""

@@ -19,7 +19,7 @@ class PserverMetrics:
         )
         self.barrier_wait = Histogram(
             "gradpost_barrier_wait_seconds",
-            "From the first batch barrier of a round to its last.",
+            "From when the first trainer waits for a round to its last batch barrier.",
             buckets=buckets,
             registry=registry,
         )

@@ -51,6 +51,10 @@ GET_OPENAPI: dict[str, Any] = {
         {**_BARRIER, "required": False},
         _header(WAIT_HEADER, "how long to wait at most, in seconds", required=False, schema={"type": "number"}),
     ],
+    "requestBody": {
+        "required": False,
+        "content": {"application/json": {"schema": {"type": "array", "items": {"type": "string"}}}},
+    },
     "responses": {"200": {"description": "exactly the version of the fence's round", "content": _BINARY}},
 }
 BARRIER_OPENAPI: dict[str, Any] = {

@@ -228,6 +228,11 @@ def test_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
         with serving({STATUS: STATE.model_dump_json(), "/openapi.json": openapi}) as url:
             monkeypatch.setenv("GRADPOST_COORDINATOR", url)
             assert network.check_coordinator().level == level
+    with serving({STATUS: STATE.model_dump_json(), "/openapi.json": "[]"}) as url:
+        monkeypatch.setenv("GRADPOST_COORDINATOR", url)
+        assert network.check_coordinator().detail.endswith(
+            "answered something else; is it Gradpost, and of this version?"
+        )
     monkeypatch.setenv("GRADPOST_SETTINGS_FILE", "/nowhere.toml")
     monkeypatch.delenv("GRADPOST_COORDINATOR")
     assert network.check_coordinator().level == "skipped"  # check_settings says what is wrong

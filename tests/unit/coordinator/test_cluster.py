@@ -272,3 +272,13 @@ def test_without_it_the_cluster_stays():
         cluster.leave_trainer(rank, leaving(), 1)
     assert not cluster.pserver_heartbeat(0, beat(), 2).stop
     assert not cluster.may_exit
+
+
+def test_leases_are_renewed_when_heartbeats_could_not_be_heard():
+    cluster = make_cluster()
+    train(cluster)
+    cluster.renew_leases(100)
+    cluster.expire(105)
+    assert cluster.run.state == "training"
+    cluster.expire(120)
+    assert cluster.run.state == "failed"

@@ -1,0 +1,50 @@
+# Everything a developer does, and how to see it work. Needs Python 3.11+ (with venv) and make.
+
+PYTHON ?= python3
+MODE ?= sync
+PSERVERS ?= 2
+TRAINERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SUITES ?= tests
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test check test-all bench clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## create .venv with the exact versions of requirements.lock, and this project in it
+
+# The lock holds all there is, so that pip never resolves anything: not for the project, nor for building it.
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+train: install ## train a small network on a local cluster (MODE, PSERVERS, TRAINERS)
+	$(BIN)/gradpost up --mode $(MODE) --pservers $(PSERVERS) --trainers $(TRAINERS) -- python examples/digits.py
+
+check: install ## format, lint, types, who may import whom
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check ## check, and all tests that need neither root nor Debian packages
+	$(BIN)/python -m pytest $(SUITES) -m "not extended"
+
+test-all: check ## test, and what takes longer or needs more
+	$(BIN)/python -m pytest $(SUITES)
+
+bench: install ## measure seconds a round beside torch.distributed.rpc
+	$(BIN)/python benchmarks/sync_round.py
+
+clean: ## remove what can be made again
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,107 @@
+"""`gradpost status`: who takes part, how far everybody is, who is being waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from ps_protocol.environment import PREFIX, check_environment, read_settings_file
+from ps_protocol.errors import GradpostError
+from ps_protocol.messages import ClusterStatus
+from trainer_client.inspection import ClusterView
+
+from .output import EXIT_FAILED, Column, CommandError, count, print_json, print_line, print_table
+
+DEFAULT_COORDINATOR = "http://127.0.0.1:7070"
+WATCH_SECONDS = 1.0
+TIMEOUT_SECONDS = 5.0
+_CLEAR = "\x1b[H\x1b[2J"
+
+
+def show_status(coordinator: str | None, *, watch: bool, as_json: bool) -> None:
+    """Print the status, once or every second. Raises CommandError if no coordinator answers."""
+    with open_view(coordinator) as view:
+        while True:
+            try:
+                status = view.status()
+            except GradpostError as error:
+                raise CommandError(
+                    f"no coordinator: {error} (its address is --coordinator or GRADPOST_COORDINATOR)",
+                    exit_code=EXIT_FAILED,
+                ) from None
+            if watch and sys.stdout.isatty():
+                print(_CLEAR, end="")
+            if as_json:
+                print_json(json.loads(status.model_dump_json()))
+            else:
+                print_status(status)
+            if not watch:
+                return
+            sys.stdout.flush()
+            time.sleep(WATCH_SECONDS)
+
+
+def open_view(coordinator: str | None) -> ClusterView:
+    """A client of the coordinator that the flag, the environment or the settings file names."""
+    check_environment(os.environ)
+    address = coordinator or named_coordinator() or DEFAULT_COORDINATOR
+    if not address.startswith(("http://", "https://")):
+        raise CommandError(f"expected the coordinator's base URL, such as {DEFAULT_COORDINATOR}, not {address!r:.200}")
+    ca = _setting("tls_ca")
+    return ClusterView(address, tls_ca=Path(ca) if ca else None, timeout_seconds=TIMEOUT_SECONDS)
+
+
+def named_coordinator() -> str | None:
+    """The address that the environment or the settings file names, if any."""
+    return _setting("coordinator")
+
+
+def _setting(name: str) -> str | None:
+    value: str | None = os.environ.get(PREFIX + name.upper()) or read_settings_file(os.environ).get(name)
+    return value
+
+
+def print_status(status: ClusterStatus) -> None:
+    """Print it for a person."""
+    line = f"run {status.run}: {status.state}, mode {status.mode}, round {status.round:,}"
+    if status.plan_digest:
+        line += f", {count(status.num_parameters, 'parameter')}, {count(status.parameter_bytes, 'byte')}"
+    print_line(line)
+    if status.waiting_for:
+        print_line(f"waiting for {', '.join(status.waiting_for)}")
+    if status.failure:
+        print_line(f"failed: {status.failure.get('detail')} ({status.failure.get('code')})")
+    print_line()
+    print_table(
+        [Column("pserver"), Column("address"), Column("round", "right"), Column("waits for"), Column("heartbeat")],
+        [
+            (
+                f"{p.index} of {status.num_pservers}",
+                p.address,
+                f"{p.round:,}",
+                f"{_trainers(p.missing)} ({p.waiting_seconds:.1f} s)" if p.missing else "",
+                f"{p.heartbeat_age_seconds:.1f} s ago",
+            )
+            for p in status.pservers
+        ],
+    )
+    print_table(
+        [Column("trainer"), Column("state"), Column("round", "right"), Column("results"), Column("heartbeat")],
+        [
+            (
+                f"{t.rank} of {status.num_trainers}",
+                t.state,
+                f"{t.round:,}",
+                ", ".join(f"{name} {value:.4g}" for name, value in sorted(t.results.items())),
+                f"{t.heartbeat_age_seconds:.1f} s ago",
+            )
+            for t in status.trainers
+        ],
+    )
+
+
+def _trainers(ranks: tuple[int, ...]) -> str:
+    return ", ".join(f"trainer {rank}" for rank in ranks)

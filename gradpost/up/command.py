@@ -1,0 +1,70 @@
+"""The training script's command line and environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+
+from ps_protocol.environment import PREFIX, check_environment
+from trainer_client.testing.environment import use_this_python
+
+from ..output import CommandError
+
+EXIT_NOT_FOUND = 127  # as shells, env and timeout say it
+EXIT_NOT_EXECUTABLE = 126
+
+# What `up` itself decides for each process; another process's value must not leak in.
+_DECIDED_HERE = {
+    "GRADPOST_COORDINATOR",
+    "GRADPOST_HOST",
+    "GRADPOST_PORT",
+    "GRADPOST_ADVERTISE_ADDRESS",
+    "GRADPOST_READY_FD",
+    "GRADPOST_PSERVER_INDEX",
+    "GRADPOST_NUM_PSERVERS",
+    "GRADPOST_NUM_TRAINERS",
+    "GRADPOST_METRICS_PORT",
+    "GRADPOST_EXIT_WHEN_DONE",
+    "GRADPOST_LOG_FORMAT",
+    "GRADPOST_LOG_LEVEL",
+}
+
+
+def resolve_command(command: Sequence[str]) -> list[str]:
+    """The command to run; `python` is the one that runs this, so that what is installed beside it is found.
+
+    Raises CommandError if there is no such command.
+    """
+    name, *arguments = command
+    if name in ("python", "python3"):
+        return [sys.executable, *arguments]
+    path = shutil.which(name, path=use_this_python(os.environ)["PATH"])
+    if path is not None:
+        return [path, *arguments]
+    if os.path.isfile(name):
+        hint = f"; did you mean: python {name}" if name.endswith(".py") else ""
+        raise CommandError(f"{name} is not executable{hint}", exit_code=EXIT_NOT_EXECUTABLE)
+    raise CommandError(f"there is no command {name!r}", exit_code=EXIT_NOT_FOUND)
+
+
+def make_environment(environ: Mapping[str, str], num_trainers: int) -> dict[str, str]:
+    """What the processes inherit: all of `environ`, GRADPOST_* settings included, but for what `up` decides.
+
+    As torchrun does, it keeps the trainers from taking all cores each, unless OMP_NUM_THREADS says otherwise. Raises
+    SettingsError for an unknown GRADPOST_* variable.
+    """
+    check_environment(environ)
+    kept = {k: v for k, v in environ.items() if not (k.startswith(PREFIX) and k in _DECIDED_HERE)}
+    kept.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_trainers)))
+    return kept
+
+
+def trainer_environment(rank: int, num_trainers: int) -> dict[str, str]:
+    """What scripts written for torchrun read besides RANK and WORLD_SIZE."""
+    return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num_trainers)}
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,206 @@
+"""One run of `gradpost up`: starts everything, watches over it, and ends everything, however it goes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from ps_protocol.errors import GradpostError
+from trainer_client.testing import Child, LocalCluster
+
+from ..output import EXIT_FAILED, count
+from .command import EXIT_NOT_EXECUTABLE, make_environment, resolve_command, trainer_environment
+from .ending import (
+    HOPELESS_GRACE_SECONDS,
+    STOP_GRACE_SECONDS,
+    Ending,
+    blame,
+    describe_end,
+    end_by_script,
+    end_by_signal,
+)
+from .progress import Progress
+from .report import print_summary
+from .screen import Screen
+
+T = TypeVar("T")
+
+TICK_SECONDS = 0.05
+JOIN_CHECK_SECONDS = 1.0
+JOIN_GRACE_SECONDS = 3.0  # until a script that has ended is missed by the others
+
+
+class LocalRun:
+    """Starts the cluster and the scripts, and stays until all of it has ended."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        num_pservers: int,
+        num_trainers: int,
+        settings: Mapping[str, Any],
+        *,
+        verbose: bool,
+        as_json: bool,
+    ) -> None:
+        self._command = resolve_command(command)
+        self._as_json = as_json
+        self._signals: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
+        self._screen = Screen(verbose=verbose, as_json=as_json, on_closed=lambda: self._signals.put(signal.SIGPIPE))
+        self._cluster = LocalCluster(
+            pservers=num_pservers,
+            trainers=num_trainers,
+            on_line=self._screen.show_line,
+            environ=make_environment(os.environ, num_trainers),
+            **settings,
+        )
+        self._ending: Ending | None = None
+        self._codes: dict[int, int] = {}  # of scripts that have ended
+        self._ended_at: dict[int, float] = {}
+        self._ended_by_us: set[int] = set()
+        self._next_join_check = 0.0
+
+    def run(self) -> int:
+        """Return the exit code: the first failing script's, 128 + the signal that ended it, or 0."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup
+                signal.signal(number, lambda received, _: self._signals.put(signal.Signals(received)))
+        summary = None
+        try:
+            if self._start():
+                with contextlib.ExitStack() as shown:
+                    if self._screen.is_terminal:
+                        progress = shown.enter_context(Progress(self._cluster.view))
+                        shown.enter_context(self._screen.live(progress.render))
+                    self._watch()
+                self._settle_blame()
+                summary = self._ask(self._cluster.summary)
+        finally:
+            self._cluster.stop(STOP_GRACE_SECONDS)
+        if self._ending is not None:
+            self._screen.say(self._ending.reason, "red")
+        if summary is not None and summary.state != "gathering":
+            print_summary(summary, as_json=self._as_json)
+        elif self._ending is None:
+            self._screen.say("nothing was trained: no script joined the cluster (trainer_client.connect)", "yellow")
+        return self._ending.exit_code if self._ending else 0
+
+    def _start(self) -> bool:
+        cluster, now = self._cluster, time.monotonic()
+        try:
+            cluster.start(give_up=lambda: not self._signals.empty())
+            self._screen.say(
+                f"{count(cluster.num_pservers, 'pserver')} and {count(cluster.num_trainers, 'trainer')} around the "
+                f"coordinator at {cluster.address}",
+                "dim",
+            )
+            for rank in range(cluster.num_trainers):
+                cluster.start_trainer(rank, self._command, trainer_environment(rank, cluster.num_trainers))
+        except RuntimeError:
+            if self._signals.empty():
+                self._report_death(self._cluster.coordinator, "did not start")
+            else:
+                self._ending = end_by_signal(self._signals.get(), now)
+        except OSError as error:
+            reason = f"{self._command[0]} cannot be run: {error.strerror}"
+            self._ending = Ending(EXIT_NOT_EXECUTABLE, reason, now)
+        return self._ending is None
+
+    # ------------------------------------------------------------------ while it runs
+
+    def _watch(self) -> None:
+        """Return when all scripts have ended, by themselves or by us."""
+        trainers = self._cluster.trainers
+        while len(self._codes) < len(trainers):
+            with contextlib.suppress(queue.Empty):
+                self._handle_signal(self._signals.get(timeout=TICK_SECONDS))
+            for rank, trainer in enumerate(trainers):
+                if rank not in self._codes and not trainer.is_running:
+                    self._handle_end(rank, trainer.wait())
+            if self._ending is None:
+                self._look_for_dead_services()
+                self._look_for_missed_scripts()
+            if self._ending is not None:
+                self._press(self._ending)
+
+    def _handle_signal(self, received: signal.Signals) -> None:
+        now = time.monotonic()
+        if self._ending is None:
+            self._ending = end_by_signal(received, now)
+        else:
+            self._ending.hurry(now)
+
+    def _handle_end(self, rank: int, code: int) -> None:
+        now = time.monotonic()
+        self._codes[rank], self._ended_at[rank] = code, now
+        if rank in self._ended_by_us:
+            return
+        self._leave_for(rank, None if code == 0 else f"its process {describe_end(code)}")
+        if code != 0 and self._ending is None:
+            status = self._ask(self._cluster.status)
+            others_know = status is not None and status.failure is not None
+            self._ending = end_by_script(rank, code, now, others_know=others_know)
+
+    def _leave_for(self, rank: int, reason: str | None) -> None:
+        """Tell the coordinator at once what it would otherwise learn when the lease ends: the process is gone."""
+        if status := self._ask(self._cluster.status):
+            for trainer in status.trainers:
+                if trainer.rank == rank and trainer.state in ("joined", "declared"):
+                    self._ask(partial(self._cluster.view.leave_for, status.run, trainer, reason))
+
+    def _look_for_dead_services(self) -> None:
+        for service in self._cluster.services:
+            if not service.is_running:
+                self._report_death(service, describe_end(service.wait()))
+                return
+
+    def _look_for_missed_scripts(self) -> None:
+        """A script that ended well without taking part leaves others waiting for it for ever."""
+        now = time.monotonic()
+        ended = {rank for rank, at in self._ended_at.items() if now - at > JOIN_GRACE_SECONDS}
+        if not ended or now < self._next_join_check:
+            return
+        self._next_join_check = now + JOIN_CHECK_SECONDS
+        status = self._ask(self._cluster.status)
+        if status is None or status.state != "gathering":
+            return
+        joined = {trainer.rank for trainer in status.trainers}
+        if joined and (missed := ended - joined):
+            names = [" and ".join(f"trainer {rank}" for rank in sorted(ranks)) for ranks in (missed, joined)]
+            self._ending = Ending(EXIT_FAILED, f"{names[0]} ended without joining the run; {names[1]} waited", now)
+
+    def _press(self, ending: Ending) -> None:
+        now = time.monotonic()
+        for rank, trainer in enumerate(self._cluster.trainers):
+            if not trainer.is_running:
+                continue
+            if now >= ending.kill_at:
+                trainer.signal(signal.SIGKILL)
+            elif now >= ending.ask_at and rank not in self._ended_by_us:
+                trainer.signal(ending.ask_with)
+            else:
+                continue
+            self._ended_by_us.add(rank)
+
+    # ------------------------------------------------------------------ the end
+
+    def _settle_blame(self) -> None:
+        if self._ending is not None and (status := self._ask(self._cluster.status)):
+            named = (status.failure or {}).get("ranks", ())
+            self._ending = blame(self._ending, self._codes, named, self._ended_by_us)
+
+    def _report_death(self, service: Child, how: str) -> None:
+        self._screen.reveal(service.name)
+        self._ending = Ending(EXIT_FAILED, f"{service.name} {how}", time.monotonic() + HOPELESS_GRACE_SECONDS)
+
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        try:
+            return question()
+        except GradpostError:
+            return None

@@ -1,0 +1,551 @@
+"""Everything that can be wrong with a request, as a table of requests that a running cluster refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from ps_protocol.errors import (
+    BadHeader,
+    BadHyperParameters,
+    BadModel,
+    BodyTooLarge,
+    Conflict,
+    ContributionConflict,
+    ContributionMissing,
+    FutureRound,
+    GradpostError,
+    IndexTaken,
+    InvalidMessage,
+    LengthRequired,
+    MalformedFrame,
+    MethodNotAllowed,
+    ModelMismatch,
+    ModeMismatch,
+    NonFiniteGradient,
+    NotFound,
+    NotReady,
+    PlanMismatch,
+    RankTaken,
+    StalePserver,
+    StaleRound,
+    StaleRun,
+    StaleTrainer,
+    UnknownBlock,
+    UnsupportedOptimizer,
+    UnsupportedProtocol,
+    WorldMismatch,
+    WrongDtype,
+    WrongShape,
+)
+from ps_protocol.fence import Fence
+from ps_protocol.routes import (
+    BARRIER,
+    BARRIER_HEADER,
+    BLOCKS,
+    DECLARE_MODEL,
+    GET,
+    INITIAL,
+    JOIN_TRAINER,
+    LEAVE,
+    MEMBERS,
+    METRICS,
+    PARAMETERS,
+    PLAN,
+    PSERVER_HEARTBEAT,
+    REGISTER_PSERVER,
+    RUN,
+    SEND,
+    STATE,
+    STATUS,
+    TRAINER_HEARTBEAT,
+)
+from ps_protocol.vocabulary import PROTOCOL_VERSION
+from trainer_client.testing import LocalCluster
+
+from .wire import NUMBERS, WireTrainer, completion, encode_blocks, join_message, model_message
+
+MIB = 1024 * 1024
+LIMITS = {"max_body_bytes": 48 * MIB, "max_header_bytes": 16 * MIB, "max_tensors": 1000}
+
+# ---------------------------------------------------------------- the world in which it is sent
+
+
+@dataclass
+class World:
+    """A cluster with a run that is gathering or training, and what must not change in it.
+
+    While it trains: round 1 is applied; trainer 0 has pushed all of round 2 without its barrier, trainer 1 nothing.
+    """
+
+    cluster: LocalCluster
+    server: str
+    http: httpx.AsyncClient  # HTTP/1.1
+    bulk: httpx.AsyncClient  # what a trainer uses: HTTP/2 on granian
+    phase: str = ""
+    num_phases: int = 0
+    trainers: list[WireTrainer] = field(default_factory=list)
+    addresses: list[str] = field(default_factory=list)
+    before: Any = None
+
+    async def enter(self, phase: str, **model: Any) -> None:
+        """Begin a new run, unless this one is in that phase."""
+        if self.phase == phase:
+            return
+        for trainer in self.trainers:
+            await trainer.leave()
+        self.phase, self.num_phases = phase, self.num_phases + 1
+        self.trainers = [WireTrainer(self.http, self.cluster.address) for _ in range(2)]
+        for rank, trainer in enumerate(self.trainers):
+            await trainer.join(f"{self.num_phases}.{rank}", rank)
+        await self.trainers[0].declare(**model)
+        if phase != "gathering":
+            await self.trainers[1].declare(**model)
+            await self._train()
+        self.addresses = [p.address for p in self.cluster.status().pservers]
+        self.before = await self.look()
+
+    async def _train(self) -> None:
+        for trainer in self.trainers:
+            await trainer.wait_for_plan()
+        await self.trainers[0].upload_initial()
+        for trainer in self.trainers:
+            await trainer.get(0)
+            await trainer.push(1)
+        for trainer in self.trainers:
+            await trainer.barrier(1)
+        for trainer in self.trainers:
+            await trainer.get(1)
+        await self.trainers[0].push(2)
+
+    async def look(self) -> Any:
+        """Everything that a bad request could have changed."""
+        status = (await self.http.get(self.cluster.address + STATUS)).json()
+        for member in (*status["pservers"], *status["trainers"]):
+            del member["heartbeat_age_seconds"]
+        for pserver in status["pservers"]:
+            del pserver["round"], pserver["waiting_seconds"]  # as of its last heartbeat
+        del status["round"]
+        states = []
+        for address in self.addresses:
+            state = (await self.http.get(address + STATE, params={"digest": True})).json()
+            assert self.phase == "gathering" or state["digest"]
+            del state["transports"], state["waiting_seconds"]
+            states.append(state)
+        return status, states
+
+    @property
+    def trainer(self) -> WireTrainer:
+        return self.trainers[0]
+
+    def own_blocks(self) -> Any:
+        """Blocks of pserver 0."""
+        return self.trainer.plan.shards[0]
+
+    async def metric(self, address: str, name: str) -> float:
+        text = (await self.http.get(address + METRICS)).text
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == name:
+                    return sample.value
+        raise KeyError(name)
+
+    async def wait_for_used_bytes(self, expected: float) -> None:
+        """Wait until the receive buffers of pserver 0 that are in use have so many bytes."""
+        async with asyncio.timeout(10):
+            while await self.metric(self.addresses[0], "gradpost_staged_bytes") != expected:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+# ---------------------------------------------------------------- what is sent
+
+
+@dataclass(frozen=True)
+class Bad:
+    """One bad request; `make` fills in what only the running cluster knows."""
+
+    name: str
+    error: type[GradpostError]
+    make: Callable[[World], Request]
+    phase: str = "training"
+    via: tuple[str, ...] = ("http", "bulk")
+
+
+@dataclass(frozen=True)
+class Request:
+    path: str
+    method: str = "POST"
+    headers: dict[str, str] = field(default_factory=dict)
+    content: Any = b""
+    to: int | None = 0  # the pserver; None: the coordinator
+
+
+CASES: list[Bad] = []
+
+
+def bad(name: str, error: type[GradpostError], make: Callable[[World], Request], **options: Any) -> None:
+    CASES.append(Bad(name, error, make, **options))
+
+
+def send(body: bytes, rank: int = 0, round_: int = 2, path: str = SEND, **changes: Any) -> Callable[[World], Request]:
+    return lambda w: Request(path, headers=w.trainers[rank].fence(round_, **changes), content=body)
+
+
+def control(path: str, message: Any, *, method: str = "POST", to: int | None = None) -> Callable[[World], Request]:
+    """A JSON message; a function of the world may stand for it, bytes are sent as they are."""
+
+    def make(world: World) -> Request:
+        value = message(world) if callable(message) else message
+        content = value if isinstance(value, bytes) else json.dumps(value).encode()
+        return Request(path, method, {"content-type": "application/json"}, content, to)
+
+    return make
+
+
+# ---------------------------------------------------------------- the fence, on every endpoint
+
+
+def honest(path: str, w: World, **changes: Any) -> Request:
+    """What trainer 1 could send now (an upload of initial values comes from trainer 0), but for the changes."""
+    rank, round_ = (0, 0) if path == INITIAL else (1, 2)
+    headers = w.trainers[rank].fence(round_, **changes)
+    body = b""
+    if path in (SEND, INITIAL):
+        body = encode_blocks(w.trainer.plan, w.own_blocks(), completion(len(w.own_blocks())))
+    if path == BARRIER:
+        headers[BARRIER_HEADER] = "batch"
+    return Request(path, headers=headers, content=body)
+
+
+for path in (SEND, INITIAL, GET, BARRIER):
+    for change, error in (
+        ({"protocol": PROTOCOL_VERSION + 1}, UnsupportedProtocol),
+        ({"run": "another"}, StaleRun),
+        ({"attempt": 1}, StaleRun),
+        ({"plan": "0" * 32}, PlanMismatch),
+        ({"pserver": 1}, StalePserver),
+        ({"pserver_incarnation": 2}, StalePserver),
+        ({"rank": 7}, StaleTrainer),
+        ({"trainer_incarnation": 99}, StaleTrainer),
+    ):
+        bad(f"{path} other {next(iter(change))}", error, lambda w, p=path, c=change: honest(p, w, **c))
+    for round_ in (3, 10**17):
+        bad(
+            f"{path} round {round_}",
+            StaleTrainer if path == INITIAL else FutureRound,
+            lambda w, p=path, r=round_: honest(p, w, round=r),
+        )
+
+for header in Fence(0, "", 0, "", 0, 0, 0, 0, 0).to_headers():
+
+    def without(w: World, header: str = header) -> Request:
+        request = honest(SEND, w)
+        del request.headers[header]
+        return request
+
+    def garbled(w: World, header: str = header) -> Request:
+        request = honest(SEND, w)
+        request.headers[header] = "x" * 200
+        return request
+
+    bad(f"without {header}", BadHeader, without)
+    bad(f"garbled {header}", BadHeader, garbled)
+for value in ("-1", "1.0", "", "9" * 19, "+1", "0x1"):
+
+    def at(w: World, value: str = value) -> Request:
+        return Request(SEND, headers={**w.trainer.fence(2), "gradpost-round": value}, content=b"{}")
+
+    bad(f"round {value!r}", BadHeader, at)
+
+bad("a get of a version that was overwritten", StaleRound, lambda w: Request(GET, headers=w.trainer.fence(0)))
+bad("initial values from another than the uploader", StaleTrainer, send(b"{}", rank=1, round_=0, path=INITIAL))
+
+# ---------------------------------------------------------------- bodies
+
+
+def frame(header: Any, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def tensor(name: str = "w.block0", dtype: str = "F32", shape: tuple[int, ...] = (150,), size: int = 600) -> bytes:
+    return frame({name: {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}}, bytes(size))
+
+
+W0 = {"dtype": "F32", "shape": [150], "data_offsets": [0, 600]}
+EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+for name, error, body in (
+    ("garbage", BodyTooLarge, bytes(range(200, 0, -1))),
+    ("a pickle", MalformedFrame, b"\x05\x00\x00\x00\x00\x00\x00\x00\x80\x04K\x01."),
+    ("seven bytes", MalformedFrame, bytes(7)),
+    ("a header bomb", BodyTooLarge, struct.pack("<Q", 2**63) + b"{}"),
+    ("a header above the limit", BodyTooLarge, struct.pack("<Q", LIMITS["max_header_bytes"] + 1) + b"{}"),
+    ("a header longer than the body", MalformedFrame, struct.pack("<Q", 1000) + b"{}"),
+    ("a header that is no JSON", MalformedFrame, frame(b"{w: 1}")),
+    ("a header that is no text", MalformedFrame, frame(b"{\xff\xfe}")),
+    ("a header that is a list", MalformedFrame, frame([])),
+    ("a deep header", MalformedFrame, frame(b'{"w":' + b"[" * 100_000 + b"]" * 100_000 + b"}")),
+    ("a number of a million digits", MalformedFrame, frame(b'{"w":' + b"9" * MIB + b"}")),
+    ("too many tensors", BodyTooLarge, frame({f"t{i}": EMPTY for i in range(1001)})),
+    ("a name twice", MalformedFrame, frame(b'{"w":%b,"w":%b}' % ((json.dumps(W0).encode(),) * 2), bytes(600))),
+    ("half a surrogate pair", MalformedFrame, frame(b'{"\\ud800":%b}' % json.dumps(W0).encode(), bytes(600))),
+    ("a truncated frame", MalformedFrame, tensor()[:-1]),
+    ("a frame with a rest", MalformedFrame, tensor() + b"x"),
+    ("a hole", MalformedFrame, frame({"w.block0": {**W0, "data_offsets": [4, 604]}}, bytes(604))),
+    ("an overlap", MalformedFrame, frame({"w.block0": W0, "b.block0": W0}, bytes(600))),
+    ("offsets that do not fit", MalformedFrame, frame({"w.block0": {**W0, "shape": [149]}}, bytes(600))),
+    ("a negative shape", MalformedFrame, frame({"w.block0": {**W0, "shape": [-150]}}, bytes(600))),
+    ("a shape that overflows", MalformedFrame, frame({"w.block0": {**W0, "shape": [2**62, 2**62]}}, bytes(600))),
+    ("a dtype that is none", MalformedFrame, tensor(dtype="FLOAT")),
+    ("metadata that is no text", MalformedFrame, frame({"__metadata__": {"num_blocks": 3}})),
+    ("an unknown block", UnknownBlock, tensor("nobody.block0")),
+    ("a parameter instead of a block", UnknownBlock, tensor("w")),
+    ("a wrong shape", WrongShape, tensor(shape=(149,), size=596)),
+    ("another number of dimensions", WrongShape, tensor(shape=(150, 1))),
+    ("a scalar", WrongShape, tensor(shape=(), size=4)),
+    ("no elements", WrongShape, tensor(shape=(0,), size=0)),
+    ("float64", WrongDtype, tensor(dtype="F64", size=1200)),
+    ("bfloat16", WrongDtype, tensor(dtype="BF16", size=300)),
+    ("integers of the same length", WrongDtype, tensor(dtype="I32")),
+):  # fmt: skip
+    bad(f"body: {name}", error, send(body, rank=1))
+    if error is not MalformedFrame:
+        continue
+    bad(f"initial body: {name}", error, send(body, round_=0, path=INITIAL))
+
+
+def of_pserver_1(w: World) -> Request:
+    return Request(
+        SEND, headers=w.trainers[1].fence(2), content=encode_blocks(w.trainer.plan, w.trainer.plan.shards[1])
+    )
+
+
+bad("a block of another pserver", UnknownBlock, of_pserver_1)
+bad("a body above the limit", BodyTooLarge, send(bytes(LIMITS["max_body_bytes"] + 1), rank=1))
+bad("a body larger than the shard", BodyTooLarge, send(bytes(LIMITS["max_header_bytes"] + MIB), rank=1))
+
+
+def chunked(w: World) -> Request:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield tensor()
+
+    return Request(SEND, headers=w.trainers[1].fence(2), content=pieces())
+
+
+bad("no Content-Length", LengthRequired, chunked, via=("http",))
+bad("no body", MalformedFrame, send(b"", rank=1), via=("http",))
+
+
+def contribution(
+    error: type[GradpostError], name: str, rank: int = 1, value: float = 1.0, **metadata: str | None
+) -> None:
+    """The whole contribution to pserver 0, with other metadata or another value."""
+
+    def make(w: World) -> Request:
+        entries = {**completion(len(w.own_blocks())), **metadata}
+        entries = {key: text for key, text in entries.items() if text is not None}
+        body = encode_blocks(w.trainer.plan, w.own_blocks(), entries, value)
+        return Request(SEND, headers=w.trainers[rank].fence(2), content=body)
+
+    bad(f"contribution: {name}", error, make)
+
+
+contribution(NonFiniteGradient, "NaN", value=float("nan"))
+contribution(NonFiniteGradient, "inf", value=float("inf"))
+contribution(NonFiniteGradient, "-inf", value=float("-inf"))
+contribution(ContributionConflict, "other bytes under the same identity", rank=0, value=2.0)
+contribution(
+    ContributionConflict, "other hyper-parameters", rank=0, hyper_parameters=json.dumps([{**NUMBERS[0], "lr": 1}])
+)
+contribution(ContributionConflict, "another number of blocks", rank=0, num_blocks="17")
+contribution(ContributionConflict, "more blocks than it says", num_blocks="0")
+for text in ("-1", "1.5", "many", "", "9" * 30):
+    contribution(MalformedFrame, f"num_blocks {text!r}", num_blocks=text)
+contribution(BadHyperParameters, "no hyper-parameters", hyper_parameters=None)
+for text in (
+    "lr=0.1", "[" * 50_000, "null", "[]", "{}", "[{}]", json.dumps(NUMBERS * 2), "[null]",
+    *(json.dumps([{**NUMBERS[0], "lr": lr}]) for lr in (float("nan"), float("inf"), -1, "1", None, [], True, 10**400)),
+    json.dumps([{**NUMBERS[0], "betas": [0.9, 0.99]}]),
+    json.dumps([{key: value for key, value in NUMBERS[0].items() if key != "momentum"}]),
+):  # fmt: skip
+    contribution(BadHyperParameters, f"hyper-parameters {text[:60]}", hyper_parameters=text)
+
+# ---------------------------------------------------------------- barriers and gets
+
+
+def with_headers(
+    path: str, rank: int = 1, content: bytes = b"", round_: int = 2, **headers: str
+) -> Callable[[World], Request]:
+    named = {f"gradpost-{name.replace('_', '-')}": value for name, value in headers.items()}
+    return lambda w: Request(path, headers={**w.trainers[rank].fence(round_), **named}, content=content)
+
+
+bad("a batch barrier without a contribution", ContributionMissing, with_headers(BARRIER, barrier="batch"))
+bad("a batch barrier on a get without a contribution", ContributionMissing, with_headers(GET, barrier="batch"))
+bad("a fetch barrier of the open round", FutureRound, with_headers(BARRIER, barrier="fetch"))
+bad("a barrier of no kind", BadHeader, with_headers(BARRIER))
+bad("a barrier of another kind", BadHeader, with_headers(BARRIER, rank=0, barrier="both"))
+bad("a fetch barrier on a get", BadHeader, with_headers(GET, rank=0, barrier="fetch"))
+for text in ("soon", "-1", "nan", "inf", "31", ""):
+    bad(f"wait {text!r}", BadHeader, with_headers(GET, rank=0, barrier="batch", wait_seconds=text))
+for content, error in (
+    (b'["nobody.block0"]', UnknownBlock),
+    (b'{"w.block0": 1}', MalformedFrame),
+    (b"[1]", MalformedFrame),
+    (b"[", MalformedFrame),
+    (b"\xff", MalformedFrame),
+    (b"[" * 100_000, MalformedFrame),
+    (b'["' + b"x" * 2 * MIB + b'"]', BodyTooLarge),
+):
+    bad(f"names {content[:20]!r}", error, with_headers(GET, rank=0, barrier="batch", content=content))
+
+# ---------------------------------------------------------------- control messages
+
+
+def installation(**changes: Any) -> Callable[[World], Any]:
+    def make(w: World) -> Any:
+        return {
+            "run": "another", "attempt": 0, "plan": w.trainer.ready.plan, "incarnation": 1, "mode": "sync",
+            "nonfinite": "reject", "round_timeout_seconds": 1, "uploader": 0, "number": 1, "members": {"0": 1},
+            **changes,
+        }  # fmt: skip
+
+    return make
+
+
+def same_run_other_plan(w: World) -> Any:
+    plan = {**w.trainer.ready.plan, "buffers": [["mean", [2], "F32", 0]]}
+    return {**installation()(w), "run": w.trainer.ready.run, "plan": plan}
+
+
+for name, message, error in (
+    ("malformed", b"{", InvalidMessage),
+    ("no object", [], InvalidMessage),
+    ("no members", {}, InvalidMessage),
+    ("a member that is unknown", installation(extra=1), InvalidMessage),
+    ("an unknown mode", installation(mode="chaos"), InvalidMessage),
+    ("another life", installation(incarnation=7), StalePserver),
+    ("no plan", installation(plan={}), BadModel),
+    ("another plan for the run", same_run_other_plan, Conflict),
+):
+    bad(f"installation: {name}", error, control(RUN, message, method="PUT", to=0))
+bad("members: malformed", InvalidMessage, control(MEMBERS, {"run": "x"}, method="PUT", to=0))
+
+for to in (0, None):
+    who = "coordinator" if to is None else "pserver"
+    bad(f"{who}: unknown path", NotFound, lambda w, t=to: Request("/v1/nothing", to=t))
+    bad(f"{who}: wrong method", MethodNotAllowed, lambda w, t=to: Request(STATE if t == 0 else STATUS, "DELETE", to=t))
+bad("tensor endpoint: wrong method", MethodNotAllowed, lambda w: Request(SEND, "PUT", w.trainer.fence(2)))
+bad("blocks: unknown", UnknownBlock, lambda w: Request(BLOCKS + "?name=nobody.block0", "GET"))
+bad("blocks: no name", InvalidMessage, lambda w: Request(BLOCKS, "GET"))
+
+# ---------------------------------------------------------------- the coordinator, while training
+
+REGISTRATION = {
+    "protocol": PROTOCOL_VERSION, "instance": "a new pserver", "address": "http://127.0.0.1:9", "http2": True,
+}  # fmt: skip
+for name, message, error in (
+    ("malformed", b"{", InvalidMessage),
+    ("other protocol", {**REGISTRATION, "protocol": 99}, UnsupportedProtocol),
+    ("one too many", REGISTRATION, WorldMismatch),
+    ("an index beyond", {**REGISTRATION, "index": 2}, WorldMismatch),
+    ("an index that is taken", {**REGISTRATION, "index": 1}, IndexTaken),
+    ("a negative index", {**REGISTRATION, "index": -1}, InvalidMessage),
+    ("a short instance", {**REGISTRATION, "instance": "x"}, InvalidMessage),
+):
+    bad(f"registration: {name}", error, control(REGISTER_PSERVER, message))
+beat = {"incarnation": 9, "run": None, "round": 0}
+bad("pserver heartbeat: another life", StalePserver, control(PSERVER_HEARTBEAT.format(index=0), beat))
+bad("pserver heartbeat: unknown", StalePserver, control(PSERVER_HEARTBEAT.format(index=7), beat))
+bad("pserver heartbeat: no index", InvalidMessage, control(PSERVER_HEARTBEAT.format(index="x"), beat))
+
+for name, message, error in (
+    ("malformed", b'{"protocol": 1,', InvalidMessage),
+    ("not text", b"\xff\xfe", InvalidMessage),
+    ("a misspelt member", join_message("new", 0, worldsize=2), InvalidMessage),
+    ("a negative rank", join_message("new", -1), InvalidMessage),
+    ("other protocol", join_message("new", 0, protocol=0), UnsupportedProtocol),
+    ("WORLD_SIZE", join_message("new", 0, world_size=3), WorldMismatch),
+    ("a rank beyond", join_message("new", 2), WorldMismatch),
+    ("another mode", join_message("new", 0, mode="async"), ModeMismatch),
+):
+    for phase in ("gathering", "training"):
+        bad(f"join while {phase}: {name}", error, control(JOIN_TRAINER, message), phase=phase)
+bad("join: a third trainer", RankTaken, control(JOIN_TRAINER, join_message("new", None)), phase="gathering")
+bad("join: a rank that is taken", RankTaken, control(JOIN_TRAINER, join_message("new", 1)), phase="gathering")
+bad("join: the run is under way", NotReady, control(JOIN_TRAINER, join_message("new", 1)))
+
+
+def identity(w: World, **changes: Any) -> dict[str, Any]:
+    return {"run": w.trainer.joined.run, "incarnation": w.trainer.joined.incarnation, **changes}
+
+
+for path, more in ((TRAINER_HEARTBEAT, {"round": 1}), (LEAVE, {"outcome": "failed"})):
+    at0, at7 = path.format(rank=0), path.format(rank=7)
+    bad(f"{at0}: other run", StaleRun, control(at0, lambda w, m=more: identity(w, run="another", **m)))
+    bad(f"{at0}: other life", StaleTrainer, control(at0, lambda w, m=more: identity(w, incarnation=99, **m)))
+    bad(f"{at7}: nobody", StaleTrainer, control(at7, lambda w, m=more: identity(w, **m)))
+    bad(f"{at0}: malformed", InvalidMessage, control(at0, {}))
+bad("leave: no outcome", InvalidMessage, control(LEAVE.format(rank=0), lambda w: identity(w, outcome="gone")))
+bad("plan: another run", StaleRun, lambda w: Request(PLAN + "?rank=0&run=another&incarnation=1", "GET", to=None))
+bad("plan: no identity", InvalidMessage, lambda w: Request(PLAN, "GET", to=None))
+bad(
+    "plan: too long a wait",
+    InvalidMessage,
+    lambda w: Request(f"{PLAN}?rank=0&run={w.trainer.joined.run}&incarnation=1&wait_seconds=1e9", "GET", to=None),
+)
+bad("parameter: unknown", NotFound, lambda w: Request(PARAMETERS + "/nobody", "GET", to=None))
+
+# ---------------------------------------------------------------- models
+
+bad("parameters before the run", NotReady, lambda w: Request(PARAMETERS, "GET", to=None), phase="gathering")
+
+
+def waiting(w: World) -> Request:
+    run = w.trainer.joined
+    return Request(f"{PLAN}?rank={run.rank}&run={run.run}&incarnation={run.incarnation}", "GET", to=None)
+
+
+bad("plan before everybody is here", NotReady, waiting, phase="gathering")
+
+
+def declaration(error: type[GradpostError], name: str, phase: str = "gathering", rank: int = 1, **changes: Any) -> None:
+    def make(w: World) -> Any:
+        return model_message(w.trainers[rank].joined, **changes)
+
+    bad(f"model: {name}", error, control(DECLARE_MODEL.format(rank=rank), make), phase=phase)
+
+
+FLAGS = [{"nesterov": False, "maximize": False}]
+for optimizer in ("LBFGS", "SparseAdam", "Muon", "Adafactor", "ASGD", "Rprop", "Mine", "", "__import__"):
+    declaration(UnsupportedOptimizer, optimizer, optimizer=optimizer, group_flags=[{}])
+declaration(UnsupportedOptimizer, "flags of another optimizer", group_flags=[{"amsgrad": False}])
+declaration(UnsupportedOptimizer, "no flags", group_flags=[{}])
+declaration(InvalidMessage, "flags that are no booleans", group_flags=[{"nesterov": "perhaps", "maximize": False}])
+declaration(BadModel, "a name twice", parameters=[["w", [1], "F32", 0], ["w", [1], "F32", 0]])
+declaration(BadModel, "no name", parameters=[["", [1], "F32", 0]])
+declaration(BadModel, "integers", parameters=[["w", [1], "I64", 0]])
+declaration(BadModel, "a group that is not there", parameters=[["w", [1], "F32", 1]])
+declaration(BadModel, "a negative size", parameters=[["w", [-1], "F32", 0]])
+declaration(BadModel, "more elements than there are", parameters=[["w", [2**62, 2**62], "F32", 0]])
+declaration(BadModel, "a buffer called like a block", buffers=[["w.block0", [1], "F32"]])
+declaration(InvalidMessage, "a parameter that is none", parameters=[["w"]])
+declaration(InvalidMessage, "no block size", min_block_size=0)
+declaration(InvalidMessage, "another placement", placement="anywhere")
+declaration(ModelMismatch, "another shape", parameters=[["w", [3, 101], "F32", 0]])
+declaration(ModelMismatch, "another optimizer", optimizer="Adagrad", group_flags=[{"maximize": False}])
+declaration(ModelMismatch, "other flags", group_flags=[{"nesterov": True, "maximize": False}])
+declaration(ModelMismatch, "another block size", min_block_size=50)
+declaration(ModelMismatch, "another policy", nonfinite="allow")
+declaration(StaleRun, "of another run", run="another")
+declaration(StaleTrainer, "of another life", incarnation=99)
+declaration(ModelMismatch, "another one than was planned", phase="training", min_block_size=50)
+
+CASES.sort(key=lambda case: case.phase)  # so that few runs are begun

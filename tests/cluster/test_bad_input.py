@@ -1,0 +1,182 @@
+"""Whatever is wrong with a request: one shape of answer, a stable code, and nothing has changed."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from ps_protocol.errors import (
+    PROBLEM_CONTENT_TYPE,
+    PROBLEM_TYPE_PREFIX,
+    error_from_problem,
+)
+from ps_protocol.routes import (
+    BARRIER,
+    BARRIER_HEADER,
+    SEND,
+)
+from trainer_client.testing import LocalCluster
+from trainer_client.transport import BulkTransport
+
+from .bad_requests import CASES, LIMITS, MIB, Bad, World
+from .wire import completion, encode_blocks
+
+pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["granian", "uvicorn"])
+async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
+    server = request.param
+    async with AsyncExitStack() as stack:
+        cluster = LocalCluster(pservers=2, trainers=2, server=server, lease_seconds=120, **LIMITS)
+        stack.enter_context(cluster)
+        http = httpx.AsyncClient(trust_env=False, timeout=30)
+        await stack.enter_async_context(http)
+        bulk = httpx.AsyncClient(transport=BulkTransport(http2=server == "granian"), timeout=None)
+        await stack.enter_async_context(bulk)
+        yield World(cluster, server, http, bulk)
+
+
+# ---------------------------------------------------------------- the one test over all of them
+
+
+@pytest.mark.parametrize(
+    ("case", "number"), [pytest.param(case, number, id=case.name[:80]) for number, case in enumerate(CASES)]
+)
+async def test_bad_input_gets_a_problem_document_and_changes_nothing(world: World, case: Bad, number: int) -> None:
+    await world.enter(case.phase)
+    # By turns, so that each server gets half of them over either transport, and each case goes over both.
+    via = case.via[(number + (world.server == "granian")) % len(case.via)]
+    request = case.make(world)
+    address = world.cluster.address if request.to is None else world.addresses[request.to]
+    client = world.bulk if via == "bulk" else world.http
+    response = await client.request(
+        request.method, address + request.path, headers=request.headers, content=request.content
+    )
+
+    error = case.error
+    problem = response.json()
+    assert (response.status_code, problem["code"]) == (error.status, error.code), problem
+    assert response.headers["content-type"] == PROBLEM_CONTENT_TYPE
+    expected = {
+        "type": PROBLEM_TYPE_PREFIX + error.code,
+        "title": error.code.replace("_", " "),
+        "status": error.status,
+        "code": error.code,
+        "may_be_retried": error.may_be_retried,
+    }
+    assert {key: problem[key] for key in expected} == expected
+    assert isinstance(problem["detail"], str)
+    assert problem["detail"]
+    assert len(response.content) < 5000  # what a stranger sent is not sent back in full
+    rebuilt = error_from_problem(problem)
+    assert (type(rebuilt), rebuilt.detail) == (error, problem["detail"])
+
+    assert await world.look() == world.before
+
+
+# ---------------------------------------------------------------- what gets no answer, or a good one
+
+
+def head(w: World, num_bytes: int, rank: int = 1) -> bytes:
+    """Headers of a push over HTTP/1.1 that announces a body."""
+    lines = {**w.trainers[rank].fence(2), "host": "x", "content-length": str(num_bytes)}
+    return "\r\n".join([f"POST {SEND} HTTP/1.1", *(f"{k}: {v}" for k, v in lines.items()), "", ""]).encode()
+
+
+async def open_socket(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    url = urlsplit(address)
+    return await asyncio.open_connection(url.hostname, url.port)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
+async def test_a_body_that_breaks_off_changes_nothing_and_returns_its_buffer(world: World, share: float) -> None:
+    await world.enter("training")
+    body = encode_blocks(world.trainer.plan, world.own_blocks(), completion(len(world.own_blocks())))
+    used = await world.metric(world.addresses[0], "gradpost_staged_bytes")
+    _, writer = await open_socket(world.addresses[0])
+    writer.write(head(world, len(body)) + body[: int(len(body) * share)])
+    await writer.drain()
+    await world.wait_for_used_bytes(used + len(body))
+    writer.close()
+    await world.wait_for_used_bytes(used)
+    assert await world.look() == world.before
+
+
+async def test_a_body_longer_than_its_content_length_changes_nothing(world: World) -> None:
+    await world.enter("training")
+    body = encode_blocks(world.trainer.plan, world.own_blocks(), completion(len(world.own_blocks())))
+    reader, writer = await open_socket(world.addresses[0])
+    writer.write(head(world, len(body) - 1) + body + b"\r\n\r\n")
+    answer = await asyncio.wait_for(reader.read(200), 10)
+    assert b" 400 " in answer.splitlines()[0]
+    writer.close()
+    assert await world.look() == world.before
+
+
+async def test_a_late_push_of_an_applied_round_is_answered_and_changes_nothing(world: World) -> None:
+    await world.enter("training")
+    headers = world.trainers[1].fence(1)
+    body = encode_blocks(world.trainer.plan, world.own_blocks(), completion(len(world.own_blocks())), value=5.0)
+    for client in (world.http, world.bulk):
+        response = await client.post(world.addresses[0] + SEND, headers=headers, content=body)
+        assert (response.status_code, response.json()["status"]) == (200, "already_applied")
+        response = await client.post(world.addresses[0] + BARRIER, headers={**headers, BARRIER_HEADER: "batch"})
+        assert (response.status_code, response.json()["missing"]) == (200, [0, 1])
+    assert remove_counters(await world.look()) == remove_counters(world.before)
+
+
+def remove_counters(look: Any) -> Any:
+    status, states = look
+    return status, [{k: v for k, v in s.items() if k not in ("pushed_bytes", "pulled_bytes")} for s in states]
+
+
+async def test_announcements_of_large_bodies_take_no_memory(world: World) -> None:
+    """Nobody may make a pserver allocate what it never sends."""
+    await world.enter("training")
+    address, num_bytes = world.addresses[0], LIMITS["max_header_bytes"]
+    resident = await world.metric(address, "process_resident_memory_bytes")
+    used = await world.metric(address, "gradpost_staged_bytes")
+    writers = []
+    try:
+        for _ in range(30):
+            for size in (num_bytes, 10**12):  # the second is refused
+                _, writer = await open_socket(address)
+                writers.append(writer)
+                writer.write(head(world, size) + bytes(1000))
+        await world.wait_for_used_bytes(used + 30 * num_bytes)
+        grown = await world.metric(address, "process_resident_memory_bytes") - resident
+        assert grown < 100 * MIB, f"{grown / MIB:.0f} MiB for {30 * num_bytes / MIB:.0f} MiB that were only announced"
+    finally:
+        for writer in writers:
+            writer.close()
+    await world.wait_for_used_bytes(used)
+    assert await world.look() == world.before
+
+
+async def test_non_finite_gradients_are_applied_if_that_is_the_policy(world: World) -> None:
+    await world.enter("training with NaN", nonfinite="allow")
+    await world.trainers[1].push(2, value=float("nan"))
+    for trainer in world.trainers:
+        await trainer.barrier(2)
+    for body in await world.trainers[0].get(2):
+        assert b'"round":"2"' in body
+        assert struct.pack("<f", float("nan"))[-2:] in body
+    assert [state["round"] for state in (await world.look())[1]] == [2, 2]
+
+
+async def test_an_honest_request_is_let_in(world: World) -> None:
+    """The other tests would pass on a pserver that refuses everything."""
+    await world.enter("training, once more")
+    await world.trainers[1].push(2)
+    for trainer in world.trainers:
+        await trainer.barrier(2)
+    assert await world.trainers[0].get(2) == await world.trainers[1].get(2)

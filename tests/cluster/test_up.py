@@ -1,0 +1,244 @@
+"""`gradpost up` as its user meets it: output, exit code, and nothing left behind, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from .up_support import IDLE, SECONDS, STUBBORN, RunningUp, train_script
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc"),
+]
+
+CONTROL = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
+
+
+def run_up(*arguments: object, folder: Path, **environ: str) -> tuple[int, str, str]:
+    with RunningUp(*arguments, folder=folder, **environ) as up:
+        outcome = up.finish()
+        assert up.has_left_nothing(), up.left()
+    return outcome
+
+
+# ---------------------------------------------------------------------- training
+
+
+def test_it_trains_and_ends_with_the_numbers(tmp_path: Path) -> None:
+    """From a folder whose `services` would break ours, with a setting from the environment."""
+    (tmp_path / "services").mkdir()
+    (tmp_path / "services" / "__init__.py").write_text("raise ImportError('not yours')")
+    script = train_script(tmp_path)
+    code, stdout, stderr = run_up("--", "python", script.name, folder=tmp_path, GRADPOST_MIN_BLOCK_SIZE="4")
+    lines = stdout.splitlines()
+    assert code == 0, stdout + stderr
+    for rank in range(2):
+        assert f"[trainer {rank}] rank {rank} of 2, {sys.executable}" in lines
+    assert re.fullmatch(r"trained: mode=sync transport=HTTP/2 accuracy=0\.5 rounds=5 seconds=[0-9.]+", lines[-1])
+    rounds, values, _, columns, *shards, _, _ = lines[-8:]
+    assert rounds.split() == ["rounds", "seconds", "seconds", "a", "round", "accuracy", "loss"]
+    assert values.split()[0] == "5"
+    assert columns.split() == ["pserver", "shard", "bytes", "pushed", "bytes", "pulled", "bytes"]
+    # 18 elements; blocks of at least 4, so that each pserver has half of the matrix and one of them the bias.
+    assert sorted(line.split()[1] for line in shards) == ["32", "40"]
+    assert "\x1b" not in stdout + stderr
+    assert re.fullmatch(r"gradpost: 2 pservers and 2 trainers around the coordinator at http://\S+\n", stderr)
+
+
+def test_on_a_terminal_it_shows_a_live_line_and_colours(tmp_path: Path) -> None:
+    script = train_script(tmp_path, rounds=60, in_each_round="time.sleep(0.05); session.report(loss=0.25)")
+    ours, theirs = os.openpty()
+    environ = {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
+    arguments = (
+        "--server",
+        "uvicorn",
+        "--pservers",
+        1,
+        "--trainers",
+        1,
+        "--lease-seconds",
+        "3",
+        "--",
+        "python",
+        script,
+    )
+    with RunningUp(*arguments, folder=tmp_path, stdout=theirs, **environ) as up:
+        os.close(theirs)
+        shown = read_terminal(ours)
+        code = up.process.wait(SECONDS)
+    assert code == 0, shown
+    assert re.search(r"waiting for .*trainer 0", shown)
+    assert re.search(r"training: round [1-9]\d*  [0-9.]+ rounds/s  [0-9.]+ MB/s  loss 0\.25  0:0", shown)
+    assert "\x1b[36m[trainer 0] \x1b[0mrank 0 of 1" in shown
+    assert "\x1b[1A" in shown or "\x1b[2K" in shown  # the live line is erased and drawn again
+    last = CONTROL.sub("", shown).rstrip().splitlines()[-1]
+    assert last.startswith("trained: mode=sync transport=HTTP/1.1 accuracy=0.5 rounds=60 seconds=")
+
+
+def read_terminal(fd: int) -> str:
+    shown = b""
+    while True:
+        try:
+            chunk = os.read(fd, 65536)
+        except OSError:  # so a terminal says that nobody has it open any more
+            chunk = b""
+        if not chunk:
+            os.close(fd)
+            return shown.decode()
+        shown += chunk
+
+
+# ---------------------------------------------------------------------- a script fails
+
+
+def test_the_first_failure_gives_the_code_and_the_others_name_it(tmp_path: Path) -> None:
+    script = train_script(tmp_path, in_each_round="if session.rank == 1 and step == 2: sys.exit(7)")
+    code, stdout, stderr = run_up("--json", "--pservers", 1, "--", "python", script, folder=tmp_path)
+    assert code == 7, stderr
+    summary = json.loads(stdout)
+    assert (summary["state"], summary["rounds"], len(summary["shards"])) == ("failed", 3, 1)
+    assert summary["seconds_a_round"] == pytest.approx(summary["seconds"] / 3)
+    assert "[trainer 0] ps_protocol.errors.TrainerLost: trainer 1 failed: SystemExit: 7\n" in stderr
+    assert stderr.endswith("gradpost: trainer 1 failed with exit code 7\n")
+
+
+def test_a_killed_script_is_noticed_at_once(tmp_path: Path) -> None:
+    """Long before its lease ends."""
+    script = train_script(tmp_path, in_each_round="if session.rank == 1 and step == 2: os.kill(os.getpid(), 9)")
+    code, stdout, stderr = run_up("--lease-seconds", 1000, "--pservers", 1, "--", "python", script, folder=tmp_path)
+    assert code == 128 + 9, stderr
+    named = "trainer 1 failed: its process was ended by SIGKILL (out of memory?)"
+    assert f"[trainer 0] ps_protocol.errors.TrainerLost: {named}\n" in stdout
+    assert stderr.endswith("gradpost: trainer 1 was ended by SIGKILL (out of memory?)\n")
+    assert stdout.splitlines()[-1].startswith("failed: mode=sync transport=HTTP/2 rounds=3 ")
+
+
+def test_who_does_not_take_part_is_not_waited_for(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\n"
+        "if os.environ['RANK'] == '0': sys.exit()\n"
+        "from trainer_client import connect\n"
+        "print('joined', connect().rank, flush=True)\n"
+        "import time; time.sleep(600)\n"
+    )
+    code, stdout, stderr = run_up("--pservers", 1, "--", "python", script, folder=tmp_path)
+    assert (code, "[trainer 1] joined 1\n" in stdout) == (1, True), stderr
+    assert stderr.endswith("gradpost: trainer 0 ended without joining the run; trainer 1 waited\n")
+
+
+def test_a_script_that_never_joins(tmp_path: Path) -> None:
+    script = "import sys; print('no newline at the end', end=''); sys.exit(0)"
+    code, stdout, stderr = run_up("--trainers", 1, "--", "python", "-c", script, folder=tmp_path)
+    assert (code, stdout) == (0, "[trainer 0] no newline at the end\n")
+    assert stderr.endswith("gradpost: nothing was trained: no script joined the cluster (trainer_client.connect)\n")
+
+
+def test_a_failure_before_joining_ends_the_others(tmp_path: Path) -> None:
+    script = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(600)"
+    code, _, stderr = run_up("--", "python", "-c", script, folder=tmp_path)
+    assert code == 3
+    assert stderr.endswith("gradpost: trainer 1 failed with exit code 3\n")
+
+
+# ---------------------------------------------------------------------- it is ended
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_everything(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    with RunningUp("--pservers", 1, "--", "python", "-c", IDLE, folder=tmp_path) as up:
+        up.wait_for("[trainer 0] ready", "[trainer 1] ready")
+        assert len(up.left()) == 1 + 1 + 1 + 1 + 2 * 2  # up, its guardian, two services, two scripts of two processes
+        started = time.monotonic()
+        up.signal(number)
+        assert up.finish()[0] == code
+        assert time.monotonic() - started < 10
+        assert up.has_left_nothing(), up.left()
+
+
+def test_what_ignores_signals_is_killed_at_the_second_one_at_once(tmp_path: Path) -> None:
+    with RunningUp("--pservers", 1, "--trainers", 1, "--", "python", "-c", STUBBORN, folder=tmp_path) as up:
+        up.wait_for("[trainer 0] ready")
+        up.signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert up.process.poll() is None
+        up.signal(signal.SIGINT)
+        assert up.finish()[0] == 130
+        assert up.has_left_nothing(), up.left()
+
+
+def test_kill_9_leaves_nothing_either(tmp_path: Path) -> None:
+    with RunningUp("--pservers", 1, "--", "python", "-c", STUBBORN, folder=tmp_path) as up:
+        up.wait_for("[trainer 0] ready", "[trainer 1] ready")
+        up.signal(signal.SIGKILL)
+        assert up.has_left_nothing(seconds=10), up.left()
+
+
+def test_it_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
+    chatty = "import time\nwhile True: print('line'); time.sleep(0.05)"
+    with RunningUp("--pservers", 1, "--trainers", 1, "--", "python", "-c", chatty, folder=tmp_path) as up:
+        up.wait_for("[trainer 0] line")
+        assert up.process.stdout is not None
+        up.process.stdout.close()
+        assert up.process.wait(SECONDS) == 128 + signal.SIGPIPE
+        assert up.has_left_nothing(), up.left()
+
+
+@pytest.mark.parametrize("service", ["pserver", "coordinator"])
+def test_a_service_that_dies_ends_it(tmp_path: Path, service: str) -> None:
+    with RunningUp("--pservers", 1, "--trainers", 1, "--", "python", "-c", IDLE, folder=tmp_path) as up:
+        up.wait_for("[trainer 0] ready")
+        os.kill(up.pid_of(f"-m services.{service}"), signal.SIGKILL)
+        code, _, stderr = up.finish()
+        name = "pserver 0" if service == "pserver" else service
+        assert code == 1
+        assert f"gradpost: {name} was ended by SIGKILL (out of memory?)" in stderr
+        assert up.has_left_nothing(), up.left()
+
+
+def test_a_taken_port_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, stdout, stderr = run_up("--port", port, "--", "python", "-c", "", folder=tmp_path)
+    assert code == 1
+    assert f"cannot listen on 127.0.0.1:{port}: another process listens there" in stdout
+    assert stderr.endswith("gradpost: coordinator did not start\n")
+
+
+# ---------------------------------------------------------------------- nothing is started
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--", "frobnicate"], 127, "there is no command 'frobnicate'"),
+        (["--", "./train.py"], 126, "./train.py is not executable; did you mean: python ./train.py"),
+        (
+            ["--round-timeout", "0", "--", "python"],
+            2,
+            "--round-timeout-seconds: input should be greater than 0, not '0.0'",
+        ),
+        (["--server", "apache", "--", "python"], 2, "--server: input should be 'granian' or 'uvicorn', not 'apache'"),
+    ],
+)
+def test_what_cannot_be_run_is_said_first(tmp_path: Path, arguments: list[str], code: int, message: str) -> None:
+    (tmp_path / "train.py").touch()
+    assert run_up(*arguments, folder=tmp_path) == (code, "", f"gradpost: error: {message}\n")
+
+
+def test_settings_of_the_environment_are_checked_too(tmp_path: Path) -> None:
+    outcome = run_up("--", "python", folder=tmp_path, GRADPOST_THREADS="many")
+    assert outcome[0] == 2
+    assert outcome[2].startswith("gradpost: error: GRADPOST_THREADS: input should be a valid integer")
+    outcome = run_up("--", "python", folder=tmp_path, GRADPOST_PSERVER="1")
+    assert outcome[0] == 2
+    assert "unknown environment variable GRADPOST_PSERVER" in outcome[2]

@@ -1,0 +1,139 @@
+"""Trainers as real processes that start at once: forked from a server process which has imported torch already.
+
+Importing this module warms that process up. Each trainer reports what happens to it through a pipe, with the time.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import nn
+
+from ps_protocol.errors import GradpostError
+from trainer_client import RemoteOptimizer, Session, connect
+from trainer_client.optimizer_spec import describe_optimizer
+
+torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)  # the first one imports for seconds
+_forkserver = multiprocessing.get_context("forkserver")
+_forkserver.set_forkserver_preload([__name__])
+
+FOREVER = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Plot:
+    """What a trainer does: so many steps, then it hangs (its heartbeats live) until it is told to go on."""
+
+    steps: int = FOREVER
+    hangs_after: int | None = None  # this step; 0: after it declared its model, before it uploads any value
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Event:
+    """`what` is "round", "hanging", "done" or the class of the exception that ended the trainer."""
+
+    what: str
+    at: float  # by the monotonic clock, which all processes share
+    round: int = 0
+    text: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Trainer:
+    """A trainer process and its story so far."""
+
+    def __init__(self, address: str, rank: int, plot: Plot) -> None:
+        self.rank = rank
+        self.events: list[Event] = []
+        self._pipe, theirs = _forkserver.Pipe()
+        self._process = _forkserver.Process(target=_play, args=(theirs, address, rank, plot), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def wait_for(self, what: str, round_: int = 0, *, timeout: float = 30) -> Event:
+        """Wait until this is reported; fails if the trainer ends with anything else."""
+        deadline = time.monotonic() + timeout
+        while True:
+            if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
+                raise AssertionError(f"trainer {self.rank} did not report {what!r}, but {self.events[-3:]}")
+            event = self._pipe.recv()
+            self.events.append(event)
+            if event.what == what and event.round >= round_:
+                return event
+            assert event.what in ("round", "hanging"), f"trainer {self.rank}: {event}"
+
+    def wait_for_end(self, timeout: float = 30) -> Event:
+        """Wait for its last word: "done" or an exception."""
+        deadline = time.monotonic() + timeout
+        while self._pipe.poll(max(0.0, deadline - time.monotonic())):
+            event = self._pipe.recv()
+            self.events.append(event)
+            if event.what not in ("round", "hanging"):
+                return event
+        raise AssertionError(f"trainer {self.rank} waits for ever; its last events are {self.events[-3:]}")
+
+    def wake(self) -> None:
+        """Let one that hangs go on."""
+        self._pipe.send("wake")
+
+    def signal(self, number: signal.Signals) -> float:
+        """Send a signal; returns when that was."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+        return time.monotonic()
+
+    def end(self) -> None:
+        """Whatever it does, it is gone afterwards."""
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self._pipe.close()
+
+
+def _play(pipe: Connection, address: str, rank: int, plot: Plot) -> None:
+    torch.set_num_threads(1)
+
+    def report(what: str, round_: int = 0, text: str = "", facts: Any = None) -> None:
+        pipe.send(Event(what, time.monotonic(), round_, text, facts or {}))
+
+    def hang(round_: int) -> None:
+        report("hanging", round_)
+        pipe.recv()
+
+    try:
+        with connect(address, rank=rank, **plot.settings) as session:
+            model = nn.Linear(4, 2)
+            local = torch.optim.SGD(model.named_parameters(), lr=0.1)
+            if plot.hangs_after == 0:
+                _declare(session, local)
+                hang(0)
+            optimizer = RemoteOptimizer(local, session=session)
+            report("round", 0)
+            while optimizer.round < plot.steps:
+                optimizer.zero_grad()
+                model(torch.ones(3, 4)).sum().backward()
+                optimizer.step()
+                report("round", optimizer.round)
+                if optimizer.round == plot.hangs_after:
+                    hang(optimizer.round)
+        report("done", optimizer.round)
+    except GradpostError as error:
+        report(type(error).__name__, text=str(error), facts=error.facts)
+    except BaseException as error:
+        report(type(error).__name__, text=str(error))
+
+
+def _declare(session: Session, optimizer: torch.optim.Optimizer) -> None:
+    """The first half of what RemoteOptimizer does when it is made."""
+    from ps_protocol.vocabulary import ParameterSpec
+
+    parameters = [ParameterSpec("weight", (2, 4)), ParameterSpec("bias", (2,))]
+    session.io.run(session.client.declare(parameters, describe_optimizer(optimizer)))

@@ -1,0 +1,148 @@
+"""Trainers made of plain HTTP requests, so that tests can send what no honest client would."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from ps_protocol.fence import Fence
+from ps_protocol.frames import DTYPE_BYTES, encode_header
+from ps_protocol.messages import DeclareModel, PlanReady, TrainerJoined
+from ps_protocol.optimizers import RULES
+from ps_protocol.plan import SlicePlan
+from ps_protocol.routes import (
+    BARRIER,
+    BARRIER_HEADER,
+    DECLARE_MODEL,
+    GET,
+    HYPER_PARAMETERS_KEY,
+    INITIAL,
+    JOIN_TRAINER,
+    LEAVE,
+    NUM_BLOCKS_KEY,
+    PLAN,
+    SEND,
+    WAIT_HEADER,
+)
+from ps_protocol.vocabulary import PROTOCOL_VERSION, Block
+
+PARAMETERS: tuple[tuple[str, tuple[int, ...], str, int], ...] = (
+    ("w", (3, 100), "F32", 0),
+    ("b", (10,), "F32", 0),
+    ("h", (16,), "BF16", 0),
+)
+NUMBERS = [{"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}]
+
+
+def join_message(instance: str, rank: int | None, **changes: Any) -> dict[str, Any]:
+    return {"protocol": PROTOCOL_VERSION, "instance": f"instance {instance}", "rank": rank, **changes}
+
+
+def model_message(joined: TrainerJoined, **changes: Any) -> dict[str, Any]:
+    """SGD on a few parameters, in blocks of at least 100 elements."""
+    return {
+        "run": joined.run,
+        "incarnation": joined.incarnation,
+        "parameters": PARAMETERS,
+        "optimizer": "SGD",
+        "group_flags": [dict.fromkeys(RULES["SGD"].flags, False)],
+        "min_block_size": 100,
+        **changes,
+    }
+
+
+def encode_blocks(
+    plan: SlicePlan, blocks: tuple[Block, ...], metadata: Mapping[str, str] | None = None, value: float = 1.0
+) -> bytes:
+    """A frame of these blocks; every element has the same value, which bfloat16 can hold."""
+    tensors = [(b.name, plan.parameter[b.parameter].dtype, (b.num_elements,)) for b in blocks]
+    element = struct.pack("<f", value)
+    data = b"".join(element[-DTYPE_BYTES[dtype] :] * shape[0] for _, dtype, shape in tensors)  # bfloat16: upper half
+    return encode_header(tensors, metadata) + data
+
+
+def completion(num_blocks: int, numbers: Any = NUMBERS) -> dict[str, str]:
+    """Metadata of a contribution's last push."""
+    return {NUM_BLOCKS_KEY: str(num_blocks), HYPER_PARAMETERS_KEY: json.dumps(numbers)}
+
+
+class WireTrainer:
+    """One trainer; every method is one request, or one for each pserver. Raises httpx.HTTPStatusError."""
+
+    def __init__(self, http: httpx.AsyncClient, coordinator: str) -> None:
+        self.http = http
+        self.coordinator = coordinator
+        self.joined: TrainerJoined
+        self.ready: PlanReady
+        self.plan: SlicePlan
+
+    async def join(self, instance: str, rank: int) -> None:
+        response = await self._post(self.coordinator + JOIN_TRAINER, json=join_message(instance, rank))
+        self.joined = TrainerJoined.model_validate_json(response.content)
+
+    async def declare(self, **changes: Any) -> None:
+        message = DeclareModel(**model_message(self.joined, **changes))
+        path = DECLARE_MODEL.format(rank=self.joined.rank)
+        await self._post(self.coordinator + path, json=message.model_dump(mode="json"))
+
+    async def wait_for_plan(self) -> None:
+        identity = {"rank": self.joined.rank, "run": self.joined.run, "incarnation": self.joined.incarnation}
+        while True:
+            response = await self.http.get(self.coordinator + PLAN, params={**identity, "wait_seconds": 20})
+            if response.status_code != 503:
+                break
+        self.ready = PlanReady.model_validate_json(response.raise_for_status().content)
+        self.plan = SlicePlan.from_json(self.ready.plan)
+
+    async def leave(self, outcome: str = "done") -> None:
+        message = {"run": self.joined.run, "incarnation": self.joined.incarnation, "outcome": outcome}
+        await self._post(self.coordinator + LEAVE.format(rank=self.joined.rank), json=message)
+
+    def fence(self, round_: int, pserver: int = 0, **changes: Any) -> dict[str, str]:
+        info = self.ready.pservers[pserver]
+        fence = Fence(
+            **{
+                "protocol": PROTOCOL_VERSION,
+                "run": self.ready.run,
+                "attempt": self.ready.attempt,
+                "plan": self.plan.digest,
+                "pserver": info.index,
+                "pserver_incarnation": info.incarnation,
+                "rank": self.joined.rank,
+                "trainer_incarnation": self.joined.incarnation,
+                "round": round_,
+                **changes,
+            }
+        )
+        return fence.to_headers()
+
+    async def upload_initial(self) -> None:
+        for info, shard in zip(self.ready.pservers, self.plan.shards, strict=True):
+            body = encode_blocks(self.plan, shard, value=0.0)
+            await self._post(info.address + INITIAL, headers=self.fence(0, info.index), content=body)
+
+    async def push(self, round_: int, value: float = 1.0) -> None:
+        """The whole contribution to every pserver."""
+        for info, shard in zip(self.ready.pservers, self.plan.shards, strict=True):
+            body = encode_blocks(self.plan, shard, completion(len(shard)), value)
+            await self._post(info.address + SEND, headers=self.fence(round_, info.index), content=body)
+
+    async def barrier(self, round_: int, kind: str = "batch") -> None:
+        for info in self.ready.pservers:
+            headers = {**self.fence(round_, info.index), BARRIER_HEADER: kind}
+            await self._post(info.address + BARRIER, headers=headers)
+
+    async def get(self, round_: int) -> list[bytes]:
+        """The shard of every pserver."""
+        bodies = []
+        for info in self.ready.pservers:
+            headers = {**self.fence(round_, info.index), WAIT_HEADER: "20"}
+            bodies.append((await self._post(info.address + GET, headers=headers)).content)
+        return bodies
+
+    async def _post(self, url: str, **arguments: Any) -> httpx.Response:
+        return (await self.http.post(url, **arguments)).raise_for_status()

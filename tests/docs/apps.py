@@ -1,0 +1,45 @@
+"""The applications of both services, in this process and without a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+from fastapi import FastAPI
+
+from ps_protocol.frames import DEFAULT_LIMITS
+from services.coordinator.app import make_coordinator_app
+from services.coordinator.coordinator import Coordinator
+from services.coordinator.settings import CoordinatorSettings
+from services.pserver.app import make_pserver_app
+from services.pserver.metrics import PserverMetrics
+from services.pserver.pserver import Pserver
+from services.runtime.compute import ComputeExecutor
+from services.runtime.metrics import ServiceMetrics
+
+
+@asynccontextmanager
+async def run_pserver() -> AsyncIterator[tuple[Pserver, FastAPI]]:
+    """A pserver that nobody has registered yet, and its application."""
+    compute = ComputeExecutor()
+    metrics = ServiceMetrics("pserver")
+    pserver = Pserver(compute, PserverMetrics(metrics.registry, compute))
+    try:
+        yield pserver, make_pserver_app(pserver, metrics, DEFAULT_LIMITS)
+    finally:
+        compute.close()
+
+
+@asynccontextmanager
+async def run_coordinator() -> AsyncIterator[FastAPI]:
+    """The application of a coordinator whose background task does not run."""
+    async with httpx.AsyncClient() as http:
+        yield make_coordinator_app(Coordinator(CoordinatorSettings(), http), ServiceMetrics("coordinator"))
+
+
+@asynccontextmanager
+async def call(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an application, without a network."""
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://service") as http:
+        yield http

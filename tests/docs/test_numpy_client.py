@@ -1,0 +1,86 @@
+"""The client in numpy of docs/protocol.md trains as it stands there: with its like, and beside a RemoteOptimizer."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load
+
+from trainer_client import RemoteOptimizer, Session
+from trainer_client.testing import LocalCluster
+
+from .markdown import code_blocks, read, section
+from .reading import read_bytes
+
+pytestmark = pytest.mark.cluster
+
+SECTION = section(read("protocol.md"), "A client in numpy")
+[CODE] = [block.text for block in code_blocks(SECTION, "python")]
+ROUNDS = 5
+NUM_ELEMENTS = 10_000
+
+
+def test_it_imports_nothing_of_ours() -> None:
+    imported = {
+        name.name.partition(".")[0]
+        for node in ast.walk(ast.parse(CODE))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in node.names
+    }
+    assert imported <= {*sys.stdlib_module_names, "httpx", "numpy"}
+
+
+def start(cluster: LocalCluster, rank: int, folder: Path) -> subprocess.Popen[str]:
+    """Run the code of the document, and nothing else but a line that saves its result."""
+    script = folder / f"client{rank}.py"
+    script.write_text(f"{CODE}\nnp.save({str(folder / f'{rank}.npy')!r}, w)\n")
+    env = {**cluster.environment(), "RANK": str(rank)}
+    return subprocess.Popen(
+        [sys.executable, script], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(client: subprocess.Popen[str]) -> None:
+    output, _ = client.communicate(timeout=60)
+    assert client.returncode == 0, output
+
+
+def expected() -> np.ndarray:
+    """Half the way to the mean of both targets in each round; every intermediate value is exact in float32."""
+    mean_target = np.arange(NUM_ELEMENTS, dtype=np.float32) + np.float32(0.5)
+    return mean_target * np.float32(1 - 0.5**ROUNDS)
+
+
+def test_two_of_them_train_together(cluster: LocalCluster, tmp_path: Path) -> None:
+    clients = [start(cluster, rank, tmp_path) for rank in range(2)]
+    for client in clients:
+        finish(client)
+    for rank in range(2):
+        np.testing.assert_array_equal(np.load(tmp_path / f"{rank}.npy"), expected())
+    live = load(read_bytes(f"{cluster.address}/v1/parameters/w"))["w"]
+    assert live.shape == (10, 1000)
+    np.testing.assert_array_equal(live.reshape(-1), expected())
+    summary = cluster.summary()
+    assert (summary.state, summary.rounds, summary.transport) == ("finished", ROUNDS, "HTTP/1.1")
+
+
+@pytest.mark.parametrize("numpy_rank", [0, 1], ids=["it uploads", "it only gets"])
+def test_beside_a_remote_optimizer(cluster: LocalCluster, tmp_path: Path, numpy_rank: int) -> None:
+    client = start(cluster, numpy_rank, tmp_path)
+    rank = 1 - numpy_rank
+    with Session(coordinator=cluster.address, rank=rank, world_size=2) as session:
+        w = torch.nn.Parameter(torch.zeros(10, 1000))
+        optimizer = RemoteOptimizer(torch.optim.SGD([("w", w)], lr=0.5), session=session)
+        target = torch.arange(NUM_ELEMENTS, dtype=torch.float32).reshape(10, 1000) + rank
+        for _ in range(ROUNDS):
+            w.grad = w.detach() - target  # of half the squared distance, as there
+            optimizer.step()
+    finish(client)
+    np.testing.assert_array_equal(np.load(tmp_path / f"{numpy_rank}.npy"), expected())
+    np.testing.assert_array_equal(w.detach().reshape(-1).numpy(), expected())

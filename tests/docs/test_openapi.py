@@ -1,0 +1,135 @@
+"""Both services describe every route that they serve, the binary ones included, in valid OpenAPI 3.1."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeAlias
+
+import pytest
+from fastapi import FastAPI
+from openapi_spec_validator import OpenAPIV31SpecValidator
+
+from ps_protocol import routes
+from ps_protocol.errors import PROBLEM_CONTENT_TYPE
+from ps_protocol.fence import Fence
+from ps_protocol.frames import CONTENT_TYPE
+from ps_protocol.messages import BarrierAnswer, PushAnswer
+from trainer_client.testing import LocalCluster
+
+from .apps import call, run_coordinator, run_pserver
+from .reading import read_json
+
+Document: TypeAlias = dict[str, Any]
+
+OF_EVERY_SERVICE = {routes.HEALTH, routes.READY, routes.METRICS}
+TENSORS = {routes.SEND, routes.INITIAL, routes.GET, routes.BARRIER}
+OF_A_PSERVER = TENSORS | {routes.RUN, routes.MEMBERS, routes.STATE, routes.BLOCKS, routes.BUFFERS}
+HEADERS = Fence(1, "run", 0, "plan", 0, 1, 0, 1, 1).to_headers()
+
+
+async def read_documents() -> dict[str, Document]:
+    async with run_pserver() as (_, pserver), run_coordinator() as coordinator:
+        return {"pserver": await read_document(pserver), "coordinator": await read_document(coordinator)}
+
+
+async def read_document(app: FastAPI) -> Document:
+    async with call(app) as http:
+        document: Document = (await http.get("/openapi.json")).json()
+    return document
+
+
+@pytest.fixture(scope="module")
+def documents() -> dict[str, Document]:
+    return asyncio.run(read_documents())
+
+
+@pytest.fixture(params=["pserver", "coordinator"])
+def document(request: pytest.FixtureRequest, documents: dict[str, Document]) -> Document:
+    return documents[request.param]
+
+
+@pytest.fixture
+def pserver(documents: dict[str, Document]) -> Document:
+    return documents["pserver"]
+
+
+def known_paths() -> set[str]:
+    """Every path of ps_protocol.routes, as OpenAPI writes it."""
+    values = {value for name, value in vars(routes).items() if name.isupper() and value.startswith("/")}
+    return {value.replace(":path}", "}") for value in values}
+
+
+def test_every_path_of_the_protocol_is_described(documents: dict[str, Document]) -> None:
+    assert documents["pserver"]["paths"].keys() == OF_A_PSERVER | OF_EVERY_SERVICE
+    assert documents["coordinator"]["paths"].keys() | OF_A_PSERVER <= known_paths()
+
+
+def test_every_path_is_served_by_somebody(documents: dict[str, Document]) -> None:
+    assert known_paths() == documents["coordinator"]["paths"].keys() | documents["pserver"]["paths"].keys()
+
+
+def test_the_document_is_valid(document: Document) -> None:
+    assert document["openapi"].startswith("3.1")
+    assert [str(error) for error in OpenAPIV31SpecValidator(document).iter_errors()] == []
+
+
+def test_every_operation_says_what_it_is_and_may_fail_with_a_problem(document: Document) -> None:
+    operations = {
+        (method, path): operation
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    }
+    assert all(operation["summary"] and operation["tags"] for operation in operations.values())
+    failures = {route: list(operation["responses"]["default"]["content"]) for route, operation in operations.items()}
+    assert failures == {route: [PROBLEM_CONTENT_TYPE] for route in operations}
+    ids = [operation["operationId"] for operation in operations.values()]
+    assert len(ids) == len(set(ids))
+
+
+def test_the_fence_is_required(pserver: Document) -> None:
+    for path in TENSORS:
+        headers = {p["name"]: p["required"] for p in pserver["paths"][path]["post"]["parameters"]}
+        assert headers.items() >= dict.fromkeys(HEADERS, True).items()
+        more = {routes.BARRIER: {routes.BARRIER_HEADER: True}, routes.GET: dict.fromkeys(OPTIONAL_ON_A_GET, False)}
+        assert headers == dict.fromkeys(HEADERS, True) | more.get(path, {})
+
+
+OPTIONAL_ON_A_GET = (routes.BARRIER_HEADER, routes.WAIT_HEADER)
+
+
+@pytest.mark.parametrize("path", [routes.SEND, routes.INITIAL])
+def test_pushes_take_a_frame(pserver: Document, path: str) -> None:
+    operation = pserver["paths"][path]["post"]
+    assert operation["requestBody"]["required"]
+    assert list(operation["requestBody"]["content"]) == [CONTENT_TYPE]
+    assert json_members(operation) == PushAnswer.model_fields.keys()
+
+
+def test_a_barrier_takes_nothing(pserver: Document) -> None:
+    operation = pserver["paths"][routes.BARRIER]["post"]
+    assert "requestBody" not in operation
+    assert json_members(operation) == BarrierAnswer.model_fields.keys()
+
+
+def test_a_get_may_name_blocks(pserver: Document) -> None:
+    body = pserver["paths"][routes.GET]["post"]["requestBody"]
+    assert not body.get("required", False)
+    assert body["content"]["application/json"]["schema"]["type"] == "array"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("post", routes.GET), ("get", routes.BLOCKS), ("get", routes.BUFFERS)], ids=str
+)
+def test_tensors_are_answered_as_a_frame(pserver: Document, method: str, path: str) -> None:
+    assert list(pserver["paths"][path][method]["responses"]["200"]["content"]) == [CONTENT_TYPE]
+
+
+def json_members(operation: Document) -> set[str]:
+    return set(operation["responses"]["200"]["content"]["application/json"]["schema"]["properties"])
+
+
+@pytest.mark.cluster
+def test_running_services_serve_it(cluster: LocalCluster, documents: dict[str, Document]) -> None:
+    assert read_json(f"{cluster.address}/openapi.json") == documents["coordinator"]
+    for pserver in cluster.status().pservers:
+        assert read_json(f"{pserver.address}/openapi.json") == documents["pserver"]

@@ -1,0 +1,165 @@
+"""docs/overview.md: the example of slicing, the costs of a step, the map of the files."""
+
+from __future__ import annotations
+
+import ast
+import re
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ps_protocol.optimizers import RULES
+from ps_protocol.plan import make_plan
+from ps_protocol.vocabulary import Mode, ParameterSpec
+from services.pserver.optimizer_rules import UPDATE_RULES
+from trainer_client import RemoteOptimizer, Session
+from trainer_client.pserver_client import WAIT_SECONDS
+from trainer_client.settings import TrainerSettings
+from trainer_client.testing import LocalCluster
+
+from .conftest import NUM_PSERVERS, NUM_TRAINERS
+from .markdown import ROOT, codes, read, section, tables, without_code
+
+TEXT = read("overview.md")
+PACKAGES = ("ps_protocol", "services", "trainer_client", "gradpost")
+
+
+def test_the_example_of_slicing() -> None:
+    slicing = section(TEXT, "Slicing and placement")
+    [command] = [code for code in codes(slicing) if code.startswith("gradpost plan")]
+    parameters = [
+        ParameterSpec(name, tuple(int(size) for size in shape.split("x")))
+        for name, shape in re.findall(r"--param (\w+):(\w+)", command)
+    ]
+    num_pservers = re.search(r"--pservers (\d+)", command)
+    assert num_pservers
+    plan = make_plan(parameters, int(num_pservers[1]))
+    assert [list(row.values()) for row in tables(slicing)[0]] == [
+        [f"`{block.name}`", f"{block.begin} to {block.end}", str(block.pserver)] for block in plan.blocks
+    ]
+
+
+def test_the_modes_that_there_are() -> None:
+    assert Mode.__args__ == ("sync",)  # type: ignore[attr-defined]
+    assert "today `sync` is the only one" in TEXT
+
+
+@pytest.mark.cluster
+def test_the_measured_step(cluster: LocalCluster) -> None:
+    measured = re.search(
+        r"with (\d) trainers, (\d) pservers, SGD and the one parameter `w1` \((\d+) bytes\), a step takes each trainer "
+        r"(\d+) requests, (\d+) bytes out and (\d+) bytes in",
+        section(TEXT, "What a step costs"),
+    )
+    assert measured
+    trainers, pservers, parameter_bytes, *costs = map(int, measured.groups())
+    assert (trainers, pservers) == (NUM_TRAINERS, NUM_PSERVERS)
+    taken: list[list[float]] = []
+
+    def train(session: Session) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(10, 1000))
+        assert parameter.nbytes == parameter_bytes
+        parameter.grad = torch.ones(10, 1000)
+        optimizer = RemoteOptimizer(torch.optim.SGD([("w1", parameter)], lr=0.1), session=session)
+        before = count(session)
+        optimizer.step()
+        taken.append([after - before for before, after in zip(before, count(session), strict=True)])
+
+    run_two(cluster, train)
+    assert taken == [costs, costs]
+
+
+def count(session: Session) -> list[float]:
+    metrics = session.client.metrics
+    requests = sum(
+        s.value for family in metrics.requests.collect() for s in family.samples if s.name.endswith("_total")
+    )
+    retries = sum(s.value for family in metrics.retries.collect() for s in family.samples if s.name.endswith("_total"))
+    [pushed], [pulled] = (
+        [s.value for family in counter.collect() for s in family.samples if s.name.endswith("_total")]
+        for counter in (metrics.pushed_bytes, metrics.pulled_bytes)
+    )
+    return [requests - retries, pushed, pulled]  # a retry is only asking again for who is late
+
+
+def run_two(cluster: LocalCluster, train: Callable[[Session], None]) -> None:
+    def run(rank: int) -> None:
+        with Session(coordinator=cluster.address, rank=rank, world_size=NUM_TRAINERS) as session:
+            train(session)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(NUM_TRAINERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+
+def test_the_constants_in_the_costs() -> None:
+    costs = section(TEXT, "What a step costs")
+    assert f"({TrainerSettings.model_fields['bucket_bytes'].default >> 20} MiB)" in costs
+    assert f"waited for {WAIT_SECONDS:g} seconds" in costs
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "num_slots"),
+    [
+        ("SGD", {}, 0),
+        ("SGD", {"momentum": 0.9}, 1),
+        ("Adagrad", {}, 1),
+        ("RMSprop", {}, 1),
+        ("Adam", {}, 2),
+        ("AdamW", {}, 2),
+        ("Adadelta", {}, 2),
+        ("Adamax", {}, 2),
+        ("NAdam", {}, 2),
+        ("RAdam", {}, 2),
+        ("Adam", {"amsgrad": True}, 3),
+        ("RMSprop", {"momentum": 0.9, "centered": True}, 3),
+    ],
+    ids=str,
+)
+def test_the_slots_of_each_optimizer(name: str, options: dict[str, float], num_slots: int) -> None:
+    [row] = [row for row in tables(section(TEXT, "What a step costs"))[1] if row["what"] == "slots"]
+    defaults = dict.fromkeys([*RULES[name].numbers, *RULES[name].flags], 0)
+    assert len(UPDATE_RULES[name].slots({**defaults, **options})) == num_slots
+    word = next((option for option in ("amsgrad", "momentum") if option in options), name)
+    [group] = [group for group in re.findall(r"(\d) \(([^)]+)\)", row["how much"]) if int(group[0]) == num_slots]
+    assert re.search(rf"\b{word}\b", group[1])
+
+
+# ---------------------------------------------------------------------- the map
+
+
+def listed_files() -> list[str]:
+    rows = [row for rows in tables(section(TEXT, "Where things are")) for row in rows]
+    assert all(row["what"] for row in rows)
+    return [codes(row["file"])[0] for row in rows]
+
+
+def test_every_listed_file_exists() -> None:
+    listed = listed_files()
+    assert [file for file in listed if not (ROOT / file).is_file()] == []
+    assert len(listed) == len(set(listed))
+
+
+def test_every_file_of_the_packages_is_listed() -> None:
+    files = {
+        str(path.relative_to(ROOT)): path
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    listed = listed_files()
+    missing = [f"| `{file}` | {summary(path.read_text())} |" for file, path in files.items() if file not in listed]
+    assert missing == [], "add to docs/overview.md, in few words"
+
+
+def summary(source: str) -> str:
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+
+
+def test_every_package_has_a_section() -> None:
+    headings = re.findall(r"^### ([\w/]+):", without_code(TEXT), re.MULTILINE)
+    assert headings == ["ps_protocol", "services/pserver", "services/coordinator", "services/runtime", *PACKAGES[2:]]

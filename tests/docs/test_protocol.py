@@ -1,0 +1,172 @@
+"""docs/protocol.md says what the code does: headers, limits, messages, routes, optimizers, errors."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+from typing import Any
+
+import pytest
+
+from ps_protocol import errors, messages, routes
+from ps_protocol.errors import ERRORS
+from ps_protocol.fence import MAX_DIGITS, MAX_TEXT, Fence
+from ps_protocol.frames import ALIGNMENT, CONTENT_TYPE, FrameLimits
+from ps_protocol.optimizers import RULES
+from ps_protocol.plan import SlicePlan
+from ps_protocol.vocabulary import PARAMETER_DTYPES, PROTOCOL_VERSION
+from services.coordinator.app import MAX_WAIT_SECONDS as MAX_PLAN_WAIT_SECONDS
+from services.pserver.endpoints import MAX_GET_BODY_BYTES, MAX_WAIT_SECONDS
+from services.pserver.layout import WINDOW
+from services.runtime.problems import DISCARD_SECONDS
+
+from .apps import call, run_coordinator, run_pserver
+from .markdown import code_blocks, codes, read, section, table, tables
+
+TEXT = read("protocol.md")
+FENCE = Fence(
+    protocol=1, run="r", attempt=0, plan="p", pserver=0, pserver_incarnation=1, rank=0, trainer_incarnation=1, round=1
+)  # fmt: skip
+# Only looked at by people, so their members are not listed.
+INSPECTION = {"PserverState", "PserverStatus", "TrainerStatus", "ClusterStatus", "ShardSummary", "RunSummary"}
+
+
+def test_the_headers_are_those_of_the_fence_in_order() -> None:
+    rows, others = tables(section(TEXT, "The fence"))
+    assert [codes(row["header"]) for row in rows] == [[header] for header in FENCE.to_headers()]
+    assert [codes(row["header"]) for row in others] == [[routes.BARRIER_HEADER], [routes.WAIT_HEADER]]
+
+
+def test_numbers_in_the_text() -> None:
+    assert f"version {PROTOCOL_VERSION}," in TEXT.split("\n\n")[1]
+    fence = section(TEXT, "The fence")
+    assert f"at most {MAX_DIGITS}." in fence
+    assert f"at most {MAX_TEXT} characters" in fence
+    assert f"to {MAX_WAIT_SECONDS:g}," in fence
+    assert f"`wait_seconds` (at most {MAX_PLAN_WAIT_SECONDS:g})" in TEXT
+    assert f"multiple of {ALIGNMENT} bytes" in section(TEXT, "Frames")
+    assert f"content type `{CONTENT_TYPE}`" in section(TEXT, "Frames")
+    assert f"Windows of {WINDOW} elements" in TEXT
+    assert f"up to {DISCARD_SECONDS:g} seconds" in TEXT
+    assert f"at most {MAX_GET_BODY_BYTES >> 20} MiB" in TEXT
+    assert f"`{'`, `'.join(PARAMETER_DTYPES[:2])}` or `{PARAMETER_DTYPES[2]}`" in TEXT
+
+
+def test_the_limits() -> None:
+    rows = table(section(TEXT, "Frames"), "setting")
+    limits = FrameLimits()
+    assert {codes(row["setting"])[0]: int(row["default"]) for row in rows} == {
+        "max_body_bytes": limits.max_body_bytes,
+        "max_header_bytes": limits.max_header_bytes,
+        "max_tensors": limits.max_tensors,
+    }
+
+
+def test_the_metadata_keys() -> None:
+    rows = table(section(TEXT, "A synchronous round"), "key")
+    assert [codes(row["key"]) for row in rows] == [[routes.NUM_BLOCKS_KEY], [routes.HYPER_PARAMETERS_KEY]]
+
+
+def test_the_members_and_the_digest_of_a_plan() -> None:
+    rows = table(section(TEXT, "The slice plan"), "member")
+    [plan] = [
+        json.loads(b.text) for b in code_blocks(section(TEXT, "One round in bytes"), "json") if "blocks" in b.text
+    ]
+    assert [codes(row["member"])[0] for row in rows] == list(plan) == list(SlicePlan.from_json(plan).to_json())
+    [expression] = [code for code in codes(section(TEXT, "The slice plan")) if code.startswith("hashlib")]
+    plan["parameters"][0][0] = plan["blocks"][0][0] = "gewöhnlich"  # no header needs it, but a digest does
+    digest = eval(expression, {"hashlib": hashlib, "json": json, "plan": plan})
+    assert digest == SlicePlan.from_json(plan).digest
+
+
+def test_the_optimizers() -> None:
+    rows = tables(section(TEXT, "Optimizers"))[0]
+    assert {codes(row["optimizer"])[0]: (codes(row["flags"]), codes(row["numbers"])) for row in rows} == {
+        name: (list(rule.flags), list(rule.numbers)) for name, rule in RULES.items()
+    }
+
+
+def test_the_errors() -> None:
+    rows = table(section(TEXT, "Errors"), "code")
+    documented = [(codes(r["code"]), codes(r["class"]), int(r["status"]), r["retry"]) for r in rows]
+    actual = [
+        ([code], [cls.__name__], cls.status, "yes" if cls.may_be_retried else "no") for code, cls in ERRORS.items()
+    ]
+    assert sorted(documented) == sorted(actual)
+    assert all(row["meaning"] for row in rows)
+    assert f"`{errors.PROBLEM_CONTENT_TYPE}`" in TEXT
+    assert f"`{errors.PROBLEM_TYPE_PREFIX}` and the code" in TEXT
+
+
+def test_every_code_in_the_text_is_one() -> None:
+    prose = TEXT[: TEXT.index("\n## Errors")]
+    statuses = {
+        (code, int(status)) for status, code in re.findall(r"\b([345]\d\d)(?: with)? `(\w+)`", prose) if code in ERRORS
+    }
+    assert statuses
+    assert statuses == {(code, ERRORS[code].status) for code, _ in statuses}
+    listed = {codes(row["code"])[0] for row in table(section(TEXT, "Errors"), "code")}
+    assert set(re.findall(r"`(stale_\w+|bad_\w+|\w+_mismatch|\w+_taken|\w+_lost)`", prose)) <= listed
+
+
+def test_the_messages() -> None:
+    rows = table(section(TEXT, "Messages"), "message")
+    documented = {codes(row["message"])[0]: row["members"].split() for row in rows}
+    actual = {}
+    for name, cls in inspect.getmembers(messages, inspect.isclass):
+        if issubclass(cls, messages.Message) and cls is not messages.Message and name not in INSPECTION:
+            actual[name] = [f"`{key}`" + ("" if f.is_required() else "?") for key, f in cls.model_fields.items()]
+    assert documented == actual
+
+
+# ---------------------------------------------------------------------- routes
+
+
+def documented_routes(heading: str) -> dict[tuple[str, str], dict[str, str]]:
+    rows = tables(section(TEXT, heading))[0]
+    return {tuple(codes(row["request"])[0].split()): row for row in rows}  # type: ignore[misc]
+
+
+def served_routes(document: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {
+        (method.upper(), path): operation
+        for path, operations in document["paths"].items()
+        for method, operation in operations.items()
+    }
+
+
+@pytest.mark.asyncio
+async def test_the_routes_of_a_pserver() -> None:
+    documented = documented_routes("Of a pserver")
+    async with run_pserver() as (_, app):
+        served = served_routes(app.openapi())
+    assert documented.keys() | documented_routes("Of both").keys() == served.keys() | FASTAPI_ROUTES
+    for route, row in documented.items():
+        headers = {p["name"] for p in served[route].get("parameters", ()) if p["in"] == "header"}
+        assert (row["fenced"] == "yes") == (headers >= FENCE.to_headers().keys()), route
+
+
+@pytest.mark.asyncio
+async def test_the_routes_of_the_coordinator() -> None:
+    async with run_coordinator() as app:
+        served = served_routes(app.openapi())
+    expected = served.keys() | FASTAPI_ROUTES
+    assert documented_routes("Of the coordinator").keys() | documented_routes("Of both").keys() == expected
+
+
+FASTAPI_ROUTES = {("GET", "/openapi.json"), ("GET", "/docs")}
+
+
+@pytest.mark.asyncio
+async def test_the_routes_that_describe_themselves_are_served() -> None:
+    async with run_pserver() as (_, app), call(app) as http:
+        for method, path in FASTAPI_ROUTES:
+            assert (await http.request(method, path)).status_code == 200
+
+
+def test_the_bodies_are_messages() -> None:
+    names = set(re.findall(r"`([A-Z]\w+)`", section(TEXT, "Endpoints")))
+    assert names == {n for n, c in inspect.getmembers(messages, inspect.isclass) if n in names}
+    assert len(names) > 15
