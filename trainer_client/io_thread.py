@@ -8,6 +8,8 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from ps_protocol.errors import GradpostError
+
 T = TypeVar("T")
 
 
@@ -35,9 +37,18 @@ class IoThread:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine there and wait for its result; an interrupt of the caller cancels it."""
-        future = self.start(coroutine)
+        return self.wait(self.start(coroutine))
+
+    def wait(self, future: Future[T]) -> T:
+        """Wait for what was started; an interrupt of the caller cancels it.
+
+        A GradpostError comes without its way through the client: it names what happened, and forty lines of
+        coroutines above it would only bury the name.
+        """
         try:
             return future.result()
+        except GradpostError as error:
+            raise error.with_traceback(None) from None
         except BaseException:
             future.cancel()
             raise

@@ -131,7 +131,7 @@ class RemoteOptimizer(Optimizer):
                 frame = bucket.frame(completion(shard, numbers) if bucket is shard[-1] else None)
                 pushes.append(io.start(client.push(round_, bucket, frame)))
             for push in pushes:
-                push.result()
+                io.wait(push)
             pushed = time.perf_counter()
             io.run(client.pull(round_, self._destinations, with_batch_barrier=True))
         except BaseException:

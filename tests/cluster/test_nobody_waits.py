@@ -196,6 +196,25 @@ def test_a_pserver_that_is_killed_or_stopped(play: Play, number: signal.Signals)
     play(scenario)
 
 
+def test_a_coordinator_that_is_paused_blames_nobody(play: Play) -> None:
+    """Nobody's heartbeats were heard meanwhile, and that is nobody's fault; an ordinary step needs no coordinator."""
+
+    def scenario(stage: Stage) -> None:
+        trainers = stage.play(Plot(), Plot())
+        for trainer in trainers:
+            trainer.wait_for("round", 3)
+        stage.cluster.coordinator.signal(signal.SIGSTOP)
+        time.sleep(1.5 * LEASE_SECONDS)
+        during = [trainer.drain() for trainer in trainers]
+        stage.cluster.coordinator.signal(signal.SIGCONT)
+        time.sleep(1.5 * LEASE_SECONDS)
+        assert stage.cluster.status().state == "training"
+        for trainer, round_ in zip(trainers, during, strict=True):
+            assert trainer.drain() > round_ > 3
+
+    play(scenario)
+
+
 def test_a_script_that_raises_leaves_as_failed_with_its_reason(stages: list[Stage]) -> None:
     stage = stages[0]
     script = textwrap.dedent("""

@@ -69,7 +69,7 @@ def test_a_cluster_by_hand(port: int) -> None:
     """A script outside of `gradpost up` finds it by GRADPOST_COORDINATOR, and all exit when the run is over."""
     url = f"http://127.0.0.1:{port}"
     with (
-        running("serve", "coordinator", "--port", str(port), "--exit-when-done") as coordinator,
+        running("serve", "coordinator", "--port", str(port), "--lease-seconds", "3", "--exit-when-done") as coordinator,
         running("serve", "pserver", "--exit-when-done", GRADPOST_COORDINATOR=url) as pserver,
     ):
         with ClusterView(url) as view:

@@ -108,6 +108,7 @@ def test_the_first_failure_gives_the_code_and_the_others_name_it(tmp_path: Path)
     assert (summary["state"], summary["rounds"], len(summary["shards"])) == ("failed", 3, 1)
     assert summary["seconds_a_round"] == pytest.approx(summary["seconds"] / 3)
     assert "[trainer 0] ps_protocol.errors.TrainerLost: trainer 1 failed: SystemExit: 7\n" in stderr
+    assert "pserver_client.py" not in stderr  # the error's way through the client would bury its name
     assert stderr.endswith("gradpost: trainer 1 failed with exit code 7\n")
 
 

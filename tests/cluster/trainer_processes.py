@@ -80,6 +80,13 @@ class Trainer:
                 return event
         raise AssertionError(f"trainer {self.rank} waits for ever; its last events are {self.events[-3:]}")
 
+    def drain(self) -> int:
+        """The newest round that it has reported; fails if it has ended."""
+        while self._pipe.poll():
+            self.events.append(self._pipe.recv())
+        assert self.events[-1].what == "round", f"trainer {self.rank}: {self.events[-1]}"
+        return self.events[-1].round
+
     def wake(self) -> None:
         """Let one that hangs go on."""
         self._pipe.send("wake")
