@@ -125,6 +125,7 @@ def _play(pipe: Connection, address: str, rank: int, plot: Plot) -> None:
             optimizer = RemoteOptimizer(local, session=session)
             report("round", 0)
             while optimizer.round < plot.steps:
+                time.sleep(0.01)  # to compute; and the pipe must not run full between two looks at it
                 optimizer.zero_grad()
                 model(torch.ones(3, 4)).sum().backward()
                 optimizer.step()
