@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import httpx
 import torch
+from structlog.typing import FilteringBoundLogger
 from torch import Tensor
 
 from ps_protocol.errors import WrongDtype, WrongShape
@@ -30,6 +31,8 @@ from .transport import BulkTransport, make_control_client
 
 T = TypeVar("T")
 
+# Settings that a trainer states with its model, so that they may still be chosen after it has joined.
+DECLARED_SETTINGS = frozenset({"min_block_size", "placement", "slice_parameters", "nonfinite", "bucket_bytes"})
 MAX_CONCURRENT_PUSHES = 4  # per pserver; more would only queue in the connection
 
 
@@ -60,6 +63,24 @@ class ParameterClient:
         self._control = make_control_client(self.settings.tls_ca)
         self._bulk: list[httpx.AsyncClient] = []
         self.membership = Membership(self.settings, self._control, self.metrics)
+
+    @property
+    def log(self) -> FilteringBoundLogger:
+        """The trainer's log; its lines carry the run and the rank."""
+        return self.membership.log
+
+    def configure(self, **arguments: Any) -> None:
+        """Change settings that count from the declaration of the model on; None changes nothing.
+
+        Raises TypeError for any other, which was decided when the trainer joined.
+        """
+        given = {name: value for name, value in arguments.items() if value is not None}
+        if late := given.keys() - DECLARED_SETTINGS:
+            raise TypeError(
+                f"{', '.join(sorted(late))} cannot be set any more: pass it to connect(), before the trainer joins. "
+                f"What may be set later is {', '.join(sorted(DECLARED_SETTINGS))}"
+            )
+        self.settings = TrainerSettings.model_validate({**self.settings.model_dump(), **given})
 
     # ------------------------------------------------------------------ life
 

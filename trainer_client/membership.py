@@ -58,7 +58,7 @@ class Membership:
         self._metrics = metrics
         self._coordinator = settings.coordinator.rstrip("/")
         self._heartbeats: asyncio.Task[None] | None = None
-        self._log = make_log()
+        self.log = make_log()
         self._said: dict[str, str] = {}  # the last line about each topic
 
     # ------------------------------------------------------------------ joining
@@ -77,7 +77,7 @@ class Membership:
             metrics_address=metrics_address,
         )
         self.joined = TrainerJoined.model_validate_json(await self._insist("POST", JOIN_TRAINER, request))
-        self._log = make_log(run=self.joined.run, trainer=self.joined.rank)
+        self.log = make_log(run=self.joined.run, trainer=self.joined.rank)
         self.failure = asyncio.get_running_loop().create_future()
         self._heartbeats = asyncio.create_task(self._send_heartbeats(), name="heartbeats")
         return self.joined
@@ -216,7 +216,7 @@ class Membership:
     def _say(self, topic: str, line: str) -> None:
         if line != self._said.get(topic):
             self._said[topic] = line
-            self._log.info(line)
+            self.log.info(line)
 
     async def _request(
         self, method: str, path: str, message: Message | None = None, params: dict[str, Any] | None = None

@@ -97,14 +97,18 @@ class PserverClient:
         headers = {**self._fence.at_round(round_).to_headers(), WAIT_HEADER: f"{WAIT_SECONDS:g}"}
         if with_batch_barrier:
             headers[BARRIER_HEADER] = "batch"
-        metadata = await self._fetch("POST", GET, headers, destinations, names)
+        self._check_version(await self._fetch("POST", GET, headers, destinations, names), round_)
+
+    async def get_buffers(self, destinations: Mapping[str, memoryview]) -> None:
+        """Fetch the buffers that live there, which no round changes."""
+        self._check_version(
+            await self._fetch("GET", BUFFERS, self._fence.at_round(0).to_headers(), destinations, ()), 0
+        )
+
+    def _check_version(self, metadata: Mapping[str, str], round_: Round) -> None:
         expected = (self._fence.run, str(self._fence.attempt), str(round_))
         if (metadata.get("run"), metadata.get("attempt"), metadata.get("round")) != expected:
             raise GradpostError("a pserver answered another version than it was asked for", actual=dict(metadata))
-
-    async def get_buffers(self, destinations: Mapping[str, memoryview]) -> None:
-        """Fetch the buffers that live there."""
-        await self._fetch("GET", BUFFERS, {}, destinations, ())
 
     async def _fetch(
         self,

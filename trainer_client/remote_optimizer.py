@@ -17,9 +17,8 @@ from ps_protocol.vocabulary import ParameterSpec, Round
 
 from .buckets import Bucket, make_buckets
 from .client import completion
-from .logs import make_log
 from .optimizer_spec import describe_optimizer, read_hyper_parameters
-from .session import Session, connect
+from .session import Session, connect, open_session
 from .tensors import lands_directly, wire_dtype, writable_bytes
 
 METADATA_BYTES_PER_GROUP = 256
@@ -59,9 +58,14 @@ class RemoteOptimizer(Optimizer):
         self.spec = describe_optimizer(optimizer)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the very same list: schedulers may hold either
-        self._named = _name_parameters(optimizer, model)
+        self._named, num_unnamed = _name_parameters(optimizer, model)
         self._buffers = _stored_buffers(model)
-        self._session = session or connect(**arguments)
+        self._session = _use_session(session, arguments)
+        if num_unnamed:
+            self._session.client.log.info(
+                f"{num_unnamed} parameters have no names and are called by their position, such as "
+                "group0.parameter0; give the optimizer model.named_parameters(), or RemoteOptimizer the model"
+            )
         self._layouts: dict[frozenset[str], list[list[Bucket]]] = {}
         self._landing = {
             name: p if lands_directly(p) else torch.empty(p.shape, dtype=p.dtype)
@@ -194,8 +198,17 @@ def _flat_gradient(name: str, parameter: Tensor) -> Tensor:
     return gradient.detach().reshape(-1)
 
 
-def _name_parameters(optimizer: Optimizer, model: nn.Module | None) -> dict[str, Tensor]:
-    """Names from the model, from `named_parameters()`, or by position, which is said once."""
+def _use_session(session: Session | None, arguments: dict[str, Any]) -> Session:
+    """The given session, the open one, or a new one; arguments that a session already has are refused."""
+    session = session or open_session()
+    if session is None:
+        return connect(**arguments)
+    session.client.configure(**arguments)
+    return session
+
+
+def _name_parameters(optimizer: Optimizer, model: nn.Module | None) -> tuple[dict[str, Tensor], int]:
+    """Names from the model, from `named_parameters()`, or by position; and how many are by position."""
     from_model = {} if model is None else {id(p): name for name, p in model.named_parameters()}
     named: dict[str, Tensor] = {}
     by_position = 0
@@ -207,12 +220,7 @@ def _name_parameters(optimizer: Optimizer, model: nn.Module | None) -> dict[str,
             if name in named:
                 raise BadModel(f"two parameters are called {name!r}; every parameter needs a name of its own")
             named[name] = parameter
-    if by_position:
-        make_log().info(
-            f"{by_position} parameters have no names and are called by their position, such as group0.parameter0; "
-            "give the optimizer model.named_parameters(), or RemoteOptimizer the model"
-        )
-    return named
+    return named, by_position
 
 
 def _stored_buffers(model: nn.Module | None) -> dict[str, Tensor]:

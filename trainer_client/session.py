@@ -114,6 +114,11 @@ async def _make_client(arguments: dict[str, Any]) -> ParameterClient:
     return ParameterClient(**arguments)  # on the loop that it will live on
 
 
+def open_session() -> Session | None:
+    """The session that `connect` made, as long as it is open."""
+    return _current if _current is not None and _current.is_open else None
+
+
 def connect(
     coordinator: str | None = None, *, rank: int | None = None, world_size: int | None = None, **arguments: Any
 ) -> Session:
@@ -126,13 +131,13 @@ def connect(
     global _current
     given = {"coordinator": coordinator, "rank": rank, "world_size": world_size, **arguments}
     given = {name: value for name, value in given.items() if value is not None}
-    if _current is not None and _current.is_open:
+    if (current := open_session()) is not None:
         if given:
             raise RuntimeError(
-                f"this process is in a session already: {_current!r}. Pass its arguments to the first connect(), "
+                f"this process is in a session already: {current!r}. Pass its arguments to the first connect(), "
                 "or close it first."
             )
-        return _current
+        return current
     session = _current = Session(**given)
     _watch_exit()
     return session

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from pathlib import Path
 
@@ -59,8 +60,12 @@ class TrainerSettings(BaseSettings):
 def read_settings(**arguments: object) -> TrainerSettings:
     """Read the settings once; an argument that is None leaves the choice to the environment.
 
-    Raises ValueError for a value out of range or an unknown `GRADPOST_*` variable.
+    Raises TypeError for an argument that is no setting, ValueError for a value out of range or an unknown
+    `GRADPOST_*` variable.
     """
+    for name in arguments.keys() - TrainerSettings.model_fields.keys():
+        near = difflib.get_close_matches(name, TrainerSettings.model_fields, n=1)
+        raise TypeError(f"{name} is no setting of a trainer" + (f"; did you mean {near[0]}?" if near else ""))
     check_environment(os.environ)
     given = {name: value for name, value in arguments.items() if value is not None}
     return TrainerSettings(**given)  # type: ignore[arg-type]

@@ -86,6 +86,8 @@ class LocalRun:
         if self._ending is not None:
             self._screen.say(self._ending.reason, "red")
         if summary is not None and summary.state != "gathering":
+            if self._ending is not None and self._ending.exit_code != 0:
+                summary = summary.model_copy(update={"state": "failed"})  # whatever the cluster made of it
             print_summary(summary, as_json=self._as_json)
         elif self._ending is None:
             self._screen.say("nothing was trained: no script joined the cluster (trainer_client.connect)", "yellow")

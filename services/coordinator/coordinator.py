@@ -15,7 +15,7 @@ from ps_protocol.errors import Conflict, NotReady, PserverLost, error_from_probl
 from ps_protocol.messages import Message, PlanReady, PserverState, RunSummary, ShardSummary
 from ps_protocol.routes import MEMBERS, RUN, STATE
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank
-from services.runtime.logs import get_logger
+from services.runtime.logs import bind_facts, get_logger
 
 from .cluster import Cluster
 from .pservers import PserverMember
@@ -88,14 +88,23 @@ class Coordinator:
                 self._wake.set()
             async with self._condition:
                 self._condition.notify_all()
-            waits = ", ".join(self.cluster.waiting_for)
-            if waits != said:
-                said = waits
-                log.info(f"waiting for {waits}" if waits else f"run is {self.cluster.run.state}")
+            said = self._say_news(said)
             if self.cluster.run.is_deserted:
                 await self._record_run()
             if self.cluster.may_exit:
                 stop.set()
+
+    def _say_news(self, said: str) -> str:
+        """Log one line when what the run waits for, or its state, is another than what was said last."""
+        run = self.cluster.run
+        bind_facts(run=run.name)
+        news = f"waiting for {', '.join(self.cluster.waiting_for)}" if self.cluster.waiting_for else f"run {run.state}"
+        if news != said and run.failure is not None:
+            trainers = run.failure.facts.get("ranks") or run.failure.facts.get("missing")
+            log.error(news, round=run.round, trainer=trainers, code=run.failure.code, reason=run.failure.detail)
+        elif news != said:
+            log.info(news, round=run.round)
+        return news
 
     async def _record_run(self) -> None:
         run = self.cluster.run
@@ -115,7 +124,7 @@ class Coordinator:
         complete = all(results) and len(results) == cluster.registry.num_pservers
         if complete and run.state == "gathering" and cluster.run is run:
             run.installed(self.now())
-            log.info("training", run=run.name, plan=run.plan.digest, trainers=len(run.members))
+            log.info("plan installed", plan=run.plan.digest, trainers=len(run.members))
         return all(results)
 
     async def _reconcile_pserver(self, run: Run, member: PserverMember) -> bool:

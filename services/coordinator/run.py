@@ -93,6 +93,11 @@ class Run:
         return {t.rank: t.incarnation for t in self.trainers.values() if t.is_here}
 
     @property
+    def round(self) -> Round:
+        """The newest round that every trainer, gone or not, has completed."""
+        return min((trainer.round for trainer in self.trainers.values()), default=0)
+
+    @property
     def is_over(self) -> bool:
         """Finished or failed."""
         return self.state in ("finished", "failed")

@@ -13,7 +13,7 @@ from services.runtime.app import add_raw_route, make_app
 from services.runtime.metrics import ServiceMetrics
 
 from .endpoints import TensorEndpoints
-from .openapi import BARRIER_OPENAPI, GET_OPENAPI, SEND_OPENAPI
+from .openapi import BARRIER_OPENAPI, BUFFERS_OPENAPI, GET_OPENAPI, SEND_OPENAPI
 from .pserver import Pserver
 
 BINARY: dict[int | str, dict[str, Any]] = {
@@ -27,13 +27,14 @@ def make_pserver_app(pserver: Pserver, metrics: ServiceMetrics, limits: FrameLim
         title="Gradpost pserver", role="pserver", metrics=metrics, is_ready=pserver.readiness, lifespan=lifespan
     )
     tensors = TensorEndpoints(pserver, limits)
-    for path, endpoint, summary, openapi in (
-        (routes.SEND, tensors.send, "Push a bucket of gradient blocks", SEND_OPENAPI),
-        (routes.INITIAL, tensors.initial, "Upload a bucket of initial values", SEND_OPENAPI),
-        (routes.GET, tensors.get, "Get one version of the shard", GET_OPENAPI),
-        (routes.BARRIER, tensors.barrier, "Count a batch or fetch barrier", BARRIER_OPENAPI),
+    for method, path, endpoint, summary, openapi in (
+        ("POST", routes.SEND, tensors.send, "Push a bucket of gradient blocks", SEND_OPENAPI),
+        ("POST", routes.INITIAL, tensors.initial, "Upload a bucket of initial values", SEND_OPENAPI),
+        ("POST", routes.GET, tensors.get, "Get one version of the shard", GET_OPENAPI),
+        ("POST", routes.BARRIER, tensors.barrier, "Count a batch or fetch barrier", BARRIER_OPENAPI),
+        ("GET", routes.BUFFERS, tensors.buffers, "Get the buffers that live here", BUFFERS_OPENAPI),
     ):
-        add_raw_route(app, path, endpoint, methods=["POST"], summary=summary, openapi_extra=openapi)
+        add_raw_route(app, path, endpoint, methods=[method], summary=summary, openapi_extra=openapi)
 
     @app.put(routes.RUN, tags=["control"], status_code=204)
     async def install_run(message: InstallRun) -> None:
@@ -54,10 +55,5 @@ def make_pserver_app(pserver: Pserver, metrics: ServiceMetrics, limits: FrameLim
     async def blocks(name: Annotated[list[str], Query()]) -> Response:
         """Blocks as they are now, all of one version, which stands in the metadata."""
         return Response(b"".join(await pserver.run.inspect(name)), media_type=CONTENT_TYPE)
-
-    @app.get(routes.BUFFERS, tags=["inspection"], response_class=Response, responses=BINARY)
-    async def buffers() -> Response:
-        """The buffers that live here."""
-        return Response(b"".join(await pserver.run.inspect_buffers()), media_type=CONTENT_TYPE)
 
     return app

@@ -63,6 +63,11 @@ class TensorEndpoints:
         answer = self._pserver.run.barrier_arrived(Fence.from_headers(headers), _barrier_kind(headers))
         await _send_json(send, answer.model_dump_json())
 
+    async def buffers(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the buffers that live here."""
+        await discard_body(receive)
+        await _send_reply(send, await self._pserver.run.get_buffers(Fence.from_headers(_headers(scope))))
+
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one version of the shard, or of the blocks named in the body (a JSON list)."""
         headers = _headers(scope)

@@ -57,6 +57,11 @@ GET_OPENAPI: dict[str, Any] = {
     },
     "responses": {"200": {"description": "exactly the version of the fence's round", "content": _BINARY}},
 }
+BUFFERS_OPENAPI: dict[str, Any] = {
+    "tags": ["tensors"],
+    "parameters": _FENCE,
+    "responses": {"200": {"description": "all buffers of this pserver", "content": _BINARY}},
+}
 BARRIER_OPENAPI: dict[str, Any] = {
     "tags": ["tensors"],
     "parameters": [*_FENCE, _BARRIER],

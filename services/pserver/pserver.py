@@ -8,6 +8,7 @@ from ps_protocol.errors import Conflict, GradpostError, NotReady, StalePserver, 
 from ps_protocol.messages import InstallMembers, InstallRun, PserverHeartbeat, PserverRegistered, PserverState
 from ps_protocol.vocabulary import Incarnation, PserverIndex
 from services.runtime.compute import ComputeExecutor
+from services.runtime.logs import bind_facts
 
 from .bodies import BufferPool
 from .metrics import PserverMetrics
@@ -42,12 +43,14 @@ class Pserver:
         """Take the identity that the coordinator gave; a run of an earlier identity is dropped."""
         if (self.index, self.incarnation) != (answer.index, answer.incarnation):
             self.index, self.incarnation = answer.index, answer.incarnation
+            bind_facts(pserver=answer.index)
             identity = f"pserver {answer.index} incarnation {answer.incarnation}"
             await self._replace_run(None, StalePserver("this pserver was registered anew", current=identity))
 
     async def _replace_run(self, run: PserverRun | None, reason: GradpostError) -> None:
         """Whoever still sends to the old run or waits in it is told the reason, also in the middle of a body."""
         old, self._run = self._run, run
+        bind_facts(run=run.install.run if run else None)
         self.pool.forget_idle()
         if old is not None:
             self._ended_runs.add(old.install.run)

@@ -268,7 +268,9 @@ class PserverRun:
 
     async def _fail(self, failure: GradpostError) -> None:
         if self.failure is None:
-            log.error("run failed", code=failure.code, reason=failure.detail)
+            log.error(
+                "run failed", round=self.rounds.open, code=failure.code, reason=failure.detail, **_culprits(failure)
+            )
         await self.end(failure)
 
     # ------------------------------------------------------------------ inspection
@@ -281,11 +283,13 @@ class PserverRun:
         _, chunks = await self._compute.run(self._encode_some, list(names))
         return chunks
 
-    async def inspect_buffers(self) -> Sequence[bytes]:
-        """Frame of the buffers that live here."""
+    async def get_buffers(self, fence: Fence) -> Reply:
+        """The buffers that live here, for a member; no round changes them, so they are version 0."""
+        self.check_fence(fence)
+        self.rounds.check_member(fence.rank, fence.trainer_incarnation)
         if self._reply is None:
             raise NotReady("the initial values are not complete", waiting_for=self._uploader_name)
-        return await self._compute.run(self.shard.encode_buffers)
+        return Reply(0, await self._compute.run(self.shard.encode_buffers, self._metadata(0)))
 
     async def digest(self) -> str:
         """Of everything that a request could change: values, slots, steps, barriers and staged contributions."""
@@ -382,6 +386,13 @@ class PserverRun:
     def waiting_seconds(self) -> float:
         """How long somebody has been waiting for the missing trainers."""
         return 0.0 if self._waiting_since is None else asyncio.get_running_loop().time() - self._waiting_since
+
+
+def _culprits(failure: GradpostError) -> dict[str, object]:
+    """Who is to blame, for the log: the facts of an error that name trainers or a pserver."""
+    return {
+        name: failure.facts[key] for key, name in (("ranks", "trainer"), ("missing", "trainer")) if key in failure.facts
+    }
 
 
 def name_trainers(ranks: Sequence[Rank]) -> str:

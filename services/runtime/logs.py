@@ -79,8 +79,10 @@ def configure_logs(role: str, format: LogFormat = "auto", level: LogLevel = "inf
 
 
 def bind_facts(**facts: Any) -> None:
-    """Add facts to every later line of this process, whichever task or thread writes it."""
+    """Add facts to every later line of this process, whichever task or thread writes it; None takes one away."""
     _facts.update(facts)
+    for name in [name for name, fact in _facts.items() if fact is None]:
+        del _facts[name]
 
 
 def _merge_facts(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

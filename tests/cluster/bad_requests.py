@@ -50,6 +50,7 @@ from ps_protocol.routes import (
     BARRIER,
     BARRIER_HEADER,
     BLOCKS,
+    BUFFERS,
     DECLARE_MODEL,
     GET,
     INITIAL,
@@ -217,6 +218,8 @@ def honest(path: str, w: World, **changes: Any) -> Request:
     rank, round_ = (0, 0) if path == INITIAL else (1, 2)
     headers = w.trainers[rank].fence(round_, **changes)
     body = b""
+    if path == BUFFERS:
+        return Request(path, "GET", headers)
     if path in (SEND, INITIAL):
         body = encode_blocks(w.trainer.plan, w.own_blocks(), completion(len(w.own_blocks())))
     if path == BARRIER:
@@ -224,7 +227,7 @@ def honest(path: str, w: World, **changes: Any) -> Request:
     return Request(path, headers=headers, content=body)
 
 
-for path in (SEND, INITIAL, GET, BARRIER):
+for path in (SEND, INITIAL, GET, BARRIER, BUFFERS):
     for change, error in (
         ({"protocol": PROTOCOL_VERSION + 1}, UnsupportedProtocol),
         ({"run": "another"}, StaleRun),
@@ -236,7 +239,7 @@ for path in (SEND, INITIAL, GET, BARRIER):
         ({"trainer_incarnation": 99}, StaleTrainer),
     ):
         bad(f"{path} other {next(iter(change))}", error, lambda w, p=path, c=change: honest(p, w, **c))
-    for round_ in (3, 10**17):
+    for round_ in (3, 10**17) if path != BUFFERS else ():
         bad(
             f"{path} round {round_}",
             StaleTrainer if path == INITIAL else FutureRound,

@@ -23,6 +23,7 @@ Document: TypeAlias = dict[str, Any]
 
 OF_EVERY_SERVICE = {routes.HEALTH, routes.READY, routes.METRICS}
 TENSORS = {routes.SEND, routes.INITIAL, routes.GET, routes.BARRIER}
+FENCED = [("post", path) for path in sorted(TENSORS)] + [("get", routes.BUFFERS)]
 OF_A_PSERVER = TENSORS | {routes.RUN, routes.MEMBERS, routes.STATE, routes.BLOCKS, routes.BUFFERS}
 HEADERS = Fence(1, "run", 0, "plan", 0, 1, 0, 1, 1).to_headers()
 
@@ -87,8 +88,8 @@ def test_every_operation_says_what_it_is_and_may_fail_with_a_problem(document: D
 
 
 def test_the_fence_is_required(pserver: Document) -> None:
-    for path in TENSORS:
-        headers = {p["name"]: p["required"] for p in pserver["paths"][path]["post"]["parameters"]}
+    for method, path in FENCED:
+        headers = {p["name"]: p["required"] for p in pserver["paths"][path][method]["parameters"]}
         assert headers.items() >= dict.fromkeys(HEADERS, True).items()
         more = {routes.BARRIER: {routes.BARRIER_HEADER: True}, routes.GET: dict.fromkeys(OPTIONAL_ON_A_GET, False)}
         assert headers == dict.fromkeys(HEADERS, True) | more.get(path, {})
