@@ -253,8 +253,8 @@ async def haunt(bench: Bench, witness: Witness, script: Script, until: asyncio.E
 
 
 async def interleave(num_trainers: int, scripts: list[list[int]]) -> None:
-    options = [make_options("AdamW")]
-    async with bench(num_trainers, initial=False, groups=options, optimizer="AdamW") as b:
+    options = [make_options("SGD", lr=1.0, momentum=0.9)]  # a rate at which one wrong bit of a gradient shows
+    async with bench(num_trainers, initial=False, groups=options) as b:
         witness = Witness(b, num_trainers)
         over = asyncio.Event()
         ghost = asyncio.create_task(haunt(b, witness, Script(scripts[-1]), over))
@@ -269,7 +269,7 @@ async def interleave(num_trainers: int, scripts: list[list[int]]) -> None:
         assert await b.settle_used_bytes(0) == 0, "a receive buffer was not returned"
 
         initial = initial_values()
-        oracle = TorchOracle("AdamW", PARAMETERS, options, initial)
+        oracle = TorchOracle("SGD", PARAMETERS, options, initial)
         for round_ in range(LAST_ROUND + 1):
             if round_:
                 oracle.step(average([gradients_of(rank, round_) for rank in range(num_trainers)]), options)
