@@ -97,8 +97,13 @@ def test_arrival_order_changes_no_bit(cluster: LocalCluster) -> None:
 
 
 def make_net() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 5))
+    """The same weights at each call, in any thread: nn.Linear draws from the process's one generator."""
+    net = nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 5))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.uniform_(-0.2, 0.2, generator=generator)
+    return net
 
 
 def joined_batch(step: int) -> tuple[Tensor, Tensor]:

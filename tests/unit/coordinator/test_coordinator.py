@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -195,6 +196,17 @@ async def test_leases_end_while_a_pserver_keeps_the_coordinator_waiting():
             await asyncio.sleep(0.05)
         assert isinstance(cluster.run.failure, TrainerLost)  # trainer 0 has been silent
         assert coordinator.now() - begun < 1.2
+
+
+async def test_a_pause_of_the_coordinator_is_nobodys_fault():
+    """It could not hear the heartbeats: every lease begins anew, and then counts as ever."""
+    async with coordinating(FakePservers()) as coordinator:
+        begin(coordinator)
+        await eventually(lambda: coordinator.cluster.run.state == "training")
+        time.sleep(0.7)  # noqa: ASYNC251 - SIGSTOP, SIGCONT
+        await asyncio.sleep(0.2)
+        assert coordinator.cluster.run.failure is None
+        await eventually(lambda: coordinator.cluster.run.failure is not None)
 
 
 async def test_a_run_that_begins_in_the_middle_of_a_reconciliation_is_left_to_the_next():
