@@ -16,8 +16,9 @@ T = TypeVar("T")
 
 STEPS = 10
 LR = 0.01
-# Odd sizes, a scalar, a matrix that is cut; small blocks make cuts at odd places.
-SHAPES = {"embed": (101, 37), "scale": (), "bias": (129,), "out": (10, 1000)}
+# Odd sizes, a scalar, a matrix that is cut; small blocks make cuts at odd places. Torch uses several threads from
+# 32768 elements on.
+SHAPES = {"embed": (101, 37), "scale": (), "bias": (129,), "out": (10, 1000), "wide": (331, 401)}
 
 # Name -> class and arguments; the fused ones are compared with fused=True, the others with foreach=False.
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {

@@ -31,18 +31,25 @@ pytestmark = pytest.mark.cluster
 CUTS = (1, 100, 8192)  # min_block_size, in elements
 
 
-@pytest.fixture(scope="module", params=[(1, 1, "granian"), (2, 2, "granian"), (3, 1, "uvicorn")], ids=str)
-def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    """Pservers, their torch threads, and the server; serves all runs of the matrix, one after another."""
-    pservers, threads, server = request.param
+@pytest.fixture(scope="module", params=[(1, 1), (2, 2), (3, 1)], ids=str)
+def cluster(request: pytest.FixtureRequest, server: str) -> Iterator[LocalCluster]:
+    """Pservers and their torch threads; serves all runs of the matrix, one after another."""
+    pservers, threads = request.param
     with LocalCluster(pservers=pservers, trainers=2, threads=threads, server=server) as cluster:
         yield cluster
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_same_gradients_give_the_bits_of_one_process(cluster: LocalCluster, name: str) -> None:
+# Every optimizer with one cut; in `make test-all` with every cut.
+OPTIMIZERS_AND_CUTS = [
+    pytest.param(name, cut, marks=[] if i % len(CUTS) == j else pytest.mark.extended)
+    for i, name in enumerate(OPTIMIZERS)
+    for j, cut in enumerate(CUTS)
+]
+
+
+@pytest.mark.parametrize(("name", "cut"), OPTIMIZERS_AND_CUTS)
+def test_same_gradients_give_the_bits_of_one_process(cluster: LocalCluster, name: str, cut: int) -> None:
     expected = train_locally(name)
-    cut = CUTS[list(OPTIMIZERS).index(name) % len(CUTS)]
     train = partial(train_remotely, name)
     for actual in run_trainers(cluster.address, [train, train], min_block_size=cut):
         assert_identical(actual, expected)
@@ -121,8 +128,8 @@ def train_on_part(optimizer: torch.optim.Optimizer, net: nn.Module, rank: int, w
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=lambda n: f"{n} trainers")
-def joined_cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    with LocalCluster(pservers=2, trainers=request.param) as cluster:
+def joined_cluster(request: pytest.FixtureRequest, server: str) -> Iterator[LocalCluster]:
+    with LocalCluster(pservers=2, trainers=request.param, server=server) as cluster:
         yield cluster
 
 
@@ -168,8 +175,9 @@ FRESH_EXTENDED = ["SGD", "SGD-momentum", "Adam", "AdamW", "Adagrad", "Adadelta",
 
 
 @pytest.mark.parametrize("name", [*FRESH, *(pytest.param(name, marks=pytest.mark.extended) for name in FRESH_EXTENDED)])
-def test_fresh_processes_give_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
-    with LocalCluster(pservers=2, trainers=2, exit_when_done=True, lease_seconds=2, min_block_size=64) as cluster:
+def test_fresh_processes_give_the_bits_of_one_process(name: str, server: str, tmp_path: Path) -> None:
+    settings = {"server": server, "exit_when_done": True, "lease_seconds": 2, "min_block_size": 64}
+    with LocalCluster(pservers=2, trainers=2, **settings) as cluster:
         command = [sys.executable, "-W", "error", "-c", FRESH_TRAINER, name, str(tmp_path)]
         codes = cluster.run_trainers(command, env={"PYTHONPATH": str(ROOT)})
         assert codes == [0, 0], "\n".join(cluster.output)

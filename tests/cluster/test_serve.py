@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -17,9 +16,9 @@ from ps_protocol.errors import Unreachable
 from trainer_client.inspection import ClusterView
 from trainer_client.testing.environment import find_our_packages
 
-from .up_support import wait_until
+from .up_support import clean_environment, wait_until
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("server_in_environment")]
 
 GRADPOST = [sys.executable, "-P", "-m", "gradpost"]
 TRAIN = """
@@ -32,8 +31,7 @@ optimizer.session.report(accuracy=0.5)
 
 
 def environment(**more: str) -> dict[str, str]:
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("GRADPOST_")}
-    return find_our_packages({**inherited, **more}, first=True)
+    return find_our_packages({**clean_environment(), **more}, first=True)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,8 +39,8 @@ SPECS = [ParameterSpec("w", (4, 3)), ParameterSpec("b", (5,)), ParameterSpec("s"
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(pservers=2, trainers=2, lease_seconds=2, min_block_size=4) as cluster:
+def cluster(server: str) -> Iterator[LocalCluster]:
+    with LocalCluster(pservers=2, trainers=2, server=server, lease_seconds=2, min_block_size=4) as cluster:
         yield cluster
 
 
@@ -101,10 +102,14 @@ async def test_leaving_in_the_middle_of_a_round_is_failing(cluster: LocalCluster
     async def wait_for_it() -> None:
         async with ParameterClient(cluster.address, rank=1) as client:
             await start(client)
-            await client.send(1, tensors(1.0), NUMBERS)
-            await client.batch_barrier(1)
-            with pytest.raises(TrainerLost, match="trainer 0 failed: it left in the middle of round 1"):
+
+            async def take_part() -> None:
+                await client.send(1, tensors(1.0), NUMBERS)  # the other may have left by now
+                await client.batch_barrier(1)
                 await client.get(1)
+
+            with pytest.raises(TrainerLost, match="trainer 0 failed: it left in the middle of round 1"):
+                await take_part()
 
     await asyncio.gather(leave_early(), wait_for_it())
 
@@ -183,6 +188,28 @@ def test_schedulers_work_unmodified(cluster: LocalCluster) -> None:
     assert run_trainers(cluster.address, [train, train])[1] == [-1.0, -1.5, -1.75]
 
 
+def test_a_state_dict_has_the_groups_numbers_and_no_slots(cluster: LocalCluster) -> None:
+    def train(session: Session) -> float:
+        weight = nn.Parameter(torch.zeros(2))
+        local = torch.optim.Adam([weight], lr=1.0)
+        optimizer = RemoteOptimizer(local, session=session)
+        stored = optimizer.state_dict()
+        assert stored["state"] == {}
+        stored["param_groups"][0]["lr"] = 0.5
+        optimizer.load_state_dict(stored)
+        assert local.param_groups is optimizer.param_groups
+        weight.grad = torch.ones(2)
+        with torch.no_grad():
+            local.step()  # elsewhere, so that it has slots
+            weight.zero_()
+        with pytest.raises(BadModel, match="slots live on the pservers"):
+            optimizer.load_state_dict(local.state_dict())
+        optimizer.step()
+        return weight[0].item()
+
+    assert run_trainers(cluster.address, [train, train]) == [pytest.approx(-0.5)] * 2
+
+
 def test_what_cannot_be_trained_is_refused_with_the_reason(cluster: LocalCluster) -> None:
     def train(session: Session) -> None:
         weight = nn.Parameter(torch.zeros(2))
@@ -253,6 +280,14 @@ def test_a_non_finite_gradient_names_the_block_and_ends_the_run(cluster: LocalCl
         ],
         min_block_size=4,
     )
+    # Both pservers tell of it, with everything that a search for the cause needs.
+    lines = [json.loads(line.partition("] ")[2]) for line in cluster.output if '"run failed"' in line]
+    told = [{key: line.get(key) for key in ("level", "role", "pserver", "trainer", "round", "code")} for line in lines]
+    for index in range(2):
+        assert {
+            "level": "error", "role": "pserver", "pserver": index, "trainer": [1], "round": 1, "code": "trainer_lost",
+        } in told  # fmt: skip
+    assert all(len(line["run"]) == 12 for line in lines)
 
 
 # ---------------------------------------------------------------------- looking inside
@@ -286,7 +321,7 @@ def test_live_parameters_are_served_as_safetensors(cluster: LocalCluster) -> Non
 # ---------------------------------------------------------------------- TLS
 
 
-def test_tls_on_every_link(tmp_path: Path) -> None:
+def test_tls_on_every_link(tmp_path: Path, server: str, transport: str) -> None:
     ca = trustme.CA()
     certificate = ca.issue_cert("127.0.0.1", "localhost")
     files = {"tls_ca": tmp_path / "ca.pem", "tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem"}
@@ -299,9 +334,9 @@ def test_tls_on_every_link(tmp_path: Path) -> None:
         optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
         weight.grad = torch.ones(100_000)
         optimizer.step()
-        assert session.summary().transport == "HTTP/2"
+        assert session.summary().transport == transport
         return weight.sum().item()
 
-    with LocalCluster(pservers=2, trainers=2, **files) as cluster:
+    with LocalCluster(pservers=2, trainers=2, server=server, **files) as cluster:
         assert cluster.address.startswith("https://")
         assert run_trainers(cluster.address, [train, train], tls_ca=files["tls_ca"]) == [-100_000.0] * 2

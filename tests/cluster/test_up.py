@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from .up_support import IDLE, SECONDS, STUBBORN, RunningUp, train_script
+from .up_support import IDLE, SECONDS, STUBBORN, RunningUp, train_script, wait_until
 
 pytestmark = [
     pytest.mark.cluster,
+    pytest.mark.usefixtures("server_in_environment"),
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc"),
 ]
 
@@ -33,7 +34,7 @@ def run_up(*arguments: object, folder: Path, **environ: str) -> tuple[int, str, 
 # ---------------------------------------------------------------------- training
 
 
-def test_it_trains_and_ends_with_the_numbers(tmp_path: Path) -> None:
+def test_it_trains_and_ends_with_the_numbers(tmp_path: Path, transport: str) -> None:
     """From a folder whose `services` would break ours, with a setting from the environment."""
     (tmp_path / "services").mkdir()
     (tmp_path / "services" / "__init__.py").write_text("raise ImportError('not yours')")
@@ -43,7 +44,8 @@ def test_it_trains_and_ends_with_the_numbers(tmp_path: Path) -> None:
     assert code == 0, stdout + stderr
     for rank in range(2):
         assert f"[trainer {rank}] rank {rank} of 2, {sys.executable}" in lines
-    assert re.fullmatch(r"trained: mode=sync transport=HTTP/2 accuracy=0\.5 rounds=5 seconds=[0-9.]+", lines[-1])
+    line = rf"trained: mode=sync transport={transport} accuracy=0\.5 rounds=5 seconds=[0-9.]+"
+    assert re.fullmatch(line, lines[-1])
     rounds, values, _, columns, *shards, _, _ = lines[-8:]
     assert rounds.split() == ["rounds", "seconds", "seconds", "a", "round", "accuracy", "loss"]
     assert values.split()[0] == "5"
@@ -54,23 +56,11 @@ def test_it_trains_and_ends_with_the_numbers(tmp_path: Path) -> None:
     assert re.fullmatch(r"gradpost: 2 pservers and 2 trainers around the coordinator at http://\S+\n", stderr)
 
 
-def test_on_a_terminal_it_shows_a_live_line_and_colours(tmp_path: Path) -> None:
+def test_on_a_terminal_it_shows_a_live_line_and_colours(tmp_path: Path, transport: str) -> None:
     script = train_script(tmp_path, rounds=60, in_each_round="time.sleep(0.05); session.report(loss=0.25)")
     ours, theirs = os.openpty()
     environ = {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
-    arguments = (
-        "--server",
-        "uvicorn",
-        "--pservers",
-        1,
-        "--trainers",
-        1,
-        "--lease-seconds",
-        "3",
-        "--",
-        "python",
-        script,
-    )
+    arguments = ("--pservers", 1, "--trainers", 1, "--lease-seconds", 3, "--", "python", script)
     with RunningUp(*arguments, folder=tmp_path, stdout=theirs, **environ) as up:
         os.close(theirs)
         shown = read_terminal(ours)
@@ -81,7 +71,7 @@ def test_on_a_terminal_it_shows_a_live_line_and_colours(tmp_path: Path) -> None:
     assert "\x1b[36m[trainer 0] \x1b[0mrank 0 of 1" in shown
     assert "\x1b[1A" in shown or "\x1b[2K" in shown  # the live line is erased and drawn again
     last = CONTROL.sub("", shown).rstrip().splitlines()[-1]
-    assert last.startswith("trained: mode=sync transport=HTTP/1.1 accuracy=0.5 rounds=60 seconds=")
+    assert last.startswith(f"trained: mode=sync transport={transport} accuracy=0.5 rounds=60 seconds=")
 
 
 def read_terminal(fd: int) -> str:
@@ -112,7 +102,7 @@ def test_the_first_failure_gives_the_code_and_the_others_name_it(tmp_path: Path)
     assert stderr.endswith("gradpost: trainer 1 failed with exit code 7\n")
 
 
-def test_a_killed_script_is_noticed_at_once(tmp_path: Path) -> None:
+def test_a_killed_script_is_noticed_at_once(tmp_path: Path, transport: str) -> None:
     """Long before its lease ends."""
     script = train_script(tmp_path, in_each_round="if session.rank == 1 and step == 2: os.kill(os.getpid(), 9)")
     code, stdout, stderr = run_up("--lease-seconds", 1000, "--pservers", 1, "--", "python", script, folder=tmp_path)
@@ -120,7 +110,7 @@ def test_a_killed_script_is_noticed_at_once(tmp_path: Path) -> None:
     named = "trainer 1 failed: its process was ended by SIGKILL (out of memory?)"
     assert f"[trainer 0] ps_protocol.errors.TrainerLost: {named}\n" in stdout
     assert stderr.endswith("gradpost: trainer 1 was ended by SIGKILL (out of memory?)\n")
-    assert stdout.splitlines()[-1].startswith("failed: mode=sync transport=HTTP/2 rounds=3 ")
+    assert stdout.splitlines()[-1].startswith(f"failed: mode=sync transport={transport} rounds=3 ")
 
 
 def test_who_does_not_take_part_is_not_waited_for(tmp_path: Path) -> None:
@@ -158,7 +148,9 @@ def test_a_failure_before_joining_ends_the_others(tmp_path: Path) -> None:
 def test_a_signal_ends_everything(tmp_path: Path, number: signal.Signals, code: int) -> None:
     with RunningUp("--pservers", 1, "--", "python", "-c", IDLE, folder=tmp_path) as up:
         up.wait_for("[trainer 0] ready", "[trainer 1] ready")
-        assert len(up.left()) == 1 + 1 + 1 + 1 + 2 * 2  # up, its guardian, two services, two scripts of two processes
+        num_processes = 1 + 1 + 1 + 1 + 2 * 2  # up, its guardian, two services, two scripts of two processes
+        # A process that is just being executed has no environment for a moment.
+        assert wait_until(lambda: len(up.left()) == num_processes, seconds=10), up.left()
         started = time.monotonic()
         up.signal(number)
         assert up.finish()[0] == code

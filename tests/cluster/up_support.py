@@ -54,16 +54,20 @@ def train_script(folder: Path, *, rounds: int = 5, in_each_round: str = "pass") 
     return script
 
 
+def clean_environment() -> dict[str, str]:
+    """This process's, without settings of another cluster; the test may have chosen a server."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("GRADPOST_") or k == "GRADPOST_SERVER"}
+
+
 class RunningUp:
     """`gradpost up` with these arguments; on leaving the block it is killed if it has not ended."""
 
     def __init__(self, *arguments: object, folder: Path, stdout: int = subprocess.PIPE, **environ: str) -> None:
         self.mark = uuid.uuid4().hex
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("GRADPOST_")}
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "gradpost", "up", *map(str, arguments)],
             cwd=folder,
-            env={**inherited, "PYTHONPATH": str(ROOT), MARK: self.mark, **environ},
+            env={**clean_environment(), "PYTHONPATH": str(ROOT), MARK: self.mark, **environ},
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=subprocess.PIPE if stdout == subprocess.PIPE else stdout,
