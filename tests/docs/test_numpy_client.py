@@ -21,9 +21,14 @@ from .reading import read_bytes
 pytestmark = pytest.mark.cluster
 
 SECTION = section(read("protocol.md"), "A client in numpy")
-[CODE] = [block.text for block in code_blocks(SECTION, "python")]
+CLIENT, REST = [block.text for block in code_blocks(SECTION, "python")]
+CODE = f"{CLIENT}\n{REST}"
 ROUNDS = 5
 NUM_ELEMENTS = 10_000
+
+
+def test_the_client_has_about_fifteen_lines() -> None:
+    assert len([line for line in CLIENT.splitlines() if line]) <= 15
 
 
 def test_it_imports_nothing_of_ours() -> None:
