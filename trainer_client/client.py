@@ -60,9 +60,10 @@ class ParameterClient:
         self.pservers: list[PserverClient] = []
         self._begun_round: Round = 0  # the newest that something was pushed for
         self._metrics_server: MetricsServer | None = None
+        self._lag: asyncio.Task[None] | None = None
         self._control = make_control_client(self.settings.tls_ca)
         self._bulk: list[httpx.AsyncClient] = []
-        self.membership = Membership(self.settings, self._control, self.metrics)
+        self.membership = Membership(self.settings, self._control)
 
     @property
     def log(self) -> FilteringBoundLogger:
@@ -94,6 +95,7 @@ class ParameterClient:
             )
             address = f"http://{host}:{self._metrics_server.port}"
         self.joined = await self.membership.join(address)
+        self._lag = asyncio.create_task(self.metrics.watch_loop_lag(), name="loop lag")
         return self.joined
 
     async def declare(
@@ -162,6 +164,8 @@ class ParameterClient:
         await self.membership.leave(outcome, reason)
         for client in (self._control, *self._bulk):
             await client.aclose()
+        if self._lag is not None:
+            self._lag.cancel()
         if self._metrics_server is not None:
             self._metrics_server.close()
 

@@ -36,7 +36,6 @@ from ps_protocol.routes import (
 from ps_protocol.vocabulary import PROTOCOL_VERSION, Round
 
 from .logs import make_log
-from .metrics import TrainerMetrics
 from .settings import TrainerSettings
 
 T = TypeVar("T")
@@ -48,14 +47,13 @@ PLAN_WAIT_SECONDS = 5.0
 class Membership:
     """One trainer's place in one run. All methods run on the I/O loop."""
 
-    def __init__(self, settings: TrainerSettings, http: httpx.AsyncClient, metrics: TrainerMetrics) -> None:
+    def __init__(self, settings: TrainerSettings, http: httpx.AsyncClient) -> None:
         self.joined: TrainerJoined
         self.round: Round = 0  # the newest round that was pulled from every pserver
         self.results: dict[str, float] = {}
         self.failure: asyncio.Future[GradpostError] | None = None
         self._settings = settings
         self._http = http
-        self._metrics = metrics
         self._coordinator = settings.coordinator.rstrip("/")
         self._heartbeats: asyncio.Task[None] | None = None
         self.log = make_log()
@@ -123,13 +121,10 @@ class Membership:
         )
 
     async def _send_heartbeats(self) -> None:
-        loop = asyncio.get_running_loop()
         path = TRAINER_HEARTBEAT.format(rank=self.joined.rank)
         period = self.joined.lease_seconds / 3
         while True:
-            due = loop.time() + period
             await asyncio.sleep(period)
-            self._metrics.loop_lag.set(max(0.0, loop.time() - due))
             try:
                 reply = TrainerHeartbeatReply.model_validate_json(await self._request("POST", path, self._heartbeat()))
             except httpx.TransportError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterable
 from socketserver import ThreadingMixIn
@@ -11,6 +12,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
 
 CLOSE_POLL_SECONDS = 0.05  # how soon the server notices that it is being closed
+LAG_INTERVAL_SECONDS = 0.25
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
@@ -24,16 +26,34 @@ class TrainerMetrics:
         self.step_seconds = self._histogram("gradpost_trainer_step_seconds", "One step(): push, barrier and pull.")
         self.push_seconds = self._histogram("gradpost_trainer_push_seconds", "Until every push was acknowledged.")
         self.pull_seconds = self._histogram("gradpost_trainer_pull_seconds", "Barrier and pull, waiting included.")
+        self.barrier_wait = self._histogram(
+            "gradpost_trainer_barrier_wait_seconds",
+            "From asking a pserver for a round to the first byte of its answer.",
+        )
         self.requests = Counter(
             "gradpost_trainer_requests", "Requests to pservers, tries included.", ["route"], registry=registry
+        )
+        self.request_seconds = self._histogram(
+            "gradpost_trainer_request_seconds", "One try of a request to a pserver, to the end of its answer.", "route"
+        )
+        self.in_flight = Gauge(
+            "gradpost_trainer_requests_in_flight", "Tries that are not answered yet.", ["route"], registry=registry
         )
         self.retries = Counter("gradpost_trainer_retries", "Tries after the first.", ["reason"], registry=registry)
         self.pushed_bytes = Counter("gradpost_trainer_pushed_bytes", "Bytes pushed.", registry=registry)
         self.pulled_bytes = Counter("gradpost_trainer_pulled_bytes", "Bytes pulled.", registry=registry)
-        self.loop_lag = Gauge("gradpost_trainer_loop_lag_seconds", "Delay of the I/O loop.", registry=registry)
+        self.loop_lag = self._histogram("gradpost_trainer_event_loop_lag_seconds", "How late the I/O loop ran a timer.")
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(name, text, buckets=_BUCKETS, registry=self.registry)
+    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
+        return Histogram(name, text, labels, buckets=_BUCKETS, registry=self.registry)
+
+    async def watch_loop_lag(self) -> None:
+        """Measure for ever how late the running loop is; run it as a task and cancel it."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_INTERVAL_SECONDS
+            await asyncio.sleep(LAG_INTERVAL_SECONDS)
+            self.loop_lag.observe(max(0.0, loop.time() - due))
 
 
 class MetricsServer:

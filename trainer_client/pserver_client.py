@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from time import perf_counter
 from typing import TypeVar
 
 import httpx
@@ -53,7 +54,7 @@ class PserverClient:
 
     async def warm_up(self) -> None:
         """Open the connection: the first frames are small until the server's settings arrive."""
-        await self._repeat("warm_up", lambda: self._http.get(self.info.address + HEALTH))
+        await self._repeat(HEALTH, lambda: self._http.get(self.info.address + HEALTH))
 
     async def push(self, round_: Round, body: memoryview, *, initial: bool = False) -> PushAnswer:
         """Push one encoded bucket. `body` must not change until this returns."""
@@ -97,13 +98,15 @@ class PserverClient:
         headers = {**self._fence.at_round(round_).to_headers(), WAIT_HEADER: f"{WAIT_SECONDS:g}"}
         if with_batch_barrier:
             headers[BARRIER_HEADER] = "batch"
-        self._check_version(await self._fetch("POST", GET, headers, destinations, names), round_)
+        asked = perf_counter()
+        metadata, answered = await self._fetch("POST", GET, headers, destinations, names)
+        self._metrics.barrier_wait.observe(answered - asked)
+        self._check_version(metadata, round_)
 
     async def get_buffers(self, destinations: Mapping[str, memoryview]) -> None:
         """Fetch the buffers that live there, which no round changes."""
-        self._check_version(
-            await self._fetch("GET", BUFFERS, self._fence.at_round(0).to_headers(), destinations, ()), 0
-        )
+        metadata, _ = await self._fetch("GET", BUFFERS, self._fence.at_round(0).to_headers(), destinations, ())
+        self._check_version(metadata, 0)
 
     def _check_version(self, metadata: Mapping[str, str], round_: Round) -> None:
         expected = (self._fence.run, str(self._fence.attempt), str(round_))
@@ -117,13 +120,16 @@ class PserverClient:
         headers: Mapping[str, str],
         destinations: Mapping[str, memoryview],
         names: Sequence[str],
-    ) -> Mapping[str, str]:
-        async def attempt() -> Mapping[str, str]:
+    ) -> tuple[Mapping[str, str], float]:
+        """Metadata of the answer, and when (by `perf_counter`) the answer began."""
+
+        async def attempt() -> tuple[Mapping[str, str], float]:
             sink = FrameSink(destinations, self._limits)
             request = self._http.build_request(
                 method, self.info.address + path, headers=headers, json=list(names) if names else None
             )
             response = await self._http.send(request, stream=True)
+            answered = perf_counter()
             try:
                 if response.is_error:
                     await response.aread()
@@ -133,7 +139,7 @@ class PserverClient:
                 self._metrics.pulled_bytes.inc(response.num_bytes_downloaded)
             finally:
                 await response.aclose()
-            return sink.finish()
+            return sink.finish(), answered
 
         return await self._repeat(path, attempt)
 
@@ -162,9 +168,11 @@ class PserverClient:
         )
 
         async def bounded() -> T:
-            self._metrics.requests.labels(route).inc()
-            async with asyncio.timeout(self._deadline_seconds):
-                return await attempt()
+            metrics = self._metrics
+            metrics.requests.labels(route).inc()
+            with metrics.in_flight.labels(route).track_inprogress(), metrics.request_seconds.labels(route).time():
+                async with asyncio.timeout(self._deadline_seconds):
+                    return await attempt()
 
         try:
             return await policy(bounded)

@@ -26,7 +26,6 @@ from ps_protocol.errors import (
 from ps_protocol.messages import Leave, TrainerHeartbeat, TrainerHeartbeatReply, TrainerJoined
 from trainer_client import membership as membership_module
 from trainer_client.membership import Membership, read_problem
-from trainer_client.metrics import TrainerMetrics
 from trainer_client.settings import read_settings
 
 pytestmark = pytest.mark.asyncio
@@ -72,7 +71,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def member(coordinator: FakeCoordinator, *, joins: bool = True, **settings: Any) -> AsyncIterator[Membership]:
     async with httpx.AsyncClient(transport=httpx.MockTransport(coordinator)) as http:
-        membership = Membership(read_settings(retry_seconds=0.2, **settings), http, TrainerMetrics())
+        membership = Membership(read_settings(retry_seconds=0.2, **settings), http)
         if joins:
             await membership.join(None)
         yield membership
