@@ -173,6 +173,18 @@ class RemoteOptimizer(Optimizer):
                 if self._landing[name] is not tensor:
                     tensor.copy_(self._landing[name])
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the numbers of the groups, as when a schedule is resumed; raises BadModel if there are slots.
+
+        Slots and steps live on the pservers, so that `state_dict()` has none and none can be loaded here.
+        """
+        if state_dict["state"]:
+            raise BadModel("a remote optimizer's slots live on the pservers; they cannot be loaded from a state_dict")
+        shared = self.param_groups
+        super().load_state_dict(state_dict)
+        shared[:] = self.param_groups  # the wrapped optimizer, and schedulers on it, hold this very list
+        self.param_groups = shared
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while being constructed: the plan is made once, when the run starts."""
         if hasattr(self, "_session"):
