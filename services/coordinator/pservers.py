@@ -58,10 +58,10 @@ class PserverRegistry:
         free = [index for index in range(self.num_pservers) if index not in self.members]
         if request.index is None:
             if not free:
-                raise WorldMismatch(
-                    f"the cluster has its {self.num_pservers} pservers; start the coordinator with more, "
-                    "or stop one of them",
-                    expected=self.num_pservers,
+                raise IndexTaken(
+                    f"the cluster has its {self.num_pservers} pservers; it is taken in when one of them is gone, "
+                    "or when the coordinator is started with more",
+                    current=self.num_pservers,
                 )
             return free[0]
         if request.index >= self.num_pservers:

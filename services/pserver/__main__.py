@@ -30,8 +30,8 @@ def main(settings: PserverSettings) -> int:
 async def _serve(settings: PserverSettings, stop: asyncio.Event) -> int:
     compute = ComputeExecutor()
     metrics = ServiceMetrics("pserver")
-    pserver = Pserver(compute, PserverMetrics(metrics.registry, compute))
-    app = make_pserver_app(pserver, metrics, settings.frame_limits)
+    pserver = Pserver(compute, PserverMetrics(metrics.registry, compute), settings.frame_limits)
+    app = make_pserver_app(pserver, metrics)
     async with make_peer_client(settings) as http, asyncio.TaskGroup() as tasks:
         registration = Registration(pserver, settings, http)
 

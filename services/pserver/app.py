@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query, Response
 
 from ps_protocol import routes
-from ps_protocol.frames import CONTENT_TYPE, FrameLimits
+from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import InstallMembers, InstallRun, PserverState
 from services.runtime.app import add_raw_route, make_app
 from services.runtime.metrics import ServiceMetrics
@@ -21,12 +21,12 @@ BINARY: dict[int | str, dict[str, Any]] = {
 }
 
 
-def make_pserver_app(pserver: Pserver, metrics: ServiceMetrics, limits: FrameLimits, lifespan: Any = None) -> FastAPI:
+def make_pserver_app(pserver: Pserver, metrics: ServiceMetrics, lifespan: Any = None) -> FastAPI:
     """The application; everything runs on the event loop that serves it."""
     app = make_app(
         title="Gradpost pserver", role="pserver", metrics=metrics, is_ready=pserver.readiness, lifespan=lifespan
     )
-    tensors = TensorEndpoints(pserver, limits)
+    tensors = TensorEndpoints(pserver)
     for method, path, endpoint, summary, openapi in (
         ("POST", routes.SEND, tensors.send, "Push a bucket of gradient blocks", SEND_OPENAPI),
         ("POST", routes.INITIAL, tensors.initial, "Upload a bucket of initial values", SEND_OPENAPI),

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from ps_protocol.errors import BadHeader, BodyTooLarge, GradpostError, MalformedFrame
 from ps_protocol.fence import Fence
-from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES, FrameLimits
+from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES
 from ps_protocol.routes import BARRIER_HEADER, WAIT_HEADER
 
 from .bodies import content_length, discard_body, receive_body
@@ -26,9 +26,9 @@ MAX_GET_BODY_BYTES = 1024 * 1024
 class TensorEndpoints:
     """`send`, `get`, `barrier` and `initial` of one pserver, each an ASGI application."""
 
-    def __init__(self, pserver: Pserver, limits: FrameLimits) -> None:
+    def __init__(self, pserver: Pserver) -> None:
         self._pserver = pserver
-        self._limits = limits
+        self._limits = pserver.limits
 
     async def send(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Push one bucket of gradient blocks for the open round."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import secrets
 
-from ps_protocol.errors import Conflict, GradpostError, NotReady, StalePserver, StaleRun
+from ps_protocol.errors import BadModel, Conflict, GradpostError, NotReady, StalePserver, StaleRun
+from ps_protocol.frames import FrameLimits
 from ps_protocol.messages import InstallMembers, InstallRun, PserverHeartbeat, PserverRegistered, PserverState
+from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import bind_facts
@@ -14,15 +16,18 @@ from .bodies import BufferPool
 from .metrics import PserverMetrics
 from .run import PserverRun
 
+FRAME_ROOM_BYTES = 1024  # what a frame needs beside the one block in it
+
 
 class Pserver:
     """Who this process is (assigned by the coordinator) and what it holds. Lives on the event loop."""
 
-    def __init__(self, compute: ComputeExecutor, metrics: PserverMetrics) -> None:
+    def __init__(self, compute: ComputeExecutor, metrics: PserverMetrics, limits: FrameLimits) -> None:
         self.instance = secrets.token_hex(16)  # of the process, so that a registration can be retried
         self.index: PserverIndex | None = None
         self.incarnation: Incarnation | None = None
         self.pool = BufferPool()
+        self.limits = limits
         self._compute = compute
         self._metrics = metrics
         self._run: PserverRun | None = None
@@ -72,9 +77,23 @@ class Pserver:
             return
         if message.run in self._ended_runs:
             raise StaleRun("this run has ended here", current=current.install.run if current else None)
+        self._check_size(SlicePlan.from_json(message.plan), self.index)  # before the shard takes memory
         run = PserverRun(message, self.index, self._compute, self._metrics)
         await self._replace_run(run, StaleRun("this pserver serves another run now", current=message.run))
         await run.publish_initial()
+
+    def _check_size(self, plan: SlicePlan, index: PserverIndex) -> None:
+        """Refuse a plan with something that no frame could bring here."""
+        most = self.limits.max_body_bytes - FRAME_ROOM_BYTES
+        items = [(block.name, plan.block_bytes(block)) for block in plan.shards[index]]
+        items += [(spec.name, spec.num_bytes) for spec in plan.buffers if spec.pserver == index]
+        for name, num_bytes in items:
+            if num_bytes > most:
+                raise BadModel(
+                    f"{name!r} does not fit into one frame of pserver {index}; raise its GRADPOST_MAX_BODY_BYTES",
+                    expected=f"<= {most} bytes",
+                    actual=num_bytes,
+                )
 
     async def install_members(self, message: InstallMembers) -> None:
         """Pass a change of members to the run it belongs to."""

@@ -46,6 +46,7 @@ from ps_protocol.errors import (
     WrongShape,
 )
 from ps_protocol.fence import Fence
+from ps_protocol.plan import SlicePlan, make_plan
 from ps_protocol.routes import (
     BARRIER,
     BARRIER_HEADER,
@@ -68,7 +69,7 @@ from ps_protocol.routes import (
     STATUS,
     TRAINER_HEARTBEAT,
 )
-from ps_protocol.vocabulary import PROTOCOL_VERSION
+from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec
 from trainer_client.testing import LocalCluster
 
 from .wire import NUMBERS, WireTrainer, completion, encode_blocks, join_message, model_message
@@ -428,7 +429,14 @@ def same_run_other_plan(w: World) -> Any:
     return {**installation()(w), "run": w.trainer.ready.run, "plan": plan}
 
 
+def large_block(w: World) -> Any:
+    wide = ParameterSpec("wide", (LIMITS["max_body_bytes"] // 2,))
+    plan = make_plan([wide], 2, optimizer=SlicePlan.from_json(w.trainer.ready.plan).optimizer)
+    return {**installation()(w), "plan": plan.to_json()}
+
+
 for name, message, error in (
+    ("a block that no frame can bring", large_block, BadModel),
     ("malformed", b"{", InvalidMessage),
     ("no object", [], InvalidMessage),
     ("no members", {}, InvalidMessage),
@@ -457,7 +465,7 @@ REGISTRATION = {
 for name, message, error in (
     ("malformed", b"{", InvalidMessage),
     ("other protocol", {**REGISTRATION, "protocol": 99}, UnsupportedProtocol),
-    ("one too many", REGISTRATION, WorldMismatch),
+    ("one too many", REGISTRATION, IndexTaken),
     ("an index beyond", {**REGISTRATION, "index": 2}, WorldMismatch),
     ("an index that is taken", {**REGISTRATION, "index": 1}, IndexTaken),
     ("a negative index", {**REGISTRATION, "index": -1}, InvalidMessage),

@@ -24,9 +24,9 @@ async def run_pserver() -> AsyncIterator[tuple[Pserver, FastAPI]]:
     """A pserver that nobody has registered yet, and its application."""
     compute = ComputeExecutor()
     metrics = ServiceMetrics("pserver")
-    pserver = Pserver(compute, PserverMetrics(metrics.registry, compute))
+    pserver = Pserver(compute, PserverMetrics(metrics.registry, compute), DEFAULT_LIMITS)
     try:
-        yield pserver, make_pserver_app(pserver, metrics, DEFAULT_LIMITS)
+        yield pserver, make_pserver_app(pserver, metrics)
     finally:
         compute.close()
 

@@ -38,7 +38,7 @@ def test_the_same_process_again_gets_the_same_answer_and_renews_its_lease():
 def test_one_too_many_is_refused():
     registry = make_registry(1)
     registry.register(registration("a"), 0)
-    with pytest.raises(WorldMismatch, match="has its 1 pservers"):
+    with pytest.raises(IndexTaken, match="has its 1 pservers"):
         registry.register(registration("b"), 0)
     with pytest.raises(WorldMismatch, match="pserver 1 is beyond"):
         registry.register(registration("b", index=1), 0)

@@ -247,7 +247,7 @@ async def bench(
     """A pserver with a run. At the end nothing may be left: no task, no job."""
     compute = ComputeExecutor()
     registry = CollectorRegistry()
-    pserver = Pserver(compute, PserverMetrics(registry, compute))
+    pserver = Pserver(compute, PserverMetrics(registry, compute), LIMITS)
     answer = pserver.registered(PserverRegistered(index=0, incarnation=1, lease_seconds=10))
     if answer is not None:
         await answer
@@ -267,7 +267,7 @@ async def bench(
             **install,
         }
     )
-    bench = Bench(pserver, compute, TensorEndpoints(pserver, LIMITS), registry, plan, message, groups)
+    bench = Bench(pserver, compute, TensorEndpoints(pserver), registry, plan, message, groups)
     try:
         await pserver.install_run(message)
         if initial:
