@@ -1,0 +1,48 @@
+"""What a trainer can be told: arguments, environment and file, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer_client import ParameterClient
+from trainer_client.settings import read_settings
+
+
+def test_an_argument_wins_over_the_environment_and_that_over_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "gradpost.toml"
+    file.write_text('bucket_bytes = 1\nretry_seconds = 1\nplacement = "hash"\n')
+    monkeypatch.setenv("GRADPOST_SETTINGS_FILE", str(file))
+    monkeypatch.setenv("GRADPOST_RETRY_SECONDS", "2")
+    monkeypatch.setenv("GRADPOST_PLACEMENT", "balanced")
+    monkeypatch.setenv("RANK", "3")
+    settings = read_settings(placement="round_robin", rank=None)
+    assert (settings.bucket_bytes, settings.retry_seconds, settings.placement) == (1, 2.0, "round_robin")
+    assert settings.rank == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bucket_size", r"bucket_size is no setting of a trainer; did you mean bucket_bytes\?"),
+        ("frobnicate", "frobnicate is no setting of a trainer$"),
+    ],
+)
+def test_an_argument_that_is_no_setting_is_refused(name: str, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        ParameterClient(**{name: 1})
+
+
+@pytest.mark.asyncio
+async def test_what_was_decided_by_joining_cannot_be_set_any_more() -> None:
+    client = ParameterClient("http://127.0.0.1:9", metrics_port=None)
+    client.configure(bucket_bytes=1000, placement=None)
+    assert (client.settings.bucket_bytes, client.settings.coordinator) == (1000, "http://127.0.0.1:9")
+    with pytest.raises(TypeError, match=r"retry_seconds cannot be set any more: pass it to connect\(\)"):
+        client.configure(retry_seconds=3, bucket_bytes=2000)
+    assert client.settings.bucket_bytes == 1000
+    with pytest.raises(ValueError, match="bucket_bytes"):
+        client.configure(bucket_bytes=0)
