@@ -65,6 +65,13 @@ class SettingsError(ValueError):
     """Settings that cannot be used as given; the message says which and what to write instead."""
 
 
+def check_base_url(url: str) -> str:
+    """The base URL of a service without a slash at its end; ValueError if it is none."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"expected a base URL such as http://10.0.0.5:7070, got {url!r}")
+    return url.rstrip("/")
+
+
 def check_environment(environ: Mapping[str, str]) -> None:
     """Raise SettingsError if a variable has our prefix and is no setting of any role, suggesting the nearest one."""
     unknown = sorted(

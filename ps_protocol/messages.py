@@ -13,6 +13,8 @@ from .vocabulary import Incarnation, Mode, NonfinitePolicy, Placement, PserverIn
 
 PROGRESS = "loss"  # the reported number that shows how training goes; the others are results
 
+MAX_HEARTBEAT_PERIOD_SECONDS = 1.0  # progress and reported numbers travel with heartbeats; people watch them
+
 RunState = Literal["gathering", "training", "finished", "failed"]
 
 
@@ -282,3 +284,12 @@ class BarrierAnswer(Message):
 
     round: Round
     missing: tuple[Rank, ...] = ()
+
+
+def heartbeat_period(lease_seconds: float) -> float:
+    """How often a member says that it lives: three times in a lease, and once a second at least.
+
+    >>> heartbeat_period(1.5), heartbeat_period(10.0)
+    (0.5, 1.0)
+    """
+    return min(lease_seconds / 3, MAX_HEARTBEAT_PERIOD_SECONDS)

@@ -58,6 +58,7 @@ class ParameterClient:
         self.plan: SlicePlan
         self.uploader: Rank
         self.pservers: list[PserverClient] = []
+        self.is_declared = False  # all trainers have declared the same, and there is a plan
         self._begun_round: Round = 0  # the newest that something was pushed for
         self._metrics_server: MetricsServer | None = None
         self._lag: asyncio.Task[None] | None = None
@@ -151,6 +152,7 @@ class ParameterClient:
                 )
             )
         self._bulk = list(transports.values())
+        self.is_declared = True
         await self._on_all(lambda pserver: pserver.warm_up())
         return self.plan
 
@@ -224,7 +226,7 @@ class ParameterClient:
 
     async def get(self, round_: Round, names: Sequence[str] | None = None) -> dict[str, Tensor]:
         """Wait for version `round_` and return parameters by name, newly allocated; all of them without `names`."""
-        specs = [self.plan.parameter[name] for name in names or self.plan.parameter]
+        specs = [self.plan.parameter[name] for name in (self.plan.parameter if names is None else names)]
         values = {spec.name: torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype]) for spec in specs}
         destinations = self.destinations({name: writable_bytes(tensor) for name, tensor in values.items()})
         await self.membership.guard(

@@ -23,6 +23,7 @@ from ps_protocol.messages import (
     TrainerHeartbeat,
     TrainerHeartbeatReply,
     TrainerJoined,
+    heartbeat_period,
 )
 from ps_protocol.routes import (
     DECLARE_MODEL,
@@ -122,7 +123,7 @@ class Membership:
 
     async def _send_heartbeats(self) -> None:
         path = TRAINER_HEARTBEAT.format(rank=self.joined.rank)
-        period = self.joined.lease_seconds / 3
+        period = heartbeat_period(self.joined.lease_seconds)
         while True:
             await asyncio.sleep(period)
             try:

@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 
-from ps_protocol.errors import UnsupportedOptimizer
+from ps_protocol.errors import BadModel, UnsupportedOptimizer
 from ps_protocol.optimizers import RULES, HyperParameters, OptimizerSpec, check_optimizer
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     """The spec of an optimizer; raises UnsupportedOptimizer with the reason.
 
-    A subclass of an allowed class is refused: its rule may be another one. `foreach`, `fused` and `capturable`
-    choose an implementation, which is the pserver's business; they are ignored.
+    A subclass of an allowed class is refused: its rule may be another one. So is an optimizer that has stepped, since
+    its slots would be lost: those on the pservers begin empty. `foreach`, `fused` and `capturable` choose an
+    implementation, which is the pserver's business; they are ignored.
     """
     cls = type(optimizer)
     if cls is not getattr(torch.optim, cls.__name__, None):
@@ -26,16 +27,40 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     rule = RULES.get(cls.__name__)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise UnsupportedOptimizer("differentiable=True cannot work across a network", actual="differentiable=True")
+    if any(map(_has_stepped, optimizer.state.values())):
+        raise UnsupportedOptimizer(
+            "the optimizer has slots of earlier steps, which would be lost: a run's slots begin empty on the pservers",
+            expected="an optimizer that has not stepped",
+        )
     flags = () if rule is None else rule.flags
     return check_optimizer(
         cls.__name__, [{flag: bool(group[flag]) for flag in flags} for group in optimizer.param_groups]
     )
 
 
-def read_hyper_parameters(spec: OptimizerSpec, param_groups: list[dict[str, Any]]) -> list[HyperParameters]:
-    """The current numbers of every group, as plain floats; tensors (lr) are read."""
+def _has_stepped(state: dict[str, Any]) -> bool:
+    if "step" in state:
+        return float(state["step"]) > 0  # Adagrad has a state from the start
+    return any(isinstance(slot, torch.Tensor) for slot in state.values())
+
+
+def read_hyper_parameters(spec: OptimizerSpec, optimizer: torch.optim.Optimizer) -> list[HyperParameters]:
+    """The current numbers of every group, as plain floats; tensors (lr) are read.
+
+    Raises BadModel if a group's flag is not what it was when the run began.
+    """
+    for index, (group, flags) in enumerate(zip(optimizer.param_groups, spec.group_flags, strict=True)):
+        for flag, value in flags.items():
+            if bool(group[flag]) != value:
+                raise BadModel(
+                    f"{flag} of parameter group {index} was changed; numbers may change in a run, flags may not",
+                    expected=value,
+                    actual=bool(group[flag]),
+                )
     names = RULES[spec.name].numbers
-    return [{name: _plain(group[name]) for name in names} for group in param_groups]
+    # torch's Adagrad fills its slot when it is made, from its own argument, whatever a group says.
+    fixed = {name: optimizer.defaults[name] for name in names if name == "initial_accumulator_value"}
+    return [{name: _plain({**group, **fixed}[name]) for name in names} for group in optimizer.param_groups]
 
 
 def _plain(value: Any) -> float | list[float]:

@@ -160,10 +160,18 @@ class PserverClient:
                 await asyncio.sleep(PAUSE_SECONDS)
 
     async def _reach(self, route: str, attempt: Callable[[], Awaitable[T]]) -> T:
+        loop = asyncio.get_running_loop()
+        failing_since: float | None = None  # the first try may have waited long for its answer
+
+        def has_failed_for_long(state: tenacity.RetryCallState) -> bool:
+            nonlocal failing_since
+            failing_since = failing_since or loop.time()
+            return loop.time() - failing_since >= self._retry_seconds
+
         policy = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type((httpx.TransportError, TimeoutError)),
             wait=tenacity.wait_random_exponential(multiplier=0.05, max=2),
-            stop=tenacity.stop_after_delay(self._retry_seconds),
+            stop=has_failed_for_long,
             before_sleep=lambda state: self._metrics.retries.labels(_reason(state)).inc(),
         )
 

@@ -34,12 +34,13 @@ class RemoteOptimizer(Optimizer):
     carries the groups' current numbers. The wrapped optimizer's own `step()` is never called.
 
     The constructor joins the run, waits for all trainers and pservers, and pulls the initial values of the lowest
-    rank into the parameters (and into the buffers of `model`, if given), so that everybody starts from the same.
+    rank into the parameters (and into the buffers and frozen parameters of `model`, if given), so that everybody
+    starts from the same.
     Every argument is also a setting (`GRADPOST_*`); the argument wins.
 
     Args:
         optimizer: one of the element-wise optimizers of torch.optim; only read.
-        model: gives buffers (batch norm statistics) their start, and parameters their names.
+        model: gives its buffers (batch norm statistics) and frozen parameters their start, and parameters their names.
         session: from `connect()`; by default the open session, or a new one made with `arguments`.
         arguments: `coordinator`, `mode`, `min_block_size`, `placement`, `slice_parameters`, `nonfinite`,
             `bucket_bytes`, `retry_seconds`; those that shape the plan must be the same on all trainers.
@@ -59,18 +60,17 @@ class RemoteOptimizer(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the very same list: schedulers may hold either
         self._named, num_unnamed = _name_parameters(optimizer, model)
-        self._buffers = _stored_buffers(model)
+        self._stored = _stored_tensors(model, self._named)
         self._session = _use_session(session, arguments)
+        if self._session.client.is_declared:
+            raise BadModel("a session has one RemoteOptimizer; give it the parameters of all models, as groups")
         if num_unnamed:
             self._session.client.log.info(
                 f"{num_unnamed} parameters have no names and are called by their position, such as "
                 "group0.parameter0; give the optimizer model.named_parameters(), or RemoteOptimizer the model"
             )
         self._layouts: dict[frozenset[str], list[list[Bucket]]] = {}
-        self._landing = {
-            name: p if lands_directly(p) else torch.empty(p.shape, dtype=p.dtype)
-            for name, p in (self._named | self._buffers).items()
-        }
+        self._change_was_said = False
         self._start()
 
     @property
@@ -98,34 +98,66 @@ class RemoteOptimizer(Optimizer):
         parameters = [
             ParameterSpec(name, tuple(p.shape), wire_dtype(name, p), groups[id(p)]) for name, p in self._named.items()
         ]
-        buffers = [(name, tuple(b.shape), wire_dtype(name, b)) for name, b in self._buffers.items()]
-        io.run(client.declare(parameters, self.spec, buffers))
+        stored = [(name, tuple(t.shape), wire_dtype(name, t)) for name, t in self._stored.items()]
+        io.run(client.declare(parameters, self.spec, stored))
         if self._session.rank == client.uploader:
-            values = {name: t.detach().to("cpu") for name, t in (self._named | self._buffers).items()}
+            values = {name: t.detach().to("cpu") for name, t in (self._named | self._stored).items()}
             io.run(client.send_initial(values))
-        self._destinations = client.destinations(
-            {name: writable_bytes(self._landing[name]) for name in self._named if self._landing[name].numel()}
-        )
+        self._bind()
         io.run(client.pull(0, self._destinations, with_batch_barrier=False))
-        if self._buffers:
-            io.run(client.pull_buffers({name: writable_bytes(self._landing[name]) for name in self._buffers}))
-        self._land(self._named | self._buffers)
+        self._land(self._named, self._landing)
+        if self._stored:
+            landing = _landing_of(self._stored)
+            io.run(client.pull_buffers({name: writable_bytes(tensor) for name, tensor in landing.items()}))
+            self._land(self._stored, landing)
+
+    def _bind(self) -> None:
+        """Find the memory that pulls are written to: the parameters' own where that is possible."""
+        self._landing = _landing_of(self._named)
+        self._destinations = self._session.client.destinations(
+            {name: writable_bytes(tensor) for name, tensor in self._landing.items() if tensor.numel()}
+        )
+        self._bound = {name: _memory_of(parameter) for name, parameter in self._named.items()}
+
+    def _look_for_changes(self) -> None:
+        """A script may have given a parameter other memory, as `module.to()` does, or another value."""
+        if any(_memory_of(parameter) != self._bound[name] for name, parameter in self._named.items()):
+            for name, parameter in self._named.items():
+                spec = self._session.client.plan.parameter[name]
+                if (tuple(parameter.shape), wire_dtype(name, parameter)) != (spec.shape, spec.dtype):
+                    raise BadModel(
+                        f"parameter {name!r} has become another one; the slice plan is made once, when the run starts",
+                        expected=f"{spec.dtype} {list(spec.shape)}",
+                        actual=f"{parameter.dtype} {list(parameter.shape)}",
+                    )
+            self._bind()
+        changed = [name for name, parameter in self._named.items() if parameter._version != self._versions[name]]
+        if changed and not self._change_was_said:
+            self._change_was_said = True
+            self._session.client.log.warning(
+                f"the script has changed {len(changed)} parameters since the last step, such as {changed[0]!r}; "
+                "their values are the pservers', so that the change is lost. Load a model before it is wrapped"
+            )
 
     # ------------------------------------------------------------------ step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Push the gradients, wait until all trainers' are applied, and pull the parameters. Blocks for the round.
 
-        A parameter whose `grad` is None is skipped, as torch does; anything done to `grad` before is honoured.
+        A parameter whose `grad` is None is skipped, as torch does; anything done to `grad` before is honoured. A
+        `closure` is called once, before, and its loss is returned.
         """
+        loss = None
         if closure is not None:
-            raise BadModel("step(closure) cannot work remotely: the loss would be evaluated several times a round")
+            with torch.enable_grad():
+                loss = closure()
+        self._look_for_changes()
         client, io, metrics = self._session.client, self._session.io, self._session.client.metrics
         round_ = self.round + 1
         started = time.perf_counter()
         gradients = {name: _flat_gradient(name, p) for name, p in self._named.items() if p.grad is not None}
-        numbers = read_hyper_parameters(self.spec, self.param_groups)
+        numbers = read_hyper_parameters(self.spec, self)
         layout = self._layout(frozenset(gradients))
         pushes: list[Future[None]] = []
         try:
@@ -144,13 +176,14 @@ class RemoteOptimizer(Optimizer):
             # A request that was given up may still be reading its buffer: leave it alone.
             self._layouts.clear()
             raise
-        self._land(self._named)
+        self._land(self._named, self._landing)
         ended = time.perf_counter()
         metrics.push_seconds.observe(pushed - started)
         metrics.pull_seconds.observe(ended - pushed)
         metrics.step_seconds.observe(ended - started)
         metrics.rounds.inc()
         metrics.round.set(round_)
+        return loss
 
     def _layout(self, present: frozenset[str]) -> list[list[Bucket]]:
         layout = self._layouts.get(present)
@@ -166,12 +199,15 @@ class RemoteOptimizer(Optimizer):
             )
         return layout
 
-    def _land(self, tensors: dict[str, Tensor]) -> None:
+    def _land(self, tensors: dict[str, Tensor], landing: dict[str, Tensor]) -> None:
         """Copy what was pulled to where it could not be written directly: other devices, other memory formats."""
         with torch.no_grad():
             for name, tensor in tensors.items():
-                if self._landing[name] is not tensor:
-                    tensor.copy_(self._landing[name])
+                if landing[name] is not tensor:
+                    tensor.copy_(landing[name])
+        # Autograd did not see what the network wrote: a second backward through the old graph must fail, as ever.
+        torch.autograd.graph.increment_version([tensor for name, tensor in tensors.items() if landing[name] is tensor])
+        self._versions = {name: parameter._version for name, parameter in self._named.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the numbers of the groups, as when a schedule is resumed; raises BadModel if there are slots.
@@ -235,9 +271,20 @@ def _name_parameters(optimizer: Optimizer, model: nn.Module | None) -> tuple[dic
     return named, by_position
 
 
-def _stored_buffers(model: nn.Module | None) -> dict[str, Tensor]:
-    """The buffers that belong to the model's state_dict."""
+def _stored_tensors(model: nn.Module | None, trained: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What else belongs to the model: the buffers of its state_dict, and parameters that no group trains."""
     if model is None:
         return {}
-    stored = model.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in model.named_buffers() if name in stored}
+    in_groups = {id(parameter) for parameter in trained.values()}
+    frozen = {name: p for name, p in model.named_parameters() if id(p) not in in_groups}
+    state = model.state_dict(keep_vars=True)
+    return {**frozen, **{name: buffer for name, buffer in model.named_buffers() if name in state}}
+
+
+def _landing_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """For each tensor the memory that its bytes are written to: its own, or some beside it."""
+    return {n: t if lands_directly(t) else torch.empty(t.shape, dtype=t.dtype) for n, t in tensors.items()}
+
+
+def _memory_of(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

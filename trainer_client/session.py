@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import functools
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -163,8 +165,20 @@ def _watch_exit() -> None:
         if _current is not None:
             _current.close(*_outcome_of(ended_by[-1] if ended_by else None))
 
+    def leave_child() -> None:
+        # A child of multiprocessing that was forked runs no exit functions, but these, within its last `finally`.
+        if (error := sys.exc_info()[1]) is not None:
+            ended_by.append(error)
+        leave()
+
     sys.excepthook, sys.exit = hook, exit_
+    if not hasattr(sys, "ps1"):  # there, exit and quit say how to leave
+        for name in ("exit", "quit"):
+            if hasattr(builtins, name):  # not with `python -S`
+                setattr(builtins, name, exit_)
     atexit.register(leave)
+    if multiprocessing.parent_process() is not None:
+        multiprocessing.util.Finalize(None, leave_child, exitpriority=100)
 
 
 def _outcome_of(error: BaseException | None) -> tuple[str, str]:

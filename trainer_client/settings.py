@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import os
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import AliasChoices, Field
+from pydantic import AfterValidator, AliasChoices, Field
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -14,7 +15,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from ps_protocol.environment import PREFIX, check_environment, read_settings_file
+from ps_protocol.environment import PREFIX, check_base_url, check_environment, read_settings_file
 from ps_protocol.vocabulary import NonfinitePolicy, Placement
 
 
@@ -28,7 +29,7 @@ class TrainerSettings(BaseSettings):
         env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="ignore", populate_by_name=True
     )
 
-    coordinator: str = "http://127.0.0.1:7070"
+    coordinator: Annotated[str, AfterValidator(check_base_url)] = "http://127.0.0.1:7070"
     rank: int | None = Field(default=None, ge=0, validation_alias=AliasChoices("rank", "RANK"))
     world_size: int | None = Field(default=None, ge=1, validation_alias=AliasChoices("world_size", "WORLD_SIZE"))
     mode: str | None = Field(default=None, description="refuse to train in another mode than this")

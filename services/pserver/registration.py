@@ -8,7 +8,13 @@ import contextlib
 import httpx
 
 from ps_protocol.errors import GradpostError, StalePserver, error_from_problem
-from ps_protocol.messages import Message, PserverHeartbeatReply, PserverRegistered, RegisterPserver
+from ps_protocol.messages import (
+    Message,
+    PserverHeartbeatReply,
+    PserverRegistered,
+    RegisterPserver,
+    heartbeat_period,
+)
 from ps_protocol.routes import PSERVER_HEARTBEAT, REGISTER_PSERVER
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 from services.runtime.logs import get_logger
@@ -85,7 +91,7 @@ class Registration:
                 if reply.stop and self._settings.exit_when_done:
                     self.exit_code = reply.exit_code
                     stop.set()
-            await _sleep(registered.lease_seconds / 3, stop)
+            await _sleep(heartbeat_period(registered.lease_seconds), stop)
 
     async def _post(self, path: str, message: Message) -> bytes:
         response = await self._http.post(

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, FilePath, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from ps_protocol.environment import PREFIX, check_environment, read_settings_file
+from ps_protocol.environment import PREFIX, check_base_url, check_environment, read_settings_file
 from ps_protocol.frames import FrameLimits
 
 from .logs import LogFormat, LogLevel
@@ -16,13 +16,7 @@ from .logs import LogFormat, LogLevel
 _LIMITS = FrameLimits()
 
 
-def _check_base_url(url: str) -> str:
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"expected a base URL such as http://10.0.0.5:7070, got {url!r}")
-    return url.rstrip("/")
-
-
-BaseUrl = Annotated[str, AfterValidator(_check_base_url)]
+BaseUrl = Annotated[str, AfterValidator(check_base_url)]
 
 
 class ServiceSettings(BaseSettings):

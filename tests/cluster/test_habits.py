@@ -1,0 +1,217 @@
+"""What scripts do to models and optimizers between steps: it works as with torch.optim, or the script is told."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from ps_protocol.errors import BadModel, UnsupportedOptimizer
+from trainer_client import RemoteOptimizer, Session
+from trainer_client.testing import LocalCluster
+
+from .parity_model import run_trainers
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(server: str) -> Iterator[LocalCluster]:
+    with LocalCluster(pservers=2, trainers=1, server=server, lease_seconds=2, min_block_size=4) as cluster:
+        yield cluster
+
+
+def sgd(session: Session, **parameters: nn.Parameter) -> RemoteOptimizer:
+    return RemoteOptimizer(torch.optim.SGD([*parameters.items()], lr=1.0), session=session)
+
+
+def step(optimizer: RemoteOptimizer, *parameters: nn.Parameter) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def test_a_parameter_may_be_given_other_memory(cluster: LocalCluster) -> None:
+    def train(session: Session) -> None:
+        model = nn.Linear(3, 2, bias=False)
+        start = torch.arange(6.0).reshape(2, 3)
+        model.weight.data = start.clone()
+        optimizer = sgd(session, weight=model.weight)
+        model.weight.data = model.weight.data.clone()
+        step(optimizer, model.weight)
+        assert torch.equal(model.weight, start - 1)
+        model.to(torch.float64).to(torch.float32)
+        step(optimizer, model.weight)
+        assert torch.equal(model.weight, start - 2)
+        model.weight.data = model.weight.data.t().contiguous().t()  # no longer in the order of its elements
+        step(optimizer, model.weight)
+        assert torch.equal(model.weight, start - 3)
+        model.to(torch.float64)
+        with pytest.raises(BadModel, match="'weight' has become another one"):
+            step(optimizer, model.weight)
+
+    run_trainers(cluster.address, [train])
+
+
+def test_a_change_of_values_is_lost_and_said_once(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    def train(session: Session) -> None:
+        weight = nn.Parameter(torch.zeros(8))
+        optimizer = sgd(session, weight=weight)
+        for _ in range(3):
+            step(optimizer, weight)
+        for value in (-3.0, 7.0, 8.0):
+            with torch.no_grad():
+                weight.fill_(value)
+            step(optimizer, weight)
+        assert weight[0].item() == -6.0
+
+    run_trainers(cluster.address, [train])
+    assert capsys.readouterr().err.count("the script has changed 1 parameters since the last step") == 1
+
+
+def test_a_graph_from_before_the_step_cannot_be_used_after_it(cluster: LocalCluster) -> None:
+    def train(session: Session) -> None:
+        weight = nn.Parameter(torch.ones(8))
+        optimizer = sgd(session, weight=weight)
+        loss = (weight * weight).sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    run_trainers(cluster.address, [train])
+
+
+def test_a_closure_is_called_once_and_its_loss_returned(cluster: LocalCluster) -> None:
+    def train(session: Session) -> None:
+        weight = nn.Parameter(torch.ones(8))
+        optimizer = sgd(session, weight=weight)
+        calls = []
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = (weight * 2).sum()
+            loss.backward()
+            calls.append(loss.item())
+            return loss.item()
+
+        assert optimizer.step(closure) == 16.0
+        assert calls == [16.0]
+        assert weight[0].item() == -1.0
+
+    run_trainers(cluster.address, [train])
+
+
+def test_frozen_parameters_start_from_the_same_values(server: str) -> None:
+    def train(session: Session) -> list[float]:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(session.rank + 5)
+        model[0].requires_grad_(False)
+        RemoteOptimizer(torch.optim.SGD(model[1].parameters(), lr=0.1), model=model, session=session)
+        return [parameter.mean().item() for parameter in model.parameters()]
+
+    with LocalCluster(pservers=1, trainers=2, server=server) as cluster:
+        assert run_trainers(cluster.address, [train, train]) == [[5.0] * 4] * 2
+
+
+def test_an_optimizer_that_has_stepped_is_refused(cluster: LocalCluster) -> None:
+    def train(session: Session) -> None:
+        weight = nn.Parameter(torch.ones(8))
+        for cls, options in (
+            (torch.optim.Adam, {}),
+            (torch.optim.SGD, {"momentum": 0.9}),
+            (torch.optim.Adagrad, {}),
+        ):
+            local = cls([("weight", weight)], lr=0.1, **options)
+            weight.grad = torch.ones(8)
+            local.step()
+            with pytest.raises(UnsupportedOptimizer, match="slots of earlier steps"):
+                RemoteOptimizer(local, session=session)
+        RemoteOptimizer(torch.optim.Adagrad([("weight", weight)]), session=session)  # which has slots at once
+
+    run_trainers(cluster.address, [train])
+
+
+def test_flags_may_not_change(cluster: LocalCluster) -> None:
+    def train(session: Session) -> None:
+        weight = nn.Parameter(torch.ones(8))
+        optimizer = sgd(session, weight=weight)
+        optimizer.param_groups[0]["maximize"] = True
+        with pytest.raises(BadModel, match="maximize of parameter group 0 was changed"):
+            step(optimizer, weight)
+        optimizer.param_groups[0]["maximize"] = False
+        step(optimizer, weight)
+
+    run_trainers(cluster.address, [train])
+
+
+def test_adagrad_starts_all_groups_from_its_own_argument(cluster: LocalCluster) -> None:
+    """As torch does, whatever a group says, and later."""
+
+    def groups(parameters: list[nn.Parameter]) -> torch.optim.Adagrad:
+        one, other = parameters
+        settings = [{"params": [("one", one)]}, {"params": [("other", other)], "initial_accumulator_value": 0.5}]
+        return torch.optim.Adagrad(settings, lr=0.1, initial_accumulator_value=0.25, fused=True)
+
+    def work(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+
+    def train(session: Session) -> None:
+        local, remote = ([nn.Parameter(torch.zeros(8)) for _ in range(2)] for _ in range(2))
+        work(groups(local), local)
+        work(RemoteOptimizer(groups(remote), session=session), remote)
+        assert all(torch.equal(a, b) for a, b in zip(local, remote, strict=True))
+
+    run_trainers(cluster.address, [train])
+
+
+def test_one_optimizer_a_session(cluster: LocalCluster) -> None:
+    def train(session: Session) -> None:
+        sgd(session, weight=nn.Parameter(torch.zeros(8)))
+        with pytest.raises(BadModel, match="a session has one RemoteOptimizer"):
+            sgd(session, other=nn.Parameter(torch.zeros(8)))
+
+    run_trainers(cluster.address, [train])
+
+
+CHILD = """
+import multiprocessing, sys
+
+def work(how):
+    import torch
+    from trainer_client import RemoteOptimizer
+    RemoteOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(8))], lr=1.0)).step()
+    if how == "raises":
+        raise ValueError("no")
+    if how == "exits":
+        exit(4)
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("fork").Process(target=work, args=(sys.argv[1],))
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "state", "reason"),
+    [("ends", 0, "finished", None), ("raises", 1, "failed", "ValueError: no"), ("exits", 4, "failed", "SystemExit: 4")],
+)
+def test_a_forked_child_leaves_when_it_ends(
+    cluster: LocalCluster, how: str, code: int, state: str, reason: str | None
+) -> None:
+    child = cluster.start_trainer(0, [sys.executable, "-c", CHILD, how])
+    assert child.wait(60) == code, "\n".join(cluster.output)
+    status = cluster.status()  # at once, before any lease has ended
+    assert status.state == state
+    failure = None if status.failure is None else status.failure["detail"]
+    assert failure == (None if reason is None else f"trainer 0 failed: {reason}")
