@@ -12,6 +12,7 @@ from services.runtime.server import run_service, serve
 
 from .app import make_coordinator_app
 from .coordinator import Coordinator
+from .metrics import measure_cluster
 from .settings import CoordinatorSettings
 
 
@@ -24,7 +25,9 @@ def main(settings: CoordinatorSettings) -> int:
 async def _serve(settings: CoordinatorSettings, stop: asyncio.Event) -> int:
     async with make_peer_client(settings) as http, asyncio.TaskGroup() as tasks:
         coordinator = Coordinator(settings, http)
-        app = make_coordinator_app(coordinator, ServiceMetrics("coordinator"))
+        metrics = ServiceMetrics("coordinator")
+        measure_cluster(coordinator.cluster, metrics.registry)
+        app = make_coordinator_app(coordinator, metrics)
         tasks.create_task(coordinator.run(stop))
         await serve(app, settings, stop=stop)
     return coordinator.cluster.exit_code if settings.exit_when_done else 0

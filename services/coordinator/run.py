@@ -14,6 +14,7 @@ from ps_protocol.errors import (
     ModelMismatch,
     ModeMismatch,
     RankTaken,
+    RoundTimeout,
     StaleRun,
     StaleTrainer,
     TrainerLost,
@@ -80,6 +81,7 @@ class Run:
         self.number = 0
         self.started_at: float | None = None  # by the monotonic clock, when training began
         self.ended_at: float | None = None
+        self._complete_since: float | None = None  # everybody has joined, and somebody waits for others to declare
         self._incarnations = incarnations  # outlives the run: a rank's next life has a higher number
 
     @property
@@ -249,6 +251,22 @@ class Run:
                     ),
                     now,
                 )
+
+        self._expire_declarations(now)
+
+    def _expire_declarations(self, now: float) -> None:
+        """Those who have joined, and live, must say what they train once somebody waits for them."""
+        declared = any(trainer.state == "declared" for trainer in self.trainers.values())
+        all_joined = len(self.members) == self.defaults.num_trainers
+        if self.state != "gathering" or not (declared and all_joined and self.missing_ranks):
+            self._complete_since = None
+        elif self._complete_since is None:
+            self._complete_since = now
+        elif now - self._complete_since > self.defaults.round_timeout_seconds:
+            names = ", ".join(f"trainer {rank}" for rank in self.missing_ranks)
+            limit = self.defaults.round_timeout_seconds
+            text = f"{names} joined, but did not declare a model within the round time-out of {limit:g} s"
+            self.fail(RoundTimeout(text, missing=self.missing_ranks), now)
 
     def fail(self, failure: GradpostError, now: float) -> None:
         """End the run; the first failure stands."""

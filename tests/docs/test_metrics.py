@@ -88,7 +88,7 @@ def documented(heading: str) -> Described:
 @pytest.mark.parametrize(
     ("role", "headings"),
     [
-        ("coordinator", ["Every service", "Process"]),
+        ("coordinator", ["Every service", "Coordinator", "Process"]),
         ("pserver", ["Every service", "Pserver", "Process"]),
         ("trainer", ["Trainer"]),
     ],
@@ -113,6 +113,15 @@ def test_they_count(pages: dict[str, Page]) -> None:
     assert trainer.value("gradpost_trainer_rounds_total") == trainer.value("gradpost_trainer_round") == ROUNDS
     assert trainer.value("gradpost_trainer_step_seconds_count") == ROUNDS
     assert trainer.value("gradpost_trainer_pulled_bytes_total") > (1 + ROUNDS) * 4 * ELEMENTS
+
+
+def test_the_coordinator_knows_who_is_here(pages: dict[str, Page]) -> None:
+    coordinator = pages["coordinator"]
+    assert coordinator.value("gradpost_members", role="pserver") == 2
+    assert coordinator.value("gradpost_members", role="trainer") == 2
+    assert coordinator.value("gradpost_members_missing") == 0
+    for state in ("gathering", "training", "finished", "failed"):
+        assert coordinator.value("gradpost_run_state", state=state) == (state == "training")
 
 
 def test_the_pservers_gauges_are_up_to_date(pages: dict[str, Page]) -> None:

@@ -58,6 +58,36 @@ def test_a_run_starts_once_in_any_order(trainers_first):
     assert (ready.run, ready.attempt, ready.uploader) == ("run1", 0, 0)
 
 
+def test_who_has_joined_must_declare_a_model_within_the_round_timeout():
+    cluster = make_cluster()
+    cluster.join_trainer(joining("a"), 0)
+    cluster.run.declare(0, model())
+    cluster.run.expire(1000, lease_seconds=2000)
+    cluster.run.expire(2000, lease_seconds=2000)
+    assert cluster.run.failure is None  # trainer 1 is not here; start order does not matter
+    cluster.join_trainer(joining("b"), 2000)
+    for now in (2000, 2030, 2059):
+        cluster.run.expire(now, lease_seconds=9000)
+    assert cluster.run.failure is None
+    cluster.run.expire(2061, lease_seconds=9000)
+    assert isinstance(cluster.run.failure, RoundTimeout)
+    assert cluster.run.failure.facts["missing"] == [1]
+    assert "trainer 1 joined, but did not declare a model" in cluster.run.failure.detail
+
+
+def test_the_wait_for_a_declaration_begins_anew():
+    cluster = make_cluster()
+    join_all(cluster)
+    cluster.run.leave(1, leaving(), 5)
+    cluster.run.expire(10, lease_seconds=2000)
+    cluster.join_trainer(joining("c"), 50)
+    for now in (50, 109):
+        cluster.run.expire(now, lease_seconds=2000)
+    cluster.run.declare(1, model(incarnation=2))
+    cluster.run.expire(1000, lease_seconds=2000)
+    assert cluster.run.failure is None
+
+
 def test_everybody_is_told_the_same_plan_and_members():
     cluster = make_cluster()
     train(cluster)
