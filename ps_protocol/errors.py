@@ -201,6 +201,12 @@ class FutureRound(Conflict):
     code = "future_round"
 
 
+class DelayExceeded(Conflict):
+    """The gradient was computed on parameters older than `max_delay` allows."""
+
+    code = "delay_exceeded"
+
+
 class ContributionConflict(Conflict):
     """The same identity came with other bytes."""
 

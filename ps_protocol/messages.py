@@ -182,8 +182,9 @@ class PserverState(Message):
     run: str | None
     round: Round
     members: tuple[Rank, ...]
-    batch_barriers: tuple[Rank, ...]
-    fetch_barriers: tuple[Rank, ...]
+    batch_barriers: tuple[Rank, ...] = Field(default=(), description="whose are in, of the open round")
+    fetch_barriers: tuple[Rank, ...] = Field(default=(), description="whose are in, of the applied round")
+    clocks: dict[Rank, Round] = Field(default={}, description="asynchronous modes: completed steps of each trainer")
     missing: tuple[Rank, ...]
     waiting_seconds: float
     num_blocks: int

@@ -22,7 +22,7 @@ Round: TypeAlias = int  # synchronous cycle, from 1; 0 means the initial values
 Incarnation: TypeAlias = int  # which life of the same trainer rank or pserver index, from 1
 PserverIndex: TypeAlias = int  # from 0
 
-Mode: TypeAlias = Literal["sync"]
+Mode: TypeAlias = Literal["sync", "async", "ssp"]
 Placement: TypeAlias = Literal["balanced", "round_robin", "hash"]
 NonfinitePolicy: TypeAlias = Literal["reject", "allow"]
 

@@ -15,6 +15,7 @@ from services.runtime.logs import bind_facts
 from .bodies import BufferPool
 from .metrics import PserverMetrics
 from .run import PserverRun
+from .sync_run import SyncRun
 
 FRAME_ROOM_BYTES = 1024  # what a frame needs beside the one block in it
 
@@ -34,7 +35,7 @@ class Pserver:
         self._ended_runs: set[str] = set()  # of this process, so that a late installation brings none of them back
         metrics.staged_bytes.set_function(lambda: self.pool.used_bytes)
         metrics.pooled_bytes.set_function(lambda: self.pool.idle_bytes)
-        metrics.round.set_function(lambda: self._run.rounds.applied if self._run else 0)
+        metrics.round.set_function(lambda: self._run.round if self._run else 0)
         metrics.missing.set_function(lambda: len(self.heartbeat().missing))
 
     @property
@@ -78,7 +79,7 @@ class Pserver:
         if message.run in self._ended_runs:
             raise StaleRun("this run has ended here", current=current.install.run if current else None)
         self._check_size(SlicePlan.from_json(message.plan), self.index)  # before the shard takes memory
-        run = PserverRun(message, self.index, self._compute, self._metrics)
+        run = SyncRun(message, self.index, self._compute, self._metrics)
         await self._replace_run(run, StaleRun("this pserver serves another run now", current=message.run))
         await run.publish_initial()
 
@@ -110,7 +111,7 @@ class Pserver:
         return PserverHeartbeat(
             incarnation=self.incarnation or 0,
             run=run.install.run if run else None,
-            round=run.rounds.applied if run else 0,
+            round=run.round if run else 0,
             missing=tuple(run.missing) if run and run.waiting_seconds else (),
             waiting_seconds=run.waiting_seconds if run else 0.0,
         )
@@ -120,19 +121,17 @@ class Pserver:
         run = self._run
         if run is None:
             return PserverState(
-                index=self.index, incarnation=self.incarnation, run=None, round=0, members=(), batch_barriers=(),
-                fetch_barriers=(), missing=(), waiting_seconds=0, num_blocks=0, shard_bytes=0, pushed_bytes=0,
-                pulled_bytes=0, transports=(), digest=None, failure=None,
+                index=self.index, incarnation=self.incarnation, run=None, round=0, members=(), missing=(),
+                waiting_seconds=0, num_blocks=0, shard_bytes=0, pushed_bytes=0, pulled_bytes=0, transports=(),
+                digest=None, failure=None,
             )  # fmt: skip
-        rounds = run.rounds
         return PserverState(
             index=self.index,
             incarnation=self.incarnation,
             run=run.install.run,
-            round=rounds.applied,
-            members=tuple(sorted(rounds.members)),
-            batch_barriers=tuple(sorted(rounds.batch_barriers)),
-            fetch_barriers=tuple(sorted(rounds.fetch_barriers)),
+            round=run.round,
+            members=tuple(sorted(run.members)),
+            **run.describe_trainers(),
             missing=tuple(run.missing),
             waiting_seconds=run.waiting_seconds,
             num_blocks=len(run.plan.shards[run.index]),

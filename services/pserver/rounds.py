@@ -11,29 +11,15 @@ tensor: a staged block is an opaque payload that can be compared with another.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Generic
 
-from ps_protocol.errors import ContributionConflict, ContributionMissing, FutureRound, StaleTrainer
+from ps_protocol.errors import ContributionMissing, FutureRound
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
-Payload = TypeVar("Payload")
-Admission = Literal["open", "already_applied"]
-
-
-@dataclass(slots=True)
-class Contribution(Generic[Payload]):
-    """What one trainer has staged here for the open round; complete once it has said how many blocks there are."""
-
-    blocks: dict[str, Payload] = field(default_factory=dict)
-    num_blocks: int | None = None
-    hyper_parameters: list[HyperParameters] | None = None
-
-    @property
-    def is_complete(self) -> bool:
-        """Complete and counted are two things: this one says that the batch barrier may come."""
-        return self.num_blocks == len(self.blocks)
+from .admission import Admission, admit, check_member
+from .contribution import Contribution, Payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +66,7 @@ class Rounds(Generic[Payload]):
 
     def check_member(self, rank: Rank, incarnation: Incarnation) -> None:
         """Raise StaleTrainer unless this is the current life of a member."""
-        if self.members.get(rank) != incarnation:
-            raise StaleTrainer(
-                f"trainer {rank} incarnation {incarnation} is not a member",
-                current={str(r): i for r, i in self.members.items()},
-            )
+        check_member(self.members, rank, incarnation)
 
     def admit(self, rank: Rank, incarnation: Incarnation, round_: Round) -> Admission:
         """Say where a message belongs, or raise StaleTrainer or FutureRound. Changes nothing.
@@ -92,9 +74,7 @@ class Rounds(Generic[Payload]):
         Called at a request's headers and again after its last byte, because rounds go on meanwhile.
         """
         self.check_member(rank, incarnation)
-        if round_ > self.open:
-            raise FutureRound(f"round {round_} is not open yet", current=self.open)
-        return "open" if round_ == self.open else "already_applied"
+        return admit(round_, self.open)
 
     def blocks_arrived(
         self,
@@ -105,29 +85,13 @@ class Rounds(Generic[Payload]):
     ) -> int:
         """Stage one admitted push of the open round, which proves the last fetch; returns how many blocks are new.
 
-        All or nothing: on a ContributionConflict (other bytes or other hyper-parameters under the same identity,
-        or more blocks than the trainer said) nothing is staged.
+        All or nothing, see `Contribution.stage`.
         """
         staged = self.contributions.get(rank, Contribution())
-        for name in blocks.keys() & staged.blocks.keys():
-            if blocks[name] != staged.blocks[name]:
-                raise ContributionConflict(f"trainer {rank} pushed other bytes for block {name!r} in round {self.open}")
-        new = {name: payload for name, payload in blocks.items() if name not in staged.blocks}
-        total = staged.num_blocks if num_blocks is None else num_blocks
-        if total is not None and (total < len(staged.blocks) + len(new) or staged.num_blocks not in (None, total)):
-            raise ContributionConflict(
-                f"trainer {rank} pushed more blocks in round {self.open} than it said, or said two numbers",
-                expected=staged.num_blocks if staged.num_blocks is not None else total,
-                actual=max(total, len(staged.blocks) + len(new)),
-            )
-        if None not in (num_blocks, staged.num_blocks) and hyper_parameters != staged.hyper_parameters:
-            raise ContributionConflict(f"trainer {rank} pushed two sets of hyper-parameters in round {self.open}")
-        staged.blocks.update(new)
-        if staged.num_blocks is None and num_blocks is not None:
-            staged.num_blocks, staged.hyper_parameters = num_blocks, hyper_parameters
+        num_new = staged.stage(rank, self.open, blocks, num_blocks, hyper_parameters)
         self.contributions[rank] = staged
         self.fetch_barriers.add(rank)
-        return len(new)
+        return num_new
 
     def batch_barrier_arrived(self, rank: Rank, incarnation: Incarnation, round_: Round) -> Apply[Payload] | None:
         """Count a trainer's batch barrier; returns the apply that it completes, if any."""

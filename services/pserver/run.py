@@ -1,28 +1,25 @@
-"""One run on one pserver: the rounds, the shard and the `asyncio.Condition` that guards them.
+"""One run on one pserver: what all modes share. `sync_run.py` and `async_run.py` hold what they do not.
 
-Decisions are made synchronously by `Rounds`; this class does the waiting and hands tensor work to the compute
-thread. After every `await` the fence is checked again, since a round, a member or the run may have gone meanwhile.
+The run lives on the event loop. Decisions are made synchronously by pure state machines; this class and its children
+do the waiting and hand tensor work to the compute thread. After every `await` the fence is checked again, since a
+round, a member or the run may have gone meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import xxhash
 
 from ps_protocol.errors import (
-    ApplyFailed,
     GradpostError,
     NonFiniteGradient,
     NotReady,
-    RoundPending,
-    RoundTimeout,
-    StaleRound,
     StaleTrainer,
     UnknownBlock,
     error_from_problem,
@@ -30,14 +27,14 @@ from ps_protocol.errors import (
 from ps_protocol.fence import Fence
 from ps_protocol.messages import BarrierAnswer, InstallMembers, InstallRun, PushAnswer
 from ps_protocol.plan import SlicePlan
-from ps_protocol.vocabulary import PserverIndex, Rank, Round
+from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
 
+from .admission import Admission
 from .bodies import Body
 from .metrics import PserverMetrics
-from .pushes import read_blocks, read_buffers, read_completion
-from .rounds import Apply, Rounds
+from .pushes import read_blocks, read_buffers
 from .shard import Shard
 from .tensors import StagedBlock, find_nonfinite
 
@@ -48,7 +45,7 @@ BarrierKind = Literal["batch", "fetch"]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The frame of one version, shared by everyone who gets it: the same bytes, encoded once."""
+    """The frame of one version."""
 
     round: Round
     chunks: Sequence[bytes]
@@ -59,7 +56,7 @@ class Reply:
         return sum(map(len, self.chunks))
 
 
-class PserverRun:
+class PserverRun(ABC):
     """Everything a pserver holds for one run. Lives on the event loop; tensors are touched on `compute` only."""
 
     def __init__(
@@ -69,9 +66,9 @@ class PserverRun:
         self.index = index
         self.plan = SlicePlan.from_json(install.plan)
         self.shard = Shard(self.plan, index)
-        self.rounds: Rounds[StagedBlock] = Rounds(install.members)
         self.members_number = install.number
         self.failure: GradpostError | None = None
+        self.is_readable = False  # every initial value is here
         assert self.plan.optimizer is not None  # a run always has one
         self._optimizer = self.plan.optimizer
         self._buffers = {spec.name: spec for spec in self.plan.buffers if spec.pserver == index}
@@ -83,11 +80,61 @@ class PserverRun:
         self._condition = asyncio.Condition()
         self._compute = compute
         self._metrics = metrics
-        self._reply: Reply | None = None  # of the applied round, once it may be read
-        # Since when, by the loop's clock, somebody waits for the initial values or at the open round's batch barrier.
+        # Since when, by the loop's clock, somebody waits for the missing ones.
         self._waiting_since: float | None = None
-        self._apply_task: asyncio.Task[None] | None = None
-        self._disagreement_was_said = False
+
+    # ------------------------------------------------------------------ what a mode decides
+
+    @property
+    @abstractmethod
+    def round(self) -> Round:
+        """How far the run is here: applied rounds, or contributions."""
+
+    @property
+    @abstractmethod
+    def members(self) -> Mapping[Rank, Incarnation]:
+        """Those who take part."""
+
+    @property
+    @abstractmethod
+    def missing(self) -> list[Rank]:
+        """Whom everybody waits for."""
+
+    @abstractmethod
+    def check_member(self, fence: Fence) -> None:
+        """Raise StaleTrainer unless the request is from the current life of a member."""
+
+    @abstractmethod
+    def admit_push(self, fence: Fence) -> Admission:
+        """Check a push before its body is read, and again before it is staged."""
+
+    @abstractmethod
+    async def push(self, fence: Fence, body: Body) -> PushAnswer:
+        """Validate and stage one bucket. Answers as before if it was staged before; changes nothing on an error."""
+
+    @abstractmethod
+    def barrier_arrived(self, fence: Fence, kind: BarrierKind) -> BarrierAnswer:
+        """Count a barrier. Never waits."""
+
+    @abstractmethod
+    async def get(self, fence: Fence, wait_seconds: float, names: Sequence[str] = ()) -> Reply:
+        """The parameters that belong to a request's round, waiting up to `wait_seconds` for them."""
+
+    @abstractmethod
+    def members_changed(self, members: Mapping[Rank, Incarnation]) -> None:
+        """Take over a newer set of members."""
+
+    @abstractmethod
+    def describe_trainers(self) -> dict[str, Any]:
+        """Where each trainer stands, as members of PserverState."""
+
+    @abstractmethod
+    def _publish(self, reply: Reply) -> None:
+        """Version 0 is complete; this is its frame."""
+
+    @abstractmethod
+    def _digest_staged(self, digest: xxhash.xxh3_128) -> None:
+        """Add everything that a request could change besides the shard."""
 
     # ------------------------------------------------------------------ fences
 
@@ -103,46 +150,31 @@ class PserverRun:
         if self.failure is not None:
             raise copy.copy(self.failure)  # its traceback would collect the frames, and bodies, of every request
 
-    def admit_push(self, fence: Fence) -> Literal["open", "already_applied"]:
-        """Check a push before its body is read, and again before it is staged."""
-        self.check_fence(fence)
-        if self._reply is None:  # nothing may be stepped before version 0 can be read
-            raise NotReady("the initial values are not complete", waiting_for=self._uploader_name)
-        return self.rounds.admit(fence.rank, fence.trainer_incarnation, fence.round)
+    def check_readable(self) -> None:
+        """Raise NotReady before version 0 can be read."""
+        if not self.is_readable:
+            raise NotReady("the initial values are not complete", waiting_for=self.uploader_name)
 
-    def admit_initial(self, fence: Fence) -> Literal["open", "already_applied"]:
-        """Check an upload of initial values: round 0, from the elected trainer."""
-        self.check_fence(fence)
-        self.rounds.check_member(fence.rank, fence.trainer_incarnation)
-        if fence.round != 0 or fence.rank != self.install.uploader:
-            raise StaleTrainer(f"the initial values are round 0 and come from {self._uploader_name}")
-        return "already_applied" if self.shard.is_initialised else "open"
+    def check_names(self, names: Sequence[str]) -> None:
+        """Raise UnknownBlock unless all of these blocks are here."""
+        for name in names:
+            if name not in self.shard.layout.place:
+                raise UnknownBlock(f"block {name!r} is not on pserver {self.index}")
 
     @property
-    def _uploader_name(self) -> str:
+    def uploader_name(self) -> str:
+        """Who brings the initial values."""
         return f"trainer {self.install.uploader}"
 
-    # ------------------------------------------------------------------ push
+    # ------------------------------------------------------------------ initial values
 
-    async def push(self, fence: Fence, body: Body) -> PushAnswer:
-        """Validate and stage one bucket. Answers as before if it was staged before; changes nothing on an error."""
-        num_blocks, hyper_parameters = read_completion(body.frame.metadata, self._optimizer)
-        blocks = read_blocks(body, self.shard.layout)
-        if self.install.nonfinite == "reject" and blocks:
-            culprit = await self._compute.run(find_nonfinite, blocks)
-            if culprit is not None:
-                self._metrics.nonfinite.inc()
-                raise NonFiniteGradient(
-                    f"trainer {fence.rank} pushed NaN or infinity in block {culprit!r} in round {fence.round}; "
-                    "nothing of this push was staged"
-                )
-        if self.admit_push(fence) == "already_applied":
-            return PushAnswer(status="already_applied", duplicates=len(blocks))
-        staged = self.rounds.blocks_arrived(fence.rank, blocks, num_blocks, hyper_parameters)
-        self.pushed_bytes += len(body.buffer)
-        self._metrics.staged_blocks.inc(staged)
-        complete = self.rounds.contributions[fence.rank].is_complete
-        return PushAnswer(status="staged", staged=staged, duplicates=len(blocks) - staged, complete=complete)
+    def admit_initial(self, fence: Fence) -> Admission:
+        """Check an upload of initial values: round 0, from the elected trainer."""
+        self.check_fence(fence)
+        self.check_member(fence)
+        if fence.round != 0 or fence.rank != self.install.uploader:
+            raise StaleTrainer(f"the initial values are round 0 and come from {self.uploader_name}")
+        return "already_applied" if self.shard.is_initialised else "open"
 
     async def set_initial(self, fence: Fence, body: Body) -> PushAnswer:
         """Store initial values and buffers; the run is readable at version 0 once all of them are here."""
@@ -166,12 +198,13 @@ class PserverRun:
 
     async def publish_initial(self) -> None:
         """Make version 0 readable once every value is here; a shard without blocks is so from the start."""
-        if self._reply is not None:
+        if self.is_readable:
             return
         reply = await self._compute.run(self._encode_initial)
         async with self._condition:
-            if reply is not None and self._reply is None:
-                self._reply = reply
+            if reply is not None and not self.is_readable:
+                self.is_readable = True
+                self._publish(reply)
                 self._waiting_since = None
             self._condition.notify_all()
 
@@ -179,19 +212,26 @@ class PserverRun:
         ready = self.shard.is_initialised and self.shard.version == 0
         return self._encode(0) if ready else None
 
-    # ------------------------------------------------------------------ barriers
+    def _encode(self, round_: Round) -> Reply:
+        return Reply(round_, self.shard.encode(metadata=self._metadata(round_)))
 
-    def barrier_arrived(self, fence: Fence, kind: BarrierKind) -> BarrierAnswer:
-        """Count a barrier; starts the apply that it completes. Never waits."""
-        self.check_fence(fence)
-        if kind == "batch":
-            apply = self.rounds.batch_barrier_arrived(fence.rank, fence.trainer_incarnation, fence.round)
-            if self.rounds.batch_barriers:
-                self._somebody_waits()
-        else:
-            apply = self.rounds.fetch_barrier_arrived(fence.rank, fence.trainer_incarnation, fence.round)
-        self._start(apply)
-        return BarrierAnswer(round=self.rounds.open, missing=tuple(self.rounds.missing))
+    def _metadata(self, round_: Round) -> dict[str, str]:
+        return {"run": self.install.run, "attempt": str(self.install.attempt), "round": str(round_)}
+
+    # ------------------------------------------------------------------ pushes
+
+    async def check_finite(self, fence: Fence, blocks: Mapping[str, StagedBlock]) -> None:
+        """Raise NonFiniteGradient if that is the policy and one of the blocks holds NaN or infinity."""
+        if self.install.nonfinite == "reject" and blocks:
+            culprit = await self._compute.run(find_nonfinite, blocks)
+            if culprit is not None:
+                self._metrics.nonfinite.inc()
+                raise NonFiniteGradient(
+                    f"trainer {fence.rank} pushed NaN or infinity in block {culprit!r} in round {fence.round}; "
+                    "nothing of this push was staged"
+                )
+
+    # ------------------------------------------------------------------ members and the end
 
     async def install_members(self, message: InstallMembers) -> None:
         """Take over a newer set of members, or the failure that ends every wait; an older number changes nothing."""
@@ -199,14 +239,17 @@ class PserverRun:
             return
         self.members_number = message.number
         if message.failure is not None:
-            await self._fail(error_from_problem(message.failure))
+            await self.fail(error_from_problem(message.failure))
             return
-        apply = self.rounds.members_changed(message.members)
-        self._start(apply)
-        if not self.rounds.batch_barriers:
-            self._waiting_since = None  # those who waited have left
+        self.members_changed(message.members)
         async with self._condition:
             self._condition.notify_all()
+
+    async def fail(self, failure: GradpostError) -> None:
+        """End every wait with this failure, and say so once."""
+        if self.failure is None:
+            log.error("run failed", round=self.round, code=failure.code, reason=failure.detail, **_culprits(failure))
+        await self.end(failure)
 
     async def end(self, reason: GradpostError) -> None:
         """End every wait with `reason`, and refuse with it whatever comes later; the first reason stands."""
@@ -215,177 +258,43 @@ class PserverRun:
         async with self._condition:
             self._condition.notify_all()
 
-    # ------------------------------------------------------------------ apply
+    # ------------------------------------------------------------------ waiting
 
-    def _start(self, apply: Apply[StagedBlock] | None) -> None:
-        # A task of the run, not of the request that completed the barrier: that client may go away.
-        if apply is not None:
-            self._warn_of_disagreement(apply)
-            if self._waiting_since is not None:
-                self._metrics.barrier_wait.observe(asyncio.get_running_loop().time() - self._waiting_since)
-            self._apply_task = asyncio.create_task(self._apply(apply), name=f"apply round {apply.round}")
+    def _somebody_waits(self) -> None:
+        if self._waiting_since is None:
+            self._waiting_since = asyncio.get_running_loop().time()
 
-    async def _apply(self, apply: Apply[StagedBlock]) -> None:
-        try:
-            with self._metrics.apply_seconds.time():
-                reply = await self._compute.run(self._step, apply)
-        except Exception as error:
-            log.exception("apply failed", round=apply.round)
-            await self._fail(
-                ApplyFailed(f"the optimizer of pserver {self.index} failed in round {apply.round}: {error}")
-            )
-            return
-        async with self._condition:
-            self.rounds.round_applied()
-            self._reply = reply
-            self._waiting_since = None
-            self._condition.notify_all()
-        self._metrics.rounds.inc()
-
-    def _step(self, apply: Apply[StagedBlock]) -> Reply:
-        """On the compute thread: aggregate in rank order, step, and encode what everybody will get."""
-        contributions = [{name: b.tensor() for name, b in c.blocks.items()} for c in apply.contributions]
-        gradient, present = self.shard.aggregate(contributions)
-        self.shard.apply(gradient, present, apply.hyper_parameters)
-        return self._encode(apply.round)
-
-    def _encode(self, round_: Round) -> Reply:
-        return Reply(round_, self.shard.encode(metadata=self._metadata(round_)))
-
-    def _metadata(self, round_: Round) -> dict[str, str]:
-        return {"run": self.install.run, "attempt": str(self.install.attempt), "round": str(round_)}
-
-    def _warn_of_disagreement(self, apply: Apply[StagedBlock]) -> None:
-        for rank, contribution in zip(apply.ranks, apply.contributions, strict=True):
-            if contribution.hyper_parameters != apply.hyper_parameters:
-                self._metrics.disagreements.inc()
-                if not self._disagreement_was_said:
-                    self._disagreement_was_said = True
-                    log.warning(
-                        "trainers push different hyper-parameters; the lowest rank's count",
-                        round=apply.round, used=f"trainer {apply.ranks[0]}", ignored=f"trainer {rank}",
-                    )  # fmt: skip
-
-    async def _fail(self, failure: GradpostError) -> None:
-        if self.failure is None:
-            log.error(
-                "run failed", round=self.rounds.open, code=failure.code, reason=failure.detail, **_culprits(failure)
-            )
-        await self.end(failure)
+    @property
+    def waiting_seconds(self) -> float:
+        """How long somebody has been waiting for the missing trainers."""
+        return 0.0 if self._waiting_since is None else asyncio.get_running_loop().time() - self._waiting_since
 
     # ------------------------------------------------------------------ inspection
 
     async def inspect(self, names: Sequence[str]) -> Sequence[bytes]:
         """Frame of these blocks as they are now, all of one version, which stands in the metadata."""
-        if self._reply is None:
-            raise NotReady("the initial values are not complete", waiting_for=self._uploader_name)
+        self.check_readable()
         self.check_names(names)
         _, chunks = await self._compute.run(self._encode_some, list(names))
         return chunks
-
-    async def get_buffers(self, fence: Fence) -> Reply:
-        """The buffers that live here, for a member; no round changes them, so they are version 0."""
-        self.check_fence(fence)
-        self.rounds.check_member(fence.rank, fence.trainer_incarnation)
-        if self._reply is None:
-            raise NotReady("the initial values are not complete", waiting_for=self._uploader_name)
-        return Reply(0, await self._compute.run(self.shard.encode_buffers, self._metadata(0)))
-
-    async def digest(self) -> str:
-        """Of everything that a request could change: values, slots, steps, barriers and staged contributions."""
-        rounds = self.rounds
-        barriers = (rounds.applied, sorted(rounds.batch_barriers), sorted(rounds.fetch_barriers))
-        staged = xxhash.xxh3_128(repr(barriers).encode())
-        for rank, contribution in sorted(rounds.contributions.items()):
-            staged.update(repr((rank, contribution.num_blocks, contribution.hyper_parameters)).encode())
-            for name, block in sorted(contribution.blocks.items()):
-                staged.update(name.encode())
-                staged.update(block.body.view(block.entry))
-        return f"{await self._compute.run(self.shard.digest)}-{staged.hexdigest()}"
-
-    # ------------------------------------------------------------------ get
-
-    async def get(self, fence: Fence, wait_seconds: float, names: Sequence[str] = ()) -> Reply:
-        """Return exactly version `fence.round`, waiting up to `wait_seconds` for it.
-
-        Raises RoundPending after that (the caller asks again), RoundTimeout when a trainer has been missing for the
-        round time-out, StaleRound when the version has been overwritten.
-        """
-        self.check_names(names)
-        reply = await self._wait_for_round(fence, wait_seconds)
-        if names:
-            version, chunks = await self._compute.run(self._encode_some, list(names))
-            self.check_fence(fence)
-            if version != fence.round:
-                raise StaleRound(f"round {fence.round} has been overwritten", current=version)
-            reply = Reply(version, chunks)
-        return reply
-
-    def check_names(self, names: Sequence[str]) -> None:
-        """Raise UnknownBlock unless all of these blocks are here."""
-        for name in names:
-            if name not in self.shard.layout.place:
-                raise UnknownBlock(f"block {name!r} is not on pserver {self.index}")
 
     def _encode_some(self, names: list[str]) -> tuple[Round, Sequence[bytes]]:
         # The compute thread runs one job at a time, so the version belongs to the values.
         version = self.shard.version
         return version, self.shard.encode(names, metadata=self._metadata(version))
 
-    async def _wait_for_round(self, fence: Fence, wait_seconds: float) -> Reply:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + wait_seconds
-        async with self._condition:
-            while True:
-                self.check_fence(fence)
-                self.rounds.admit(fence.rank, fence.trainer_incarnation, max(fence.round, 0))
-                if self._reply is not None and self._reply.round == fence.round:
-                    return self._reply
-                if self._reply is not None and self._reply.round > fence.round:
-                    raise StaleRound(f"round {fence.round} has been overwritten", current=self._reply.round)
-                self._somebody_waits()
-                until = min(deadline, self._round_deadline())
-                if until <= loop.time():
-                    raise self._still_waiting(fence.round)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout_at(until):
-                        await self._condition.wait()
+    async def get_buffers(self, fence: Fence) -> Reply:
+        """The buffers that live here, for a member; no round changes them, so they are version 0."""
+        self.check_fence(fence)
+        self.check_member(fence)
+        self.check_readable()
+        return Reply(0, await self._compute.run(self.shard.encode_buffers, self._metadata(0)))
 
-    def _somebody_waits(self) -> None:
-        if self._waiting_since is None:
-            self._waiting_since = asyncio.get_running_loop().time()
-
-    def _round_deadline(self) -> float:
-        if self._waiting_since is None or self.rounds.applying is not None:
-            return float("inf")
-        return self._waiting_since + self.install.round_timeout_seconds
-
-    def _still_waiting(self, round_: Round) -> GradpostError:
-        missing = self.missing
-        if self._round_deadline() <= asyncio.get_running_loop().time():
-            owed = f"reach the batch barrier of round {self.rounds.open}"
-            if self._reply is None:
-                owed = "upload the initial values"
-            return RoundTimeout(
-                f"{name_trainers(missing)} did not {owed} within the round time-out of "
-                f"{self.install.round_timeout_seconds:g} s",
-                missing=missing, round=self.rounds.open,
-            )  # fmt: skip
-        if self._reply is None:
-            return NotReady("the initial values are not complete", waiting_for=self._uploader_name)
-        return RoundPending(
-            f"round {round_} waits for {name_trainers(missing) or 'its apply'}", missing=missing, round=self.rounds.open
-        )
-
-    @property
-    def missing(self) -> list[Rank]:
-        """Whom everybody waits for: at the open batch barrier or, before version 0, for its values."""
-        return [self.install.uploader] if self._reply is None else self.rounds.missing
-
-    @property
-    def waiting_seconds(self) -> float:
-        """How long somebody has been waiting for the missing trainers."""
-        return 0.0 if self._waiting_since is None else asyncio.get_running_loop().time() - self._waiting_since
+    async def digest(self) -> str:
+        """Of everything that a request could change: values, slots, steps, barriers and staged contributions."""
+        staged = xxhash.xxh3_128()
+        self._digest_staged(staged)
+        return f"{await self._compute.run(self.shard.digest)}-{staged.hexdigest()}"
 
 
 def _culprits(failure: GradpostError) -> dict[str, object]:

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import xxhash
 from torch import Tensor
 
 from ps_protocol.frames import TensorEntry
+from ps_protocol.vocabulary import Rank
 
 from .bodies import Body
+from .contribution import Contribution
 from .finite import is_finite
 
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -34,6 +37,14 @@ class StagedBlock:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StagedBlock) and self.body.view(self.entry) == other.body.view(other.entry)
+
+
+def digest_contribution(digest: xxhash.xxh3_128, rank: Rank, contribution: Contribution[StagedBlock]) -> None:
+    """Add everything that a trainer has staged."""
+    digest.update(repr((rank, contribution.num_blocks, contribution.hyper_parameters)).encode())
+    for name, block in sorted(contribution.blocks.items()):
+        digest.update(name.encode())
+        digest.update(block.body.view(block.entry))
 
 
 def find_nonfinite(blocks: Mapping[str, StagedBlock]) -> str | None:

@@ -1,0 +1,97 @@
+"""How far trainers may be apart: the mode of a run and its bounds, chosen once for the whole run.
+
+    sync    rounds: nobody gets version r before everybody's gradient of round r is in it
+    async   each contribution is applied by itself, as soon as it is there; gets are served beside the updates
+    ssp     asynchronous, but a get waits as long as the slowest trainer is more than `max_staleness` steps behind
+
+`max_delay` bounds something else, and goes with every mode: how far a trainer's own pushes and pulls may run behind
+its computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Literal, TypeAlias
+
+from .errors import BadModel
+from .vocabulary import Mode, Round
+
+ReadConsistency: TypeAlias = Literal["none", "block", "shard"]
+Compensation: TypeAlias = Literal["none", "divide", "dc"]
+StepCount: TypeAlias = Literal["applied", "trainer"]
+
+DEFAULT_MAX_STALENESS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Consistency:
+    """The mode and its bounds. Raises BadModel for a combination in which a setting could have no effect.
+
+    Attributes:
+        mode: see above.
+        max_delay: k; iteration t may start on parameters of iteration t - 1 - k at the oldest. 0: no pipelining.
+        max_staleness: s, ssp only (None there: 4).
+        wait_for_apply: a get waits until the trainer's own pushes are applied; else it takes what is there.
+        read_consistency: what a get may see half updated: a block (none), a shard (block), or nothing (shard).
+        max_queued: contributions that one block's queue holds; a full queue holds pushes back.
+        max_merged: so many queued gradients of a block are summed into one update.
+        compensation: of staleness, none, `divide` the rate by it, or `dc` (DC-ASGD).
+        dc_lambda: λ of DC-ASGD.
+        step_count: what an optimizer's step counter counts: updates `applied` to the block, or steps of the `trainer`.
+
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    mode: Mode = "sync"
+    max_delay: int = 0
+    max_staleness: int | None = None
+    wait_for_apply: bool = True
+    read_consistency: ReadConsistency = "block"
+    max_queued: int = 16
+    max_merged: int = 1
+    compensation: Compensation = "none"
+    dc_lambda: float = 0.04
+    step_count: StepCount = "applied"
+
+    def __post_init__(self) -> None:
+        if self.mode == "ssp" and self.max_staleness is None:
+            object.__setattr__(self, "max_staleness", DEFAULT_MAX_STALENESS)
+        if useless := self._useless():
+            raise BadModel(f"{', '.join(useless)} would have no effect in mode {self.mode}")
+
+    def _useless(self) -> list[str]:
+        changed = [f.name for f in fields(self) if f.name != "mode" and getattr(self, f.name) != f.default]
+        if self.mode == "sync":
+            return [name for name in changed if name != "max_delay"]
+        useless = [] if self.mode == "ssp" or self.max_staleness is None else ["max_staleness"]
+        return useless + (["dc_lambda"] if "dc_lambda" in changed and self.compensation != "dc" else [])
+
+    @property
+    def is_async(self) -> bool:
+        """Whether contributions are applied one by one."""
+        return self.mode != "sync"
+
+    def difference(self, expected: Mapping[str, Any]) -> dict[str, Any]:
+        """Those expectations (name -> value) that this does not meet."""
+        mine = asdict(self)
+        return {name: value for name, value in expected.items() if mine.get(name) != value}
+
+
+def oldest_start(step: Round, max_delay: int) -> Round:
+    """The oldest version on which the gradient of `step` may have been computed.
+
+    >>> oldest_start(12, 0), oldest_start(12, 2), oldest_start(1, 2)
+    (11, 9, 0)
+    """
+    return max(0, step - 1 - max_delay)
+
+
+def needed_clock(step: Round, max_staleness: int) -> Round:
+    """How many steps the slowest trainer must have completed before a get after `step` may be answered.
+
+    >>> needed_clock(12, 0), needed_clock(12, 4), needed_clock(3, 4)
+    (12, 8, 0)
+    """
+    return max(0, step - max_staleness)

@@ -1,0 +1,27 @@
+"""Which messages count now: from a member's current life, for the open round or step, or for one that is over. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from ps_protocol.errors import FutureRound, StaleTrainer
+from ps_protocol.vocabulary import Incarnation, Rank, Round
+
+Admission = Literal["open", "already_applied"]
+
+
+def check_member(members: Mapping[Rank, Incarnation], rank: Rank, incarnation: Incarnation) -> None:
+    """Raise StaleTrainer unless this is the current life of a member."""
+    if members.get(rank) != incarnation:
+        raise StaleTrainer(
+            f"trainer {rank} incarnation {incarnation} is not a member",
+            current={str(r): i for r, i in members.items()},
+        )
+
+
+def admit(round_: Round, open_round: Round) -> Admission:
+    """Say where a message for `round_` belongs, or raise FutureRound."""
+    if round_ > open_round:
+        raise FutureRound(f"round {round_} is not open yet", current=open_round)
+    return "open" if round_ == open_round else "already_applied"

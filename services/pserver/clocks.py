@@ -1,0 +1,145 @@
+"""The trainers' steps at one pserver, in the asynchronous modes, as a pure state machine.
+
+    pushes of step t ──complete──► taken: queued for every block ──every block applied──► clock t
+                                                                                            │
+    get after step t ◄── wait_for_apply: own clock is t; ssp: everybody's is t - s at least ┘
+
+A trainer's steps come strictly one after another, so that a step is known by its number alone: what is older than
+the open one has been taken. Nothing here waits, knows a time or touches a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Generic
+
+from ps_protocol.consistency import Consistency, needed_clock, oldest_start
+from ps_protocol.errors import DelayExceeded, FutureRound
+from ps_protocol.optimizers import HyperParameters
+from ps_protocol.vocabulary import Incarnation, Rank, Round
+
+from .admission import Admission, admit, check_member
+from .contribution import Contribution, Payload
+
+
+@dataclass(slots=True)
+class TrainerSteps(Generic[Payload]):
+    """How far one trainer is here."""
+
+    open: Round = 1  # the step that pushes are for
+    clock: Round = 0  # every block of every step up to this one is applied
+    staged: Contribution[Payload] = field(default_factory=Contribution)  # of the open step
+    unapplied: dict[Round, int] = field(default_factory=dict)  # blocks that each taken step still waits for
+
+
+@dataclass(frozen=True, slots=True)
+class Taken(Generic[Payload]):
+    """A whole contribution on its way through the queues of its blocks."""
+
+    rank: Rank
+    step: Round
+    contribution: Contribution[Payload]
+    steps: TrainerSteps[Payload]  # of the life that pushed it; the rank may have another by now
+
+
+class Clocks(Generic[Payload]):
+    """Staging and clocks of one pserver. `applied` counts the contributions of which every block is applied."""
+
+    def __init__(self, members: Mapping[Rank, Incarnation], consistency: Consistency) -> None:
+        self.members = dict(members)
+        self.applied = 0
+        self._rules = consistency
+        self._steps: dict[Rank, TrainerSteps[Payload]] = {rank: TrainerSteps() for rank in members}
+
+    def __repr__(self) -> str:
+        clocks = ", ".join(f"trainer {rank}: {clock}" for rank, clock in self.clocks.items())
+        return f"<Clocks [{self.applied} contributions applied | {clocks}]>"
+
+    @property
+    def clocks(self) -> dict[Rank, Round]:
+        """Completed steps of each member."""
+        return {rank: self._steps[rank].clock for rank in sorted(self.members)}
+
+    def staged(self, rank: Rank) -> Contribution[Payload]:
+        """What a member has staged for its open step."""
+        return self._steps[rank].staged
+
+    def admit(self, rank: Rank, incarnation: Incarnation, step: Round) -> Admission:
+        """Say where a push belongs, or raise StaleTrainer or FutureRound. Changes nothing."""
+        check_member(self.members, rank, incarnation)
+        return admit(step, self._steps[rank].open)
+
+    def check_delay(self, rank: Rank, step: Round, computed_on: Round) -> None:
+        """Raise DelayExceeded if the gradient of `step` was computed on parameters that are too old, FutureRound
+        if on some that this trainer cannot have got."""
+        if computed_on >= step:
+            raise FutureRound(f"step {step} cannot have been computed on version {computed_on}", current=step - 1)
+        oldest = oldest_start(step, self._rules.max_delay)
+        if computed_on < oldest:
+            raise DelayExceeded(
+                f"trainer {rank} computed step {step} on parameters of its step {computed_on}",
+                expected=f">= {oldest} (max_delay {self._rules.max_delay})",
+                actual=computed_on,
+            )
+
+    def blocks_arrived(
+        self,
+        rank: Rank,
+        blocks: Mapping[str, Payload],
+        num_blocks: int | None,
+        hyper_parameters: list[HyperParameters] | None,
+    ) -> int:
+        """Stage one admitted push of the open step; returns how many blocks are new. See `Contribution.stage`."""
+        steps = self._steps[rank]
+        return steps.staged.stage(rank, steps.open, blocks, num_blocks, hyper_parameters)
+
+    def take(self, rank: Rank) -> Taken[Payload]:
+        """Take the complete contribution of the open step, to be queued as a whole; the next step opens."""
+        steps = self._steps[rank]
+        assert steps.staged.is_complete
+        taken = Taken(rank, steps.open, steps.staged, steps)
+        steps.open += 1
+        steps.staged = Contribution()
+        steps.unapplied[taken.step] = len(taken.contribution.blocks)
+        self._advance(steps)
+        return taken
+
+    def block_applied(self, taken: Taken[Payload]) -> bool:
+        """One block of it is applied; returns whether that completed a step."""
+        taken.steps.unapplied[taken.step] -= 1
+        return self._advance(taken.steps)
+
+    def _advance(self, steps: TrainerSteps[Payload]) -> bool:
+        before = steps.clock
+        # In order: a later step may be complete first, if it has no gradient for a block that is slow.
+        while steps.unapplied.get(steps.clock + 1) == 0:
+            steps.clock += 1
+            del steps.unapplied[steps.clock]
+        self.applied += steps.clock - before
+        return steps.clock > before
+
+    def waits_for(self, rank: Rank, step: Round) -> list[Rank]:
+        """Whose updates a get of this trainer after its `step` has to wait for; nobody's: it may be answered.
+
+        Raises FutureRound if the step has not been pushed.
+        """
+        if step >= self._steps[rank].open:
+            raise FutureRound(f"step {step} has not been pushed", current=self._steps[rank].open)
+        waits = set()
+        if self._rules.wait_for_apply and self._steps[rank].clock < step:
+            waits.add(rank)
+        if self._rules.max_staleness is not None:
+            needed = needed_clock(step, self._rules.max_staleness)
+            waits |= {other for other in self.members if self._steps[other].clock < needed}
+        return sorted(waits)
+
+    def members_changed(self, members: Mapping[Rank, Incarnation]) -> None:
+        """Install a set of members; what those who are gone have staged is dropped, what was taken stays queued."""
+        for rank, incarnation in self.members.items():
+            if members.get(rank) != incarnation:
+                self._steps[rank].staged = Contribution()
+        for rank, incarnation in members.items():
+            if self.members.get(rank) != incarnation:
+                self._steps[rank] = TrainerSteps()
+        self.members = dict(members)

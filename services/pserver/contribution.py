@@ -1,0 +1,58 @@
+"""One trainer's gradient of one round or step, on its way into the shard. Pure: a staged block is an opaque payload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from ps_protocol.errors import ContributionConflict
+from ps_protocol.optimizers import HyperParameters
+from ps_protocol.vocabulary import Rank, Round
+
+Payload = TypeVar("Payload")
+
+
+@dataclass(slots=True)
+class Contribution(Generic[Payload]):
+    """What one trainer has staged here; complete once it has said how many blocks there are."""
+
+    blocks: dict[str, Payload] = field(default_factory=dict)
+    num_blocks: int | None = None
+    hyper_parameters: list[HyperParameters] | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Complete and counted are two things: this one says that all of it is here."""
+        return self.num_blocks == len(self.blocks)
+
+    def stage(
+        self,
+        rank: Rank,
+        round_: Round,
+        blocks: Mapping[str, Payload],
+        num_blocks: int | None,
+        hyper_parameters: list[HyperParameters] | None,
+    ) -> int:
+        """Add one push; returns how many of its blocks are new. `rank` and `round_` are for messages.
+
+        All or nothing: on a ContributionConflict (other bytes or other hyper-parameters under the same identity,
+        or more blocks than the trainer said) nothing is staged.
+        """
+        for name in blocks.keys() & self.blocks.keys():
+            if blocks[name] != self.blocks[name]:
+                raise ContributionConflict(f"trainer {rank} pushed other bytes for block {name!r} in round {round_}")
+        new = {name: payload for name, payload in blocks.items() if name not in self.blocks}
+        total = self.num_blocks if num_blocks is None else num_blocks
+        if total is not None and (total < len(self.blocks) + len(new) or self.num_blocks not in (None, total)):
+            raise ContributionConflict(
+                f"trainer {rank} pushed more blocks in round {round_} than it said, or said two numbers",
+                expected=self.num_blocks if self.num_blocks is not None else total,
+                actual=max(total, len(self.blocks) + len(new)),
+            )
+        if None not in (num_blocks, self.num_blocks) and hyper_parameters != self.hyper_parameters:
+            raise ContributionConflict(f"trainer {rank} pushed two sets of hyper-parameters in round {round_}")
+        self.blocks.update(new)
+        if self.num_blocks is None and num_blocks is not None:
+            self.num_blocks, self.hyper_parameters = num_blocks, hyper_parameters
+        return len(new)

@@ -1,0 +1,222 @@
+"""A synchronous run: rounds between batch and fetch barriers, guarded by one `asyncio.Condition`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import xxhash
+
+from ps_protocol.errors import ApplyFailed, GradpostError, NotReady, RoundPending, RoundTimeout, StaleRound
+from ps_protocol.fence import Fence
+from ps_protocol.messages import BarrierAnswer, InstallRun, PushAnswer
+from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
+from services.runtime.compute import ComputeExecutor
+from services.runtime.logs import get_logger
+
+from .admission import Admission
+from .bodies import Body
+from .metrics import PserverMetrics
+from .pushes import read_blocks, read_completion
+from .rounds import Apply, Rounds
+from .run import BarrierKind, PserverRun, Reply, name_trainers
+from .tensors import StagedBlock, digest_contribution
+
+log = get_logger()
+
+
+class SyncRun(PserverRun):
+    """Decisions are made by `Rounds`. One reply is kept: that of the applied round, the same bytes for everyone."""
+
+    def __init__(
+        self, install: InstallRun, index: PserverIndex, compute: ComputeExecutor, metrics: PserverMetrics
+    ) -> None:
+        super().__init__(install, index, compute, metrics)
+        self.rounds: Rounds[StagedBlock] = Rounds(install.members)
+        self._reply: Reply | None = None  # of the applied round, once it may be read
+        self._apply_task: asyncio.Task[None] | None = None
+        self._disagreement_was_said = False
+
+    @property
+    def round(self) -> Round:
+        """The newest applied round."""
+        return self.rounds.applied
+
+    @property
+    def members(self) -> Mapping[Rank, Incarnation]:
+        """Those whose barriers count."""
+        return self.rounds.members
+
+    @property
+    def missing(self) -> list[Rank]:
+        """Whom everybody waits for: at the open batch barrier or, before version 0, for its values."""
+        return self.rounds.missing if self.is_readable else [self.install.uploader]
+
+    def describe_trainers(self) -> dict[str, Any]:
+        """Whose barriers are in."""
+        rounds = self.rounds
+        return {
+            "batch_barriers": tuple(sorted(rounds.batch_barriers)),
+            "fetch_barriers": tuple(sorted(rounds.fetch_barriers)),
+        }
+
+    def check_member(self, fence: Fence) -> None:
+        """Raise StaleTrainer unless the request is from the current life of a member."""
+        self.rounds.check_member(fence.rank, fence.trainer_incarnation)
+
+    # ------------------------------------------------------------------ push
+
+    def admit_push(self, fence: Fence) -> Admission:
+        """Check a push before its body is read, and again before it is staged."""
+        self.check_fence(fence)
+        self.check_readable()  # nothing may be stepped before version 0 can be read
+        return self.rounds.admit(fence.rank, fence.trainer_incarnation, fence.round)
+
+    async def push(self, fence: Fence, body: Body) -> PushAnswer:
+        """Validate and stage one bucket. Answers as before if it was staged before; changes nothing on an error."""
+        num_blocks, hyper_parameters = read_completion(body.frame.metadata, self._optimizer)
+        blocks = read_blocks(body, self.shard.layout)
+        await self.check_finite(fence, blocks)
+        if self.admit_push(fence) == "already_applied":
+            return PushAnswer(status="already_applied", duplicates=len(blocks))
+        staged = self.rounds.blocks_arrived(fence.rank, blocks, num_blocks, hyper_parameters)
+        self.pushed_bytes += len(body.buffer)
+        self._metrics.staged_blocks.inc(staged)
+        complete = self.rounds.contributions[fence.rank].is_complete
+        return PushAnswer(status="staged", staged=staged, duplicates=len(blocks) - staged, complete=complete)
+
+    # ------------------------------------------------------------------ barriers
+
+    def barrier_arrived(self, fence: Fence, kind: BarrierKind) -> BarrierAnswer:
+        """Count a barrier; starts the apply that it completes. Never waits."""
+        self.check_fence(fence)
+        if kind == "batch":
+            apply = self.rounds.batch_barrier_arrived(fence.rank, fence.trainer_incarnation, fence.round)
+            if self.rounds.batch_barriers:
+                self._somebody_waits()
+        else:
+            apply = self.rounds.fetch_barrier_arrived(fence.rank, fence.trainer_incarnation, fence.round)
+        self._start(apply)
+        return BarrierAnswer(round=self.rounds.open, missing=tuple(self.rounds.missing))
+
+    def members_changed(self, members: Mapping[Rank, Incarnation]) -> None:
+        """Take over a newer set of members, which may complete the barrier."""
+        self._start(self.rounds.members_changed(members))
+        if not self.rounds.batch_barriers:
+            self._waiting_since = None  # those who waited have left
+
+    # ------------------------------------------------------------------ apply
+
+    def _start(self, apply: Apply[StagedBlock] | None) -> None:
+        # A task of the run, not of the request that completed the barrier: that client may go away.
+        if apply is not None:
+            self._warn_of_disagreement(apply)
+            if self._waiting_since is not None:
+                self._metrics.barrier_wait.observe(asyncio.get_running_loop().time() - self._waiting_since)
+            self._apply_task = asyncio.create_task(self._apply(apply), name=f"apply round {apply.round}")
+
+    async def _apply(self, apply: Apply[StagedBlock]) -> None:
+        try:
+            with self._metrics.apply_seconds.time():
+                reply = await self._compute.run(self._step, apply)
+        except Exception as error:
+            log.exception("apply failed", round=apply.round)
+            await self.fail(
+                ApplyFailed(f"the optimizer of pserver {self.index} failed in round {apply.round}: {error}")
+            )
+            return
+        async with self._condition:
+            self.rounds.round_applied()
+            self._reply = reply
+            self._waiting_since = None
+            self._condition.notify_all()
+        self._metrics.rounds.inc()
+
+    def _step(self, apply: Apply[StagedBlock]) -> Reply:
+        """On the compute thread: aggregate in rank order, step, and encode what everybody will get."""
+        contributions = [{name: b.tensor() for name, b in c.blocks.items()} for c in apply.contributions]
+        gradient, present = self.shard.aggregate(contributions)
+        self.shard.apply(gradient, present, apply.hyper_parameters)
+        return self._encode(apply.round)
+
+    def _publish(self, reply: Reply) -> None:
+        self._reply = reply
+
+    def _warn_of_disagreement(self, apply: Apply[StagedBlock]) -> None:
+        for rank, contribution in zip(apply.ranks, apply.contributions, strict=True):
+            if contribution.hyper_parameters != apply.hyper_parameters:
+                self._metrics.disagreements.inc()
+                if not self._disagreement_was_said:
+                    self._disagreement_was_said = True
+                    log.warning(
+                        "trainers push different hyper-parameters; the lowest rank's count",
+                        round=apply.round, used=f"trainer {apply.ranks[0]}", ignored=f"trainer {rank}",
+                    )  # fmt: skip
+
+    def _digest_staged(self, digest: xxhash.xxh3_128) -> None:
+        rounds = self.rounds
+        barriers = (rounds.applied, sorted(rounds.batch_barriers), sorted(rounds.fetch_barriers))
+        digest.update(repr(barriers).encode())
+        for rank, contribution in sorted(rounds.contributions.items()):
+            digest_contribution(digest, rank, contribution)
+
+    # ------------------------------------------------------------------ get
+
+    async def get(self, fence: Fence, wait_seconds: float, names: Sequence[str] = ()) -> Reply:
+        """Return exactly version `fence.round`, waiting up to `wait_seconds` for it.
+
+        Raises RoundPending after that (the caller asks again), RoundTimeout when a trainer has been missing for the
+        round time-out, StaleRound when the version has been overwritten.
+        """
+        self.check_names(names)
+        reply = await self._wait_for_round(fence, wait_seconds)
+        if names:
+            version, chunks = await self._compute.run(self._encode_some, list(names))
+            self.check_fence(fence)
+            if version != fence.round:
+                raise StaleRound(f"round {fence.round} has been overwritten", current=version)
+            reply = Reply(version, chunks)
+        return reply
+
+    async def _wait_for_round(self, fence: Fence, wait_seconds: float) -> Reply:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_seconds
+        async with self._condition:
+            while True:
+                self.check_fence(fence)
+                self.rounds.admit(fence.rank, fence.trainer_incarnation, max(fence.round, 0))
+                if self._reply is not None and self._reply.round == fence.round:
+                    return self._reply
+                if self._reply is not None and self._reply.round > fence.round:
+                    raise StaleRound(f"round {fence.round} has been overwritten", current=self._reply.round)
+                self._somebody_waits()
+                until = min(deadline, self._round_deadline())
+                if until <= loop.time():
+                    raise self._still_waiting(fence.round)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(until):
+                        await self._condition.wait()
+
+    def _round_deadline(self) -> float:
+        if self._waiting_since is None or self.rounds.applying is not None:
+            return float("inf")
+        return self._waiting_since + self.install.round_timeout_seconds
+
+    def _still_waiting(self, round_: Round) -> GradpostError:
+        missing = self.missing
+        if self._round_deadline() <= asyncio.get_running_loop().time():
+            owed = f"reach the batch barrier of round {self.rounds.open}"
+            if not self.is_readable:
+                owed = "upload the initial values"
+            return RoundTimeout(
+                f"{name_trainers(missing)} did not {owed} within the round time-out of "
+                f"{self.install.round_timeout_seconds:g} s",
+                missing=missing, round=self.rounds.open,
+            )  # fmt: skip
+        if not self.is_readable:
+            return NotReady("the initial values are not complete", waiting_for=self.uploader_name)
+        return RoundPending(
+            f"round {round_} waits for {name_trainers(missing) or 'its apply'}", missing=missing, round=self.rounds.open
+        )
