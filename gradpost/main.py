@@ -118,6 +118,12 @@ def up(
         int, typer.Option(metavar="N", min=1, envvar="GRADPOST_NUM_TRAINERS", help="Number of trainers.")
     ] = 2,
     mode: Annotated[Mode | None, typer.Option(help="How trainers wait for each other.")] = None,
+    max_staleness: Annotated[
+        int | None, typer.Option(metavar="S", help="ssp: steps that the fastest trainer may be ahead.")
+    ] = None,
+    max_delay: Annotated[
+        int | None, typer.Option(metavar="K", help="Steps that pushes and pulls may run behind the computation.")
+    ] = None,
     server: Annotated[str | None, typer.Option(metavar="granian|uvicorn", help="HTTP/2, or HTTP/1.1 only.")] = None,
     port: Annotated[int, typer.Option(metavar="N", help="The coordinator's port; 0: a free one.")] = 0,
     min_block_size: Annotated[int | None, typer.Option(metavar="N", help="Elements of the smallest block.")] = None,
@@ -145,6 +151,8 @@ def up(
 
     settings = {
         "mode": mode,
+        "max_staleness": max_staleness,
+        "max_delay": max_delay,
         "server": server,
         "port": port,
         "min_block_size": min_block_size,

@@ -73,6 +73,11 @@ class Consistency:
         """Whether contributions are applied one by one."""
         return self.mode != "sync"
 
+    @property
+    def has_common_versions(self) -> bool:
+        """Whether all pservers go through the same versions in step."""
+        return self.mode == "sync" and self.max_delay == 0
+
     def difference(self, expected: Mapping[str, Any]) -> dict[str, Any]:
         """Those expectations (name -> value) that this does not meet."""
         mine = asdict(self)

@@ -271,6 +271,12 @@ class RoundPending(TryAgain):
     code = "round_pending"
 
 
+class QueueFull(TryAgain):
+    """A block's queue has no room; `blocks` names some of those that are full."""
+
+    code = "queue_full"
+
+
 class Ended(GradpostError):
     """What the caller waits for will not come."""
 

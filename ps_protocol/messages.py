@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from .consistency import Consistency
 from .vocabulary import Incarnation, Mode, NonfinitePolicy, Placement, PserverIndex, Rank, Round
 
 PROGRESS = "loss"  # the reported number that shows how training goes; the others are results
@@ -79,7 +80,9 @@ class JoinTrainer(Message):
     instance: str = Field(min_length=8, max_length=64)
     rank: Rank | None = Field(default=None, ge=0)
     world_size: int | None = Field(default=None, ge=1)
-    mode: str | None = None
+    expects: dict[str, str | int | float | bool] = Field(
+        default_factory=dict, description="settings of the mode that the trainer was started for"
+    )
     metrics_address: str | None = None
 
 
@@ -90,7 +93,7 @@ class TrainerJoined(Message):
     rank: Rank
     world_size: int
     incarnation: Incarnation
-    mode: Mode
+    consistency: Consistency
     lease_seconds: float
     round_timeout_seconds: float
 
@@ -112,6 +115,7 @@ class DeclareModel(Message):
     placement: Placement | None = None
     slice_parameters: bool | None = None
     nonfinite: NonfinitePolicy | None = None
+    local_steps: int = Field(default=0, ge=0, description="steps of the trainers' own optimizers between pushes")
 
 
 class PlanReady(Message):
@@ -157,7 +161,7 @@ class InstallRun(Message):
     attempt: int
     plan: dict[str, Any]
     incarnation: Incarnation = Field(description="of the pserver that is meant")
-    mode: Mode
+    consistency: Consistency
     nonfinite: NonfinitePolicy
     round_timeout_seconds: float
     uploader: Rank

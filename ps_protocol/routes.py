@@ -37,6 +37,10 @@ BARRIER_HEADER = "gradpost-barrier"
 # how long the server may hold the answer back, in seconds; it answers round_pending after that
 WAIT_HEADER = "gradpost-wait-seconds"
 
+# metadata of an answer in the asynchronous modes: how many contributions, of all trainers, are applied there
+APPLIED_KEY = "applied"
+
 # metadata of a pushed frame
 NUM_BLOCKS_KEY = "num_blocks"
 HYPER_PARAMETERS_KEY = "hyper_parameters"
+COMPUTED_ON_KEY = "computed_on"  # asynchronous modes: the step after which the parameters were pulled

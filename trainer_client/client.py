@@ -18,7 +18,7 @@ from ps_protocol.frames import encode_header
 from ps_protocol.messages import DeclareModel, RunSummary, TrainerJoined
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec
 from ps_protocol.plan import SlicePlan
-from ps_protocol.routes import HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY
+from ps_protocol.routes import COMPUTED_ON_KEY, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY
 from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec, Rank, Round
 
 from .buckets import Bucket, make_buckets
@@ -32,7 +32,9 @@ from .transport import BulkTransport, make_control_client
 T = TypeVar("T")
 
 # Settings that a trainer states with its model, so that they may still be chosen after it has joined.
-DECLARED_SETTINGS = frozenset({"min_block_size", "placement", "slice_parameters", "nonfinite", "bucket_bytes"})
+_OF_THE_PLAN = {"min_block_size", "placement", "slice_parameters", "nonfinite"}
+_OF_LOCAL_STEPS = {"local_steps", "outer_lr", "outer_momentum", "outer_nesterov"}
+DECLARED_SETTINGS = frozenset(_OF_THE_PLAN | _OF_LOCAL_STEPS | {"bucket_bytes"})
 MAX_CONCURRENT_PUSHES = 4  # per pserver; more would only queue in the connection
 
 
@@ -59,6 +61,7 @@ class ParameterClient:
         self.uploader: Rank
         self.pservers: list[PserverClient] = []
         self.is_declared = False  # all trainers have declared the same, and there is a plan
+        self.unfinished: set[asyncio.Task[Any]] = set()  # steps that are on their way
         self._begun_round: Round = 0  # the newest that something was pushed for
         self._metrics_server: MetricsServer | None = None
         self._lag: asyncio.Task[None] | None = None
@@ -120,6 +123,7 @@ class ParameterClient:
                     placement=settings.placement,
                     slice_parameters=settings.slice_parameters,
                     nonfinite=settings.nonfinite,
+                    local_steps=settings.local_steps,
                 )
             )
         )
@@ -149,12 +153,18 @@ class ParameterClient:
                     self.metrics,
                     retry_seconds=settings.retry_seconds,
                     deadline_seconds=self.joined.round_timeout_seconds + 30,
+                    may_be_newer=self.joined.consistency.max_delay > 0,
                 )
             )
         self._bulk = list(transports.values())
         self.is_declared = True
         await self._on_all(lambda pserver: pserver.warm_up())
         return self.plan
+
+    async def finish(self) -> None:
+        """Wait until every step that has begun is pulled, or has failed."""
+        if self.unfinished:
+            await asyncio.wait(self.unfinished)
 
     async def leave(self, outcome: str = "done", reason: str = "") -> None:
         """Leave the run, `done` or `failed`, and close all connections.
@@ -216,12 +226,16 @@ class ParameterClient:
         for pserver, shard in zip(self.pservers, buckets, strict=True):
             for bucket in shard:
                 bucket.fill(flat)
-            frames = [b.frame() for b in shard[:-1]] + [shard[-1].frame(completion(shard, hyper_parameters))]
+            computed_on = self.membership.round if self.joined.consistency.is_async else None
+            metadata = completion(shard, hyper_parameters, computed_on)
+            frames = [b.frame() for b in shard[:-1]] + [shard[-1].frame(metadata)]
             pushes.append(self._push_all(pserver, round_, frames))
         await self.membership.guard(_gather(pushes))
 
     async def batch_barrier(self, round_: Round) -> None:
-        """Tell every pserver that this trainer's contribution is complete everywhere."""
+        """Tell every pserver that this trainer's contribution is complete everywhere. Nothing in asynchronous modes."""
+        if self.joined.consistency.is_async:
+            return
         await self._on_all(lambda pserver: pserver.barrier(round_, "batch"))
 
     async def get(self, round_: Round, names: Sequence[str] | None = None) -> dict[str, Tensor]:
@@ -241,7 +255,12 @@ class ParameterClient:
         return values
 
     async def fetch_barrier(self, round_: Round) -> None:
-        """Tell every pserver that this version was read; any message for a later round implies it."""
+        """Tell every pserver that this version was read; any message for a later round implies it.
+
+        Nothing in asynchronous modes.
+        """
+        if self.joined.consistency.is_async:
+            return
         await self._on_all(lambda pserver: pserver.barrier(round_, "fetch"))
         self.membership.round = max(self.membership.round, round_)
 
@@ -310,12 +329,20 @@ class ParameterClient:
         await self.membership.guard(_gather(action(pserver) for pserver in self.pservers))
 
 
-def completion(shard: Sequence[Bucket], hyper_parameters: list[HyperParameters]) -> dict[str, str]:
-    """Metadata of a contribution's last push to a pserver: how many blocks there are, and the optimizer's numbers."""
-    return {
+def completion(
+    shard: Sequence[Bucket], hyper_parameters: list[HyperParameters], computed_on: Round | None = None
+) -> dict[str, str]:
+    """Metadata of a contribution's last push to a pserver: how many blocks there are, and the optimizer's numbers.
+
+    In the asynchronous modes also after which step the trainer pulled what it computed the gradient on.
+    """
+    metadata = {
         NUM_BLOCKS_KEY: str(sum(len(bucket.slots) for bucket in shard)),
         HYPER_PARAMETERS_KEY: json.dumps(hyper_parameters, separators=(",", ":")),
     }
+    if computed_on is not None:
+        metadata[COMPUTED_ON_KEY] = str(computed_on)
+    return metadata
 
 
 async def _gather(work: Any) -> None:

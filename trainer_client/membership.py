@@ -72,7 +72,7 @@ class Membership:
             instance=secrets.token_hex(16),
             rank=self._settings.rank,
             world_size=self._settings.world_size,
-            mode=self._settings.mode,
+            expects=self._settings.expectations,
             metrics_address=metrics_address,
         )
         self.joined = TrainerJoined.model_validate_json(await self._insist("POST", JOIN_TRAINER, request))

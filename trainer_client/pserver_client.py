@@ -14,7 +14,7 @@ from ps_protocol.errors import GradpostError, RoundPending, TryAgain, Unreachabl
 from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE, FrameLimits
 from ps_protocol.messages import BarrierAnswer, PserverInfo, PushAnswer
-from ps_protocol.routes import BARRIER, BARRIER_HEADER, BUFFERS, GET, HEALTH, INITIAL, SEND, WAIT_HEADER
+from ps_protocol.routes import APPLIED_KEY, BARRIER, BARRIER_HEADER, BUFFERS, GET, HEALTH, INITIAL, SEND, WAIT_HEADER
 from ps_protocol.vocabulary import Round
 
 from .frame_sink import FrameSink
@@ -43,13 +43,16 @@ class PserverClient:
         *,
         retry_seconds: float,
         deadline_seconds: float,
+        may_be_newer: bool,
     ) -> None:
         self.info = info
+        self.applied = 0  # asynchronous modes: contributions of all trainers, as of the last pull
         self._fence = fence
         self._http = http
         self._metrics = metrics
         self._retry_seconds = retry_seconds
         self._deadline_seconds = deadline_seconds
+        self._may_be_newer = may_be_newer
         self._limits = FrameLimits(max_body_bytes=1 << 62, max_header_bytes=1 << 30, max_tensors=1 << 30)
 
     async def warm_up(self) -> None:
@@ -101,6 +104,7 @@ class PserverClient:
         asked = perf_counter()
         metadata, answered = await self._fetch("POST", GET, headers, destinations, names)
         self._metrics.barrier_wait.observe(answered - asked)
+        self.applied = int(metadata.get(APPLIED_KEY, 0))
         self._check_version(metadata, round_)
 
     async def get_buffers(self, destinations: Mapping[str, memoryview]) -> None:
@@ -109,8 +113,10 @@ class PserverClient:
         self._check_version(metadata, 0)
 
     def _check_version(self, metadata: Mapping[str, str], round_: Round) -> None:
-        expected = (self._fence.run, str(self._fence.attempt), str(round_))
-        if (metadata.get("run"), metadata.get("attempt"), metadata.get("round")) != expected:
+        actual = (metadata.get("run"), metadata.get("attempt"))
+        version = int(metadata.get("round", -1))
+        is_it = version == round_ or (version > round_ and self._may_be_newer)
+        if actual != (self._fence.run, str(self._fence.attempt)) or not is_it:
             raise GradpostError("a pserver answered another version than it was asked for", actual=dict(metadata))
 
     async def _fetch(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any, NoReturn
 
 import torch
@@ -15,14 +14,11 @@ from ps_protocol.errors import BadModel
 from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import ParameterSpec, Round
 
-from .buckets import Bucket, make_buckets
-from .client import completion
+from .local_steps import LocalSteps, check_outer
 from .optimizer_spec import describe_optimizer, read_hyper_parameters
+from .pipeline import Pipeline
 from .session import Session, connect, open_session
 from .tensors import lands_directly, wire_dtype, writable_bytes
-
-METADATA_BYTES_PER_GROUP = 256
-MAX_KEPT_LAYOUTS = 4  # which parameters have a gradient seldom changes
 
 
 class RemoteOptimizer(Optimizer):
@@ -31,7 +27,7 @@ class RemoteOptimizer(Optimizer):
         optimizer = RemoteOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-3))
 
     It is a `torch.optim.Optimizer` over the same `param_groups`, so learning-rate schedulers work on it: every push
-    carries the groups' current numbers. The wrapped optimizer's own `step()` is never called.
+    carries the groups' current numbers. The wrapped optimizer's own `step()` is called for local steps only.
 
     The constructor joins the run, waits for all trainers and pservers, and pulls the initial values of the lowest
     rank into the parameters (and into the buffers and frozen parameters of `model`, if given), so that everybody
@@ -42,8 +38,12 @@ class RemoteOptimizer(Optimizer):
         optimizer: one of the element-wise optimizers of torch.optim; only read.
         model: gives its buffers (batch norm statistics) and frozen parameters their start, and parameters their names.
         session: from `connect()`; by default the open session, or a new one made with `arguments`.
-        arguments: `coordinator`, `mode`, `min_block_size`, `placement`, `slice_parameters`, `nonfinite`,
-            `bucket_bytes`, `retry_seconds`; those that shape the plan must be the same on all trainers.
+        outer: with local steps, the optimizer that steps on the pservers, over the same parameters; by default SGD with
+            `outer_lr` (1.0), `outer_momentum` (0.0) and `outer_nesterov`.
+        arguments: `local_steps` (0: none; else `optimizer` steps here, and every so many steps the difference is
+            pushed, as the gradient of `outer`), `coordinator`, `mode`, `min_block_size`, `placement`,
+            `slice_parameters`, `nonfinite`, `bucket_bytes`, `retry_seconds`; those that shape the plan must be the
+            same on all trainers.
 
     Raises:
         UnsupportedOptimizer, BadModel, ModelMismatch: before anything was sent to a pserver.
@@ -52,16 +52,23 @@ class RemoteOptimizer(Optimizer):
     """
 
     def __init__(
-        self, optimizer: Optimizer, *, model: nn.Module | None = None, session: Session | None = None, **arguments: Any
+        self,
+        optimizer: Optimizer,
+        *,
+        model: nn.Module | None = None,
+        session: Session | None = None,
+        outer: Optimizer | None = None,
+        **arguments: Any,
     ) -> None:
         if isinstance(optimizer, RemoteOptimizer):
             raise BadModel("the optimizer is remote already")
-        self.spec = describe_optimizer(optimizer)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the very same list: schedulers may hold either
         self._named, num_unnamed = _name_parameters(optimizer, model)
         self._stored = _stored_tensors(model, self._named)
         self._session = _use_session(session, arguments)
+        self._remote, self._local = self._share_work(optimizer, outer)
+        self.spec = describe_optimizer(self._remote)
         if self._session.client.is_declared:
             raise BadModel("a session has one RemoteOptimizer; give it the parameters of all models, as groups")
         if num_unnamed:
@@ -69,7 +76,11 @@ class RemoteOptimizer(Optimizer):
                 f"{num_unnamed} parameters have no names and are called by their position, such as "
                 "group0.parameter0; give the optimizer model.named_parameters(), or RemoteOptimizer the model"
             )
-        self._layouts: dict[frozenset[str], list[list[Bucket]]] = {}
+        self._landing: list[dict[str, Tensor]] = []  # one set for each step that may be on its way
+        self._begun: Round = 0
+        self._landed: Round = 0  # the step whose pull is in the parameters
+        self._num_steps = 0
+        self._applied = 0  # contributions of all trainers, when it was counted last
         self._change_was_said = False
         self._start()
 
@@ -80,8 +91,17 @@ class RemoteOptimizer(Optimizer):
 
     @property
     def round(self) -> Round:
-        """The newest completed round; the next `step()` is `round + 1`."""
+        """The newest completed round (asynchronous: step); without `max_delay` the next `step()` is `round + 1`."""
         return self._session.round
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps the last `step()` counts as for a schedule: 1, or 0 if nothing was pulled since.
+
+        With `step_count=applied` in an asynchronous mode: how many contributions of all trainers have been applied
+        since the one before, so that `for _ in range(optimizer.num_steps): schedule.step()` follows them.
+        """
+        return self._num_steps
 
     def summary(self) -> RunSummary:
         """The run in a few numbers, as the servers saw it."""
@@ -92,9 +112,28 @@ class RemoteOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ the start
 
+    def _share_work(self, optimizer: Optimizer, outer: Optimizer | None) -> tuple[Optimizer, LocalSteps | None]:
+        """Which optimizer steps on the pservers, and what is done here before."""
+        settings = self._session.client.settings
+        if settings.local_steps == 0:
+            if outer is not None:
+                raise BadModel("an outer optimizer has work only with local_steps")
+            return optimizer, None
+        if self._session.client.joined.consistency.max_delay:
+            raise BadModel("local_steps with max_delay: what was stepped here meanwhile would be overwritten")
+        if outer is None:
+            outer = torch.optim.SGD(
+                list(self._named.values()),
+                lr=settings.outer_lr,
+                momentum=settings.outer_momentum,
+                nesterov=settings.outer_nesterov,
+            )
+        check_outer(optimizer, outer)
+        return outer, LocalSteps(optimizer, self._named, settings.local_steps)
+
     def _start(self) -> None:
         client, io = self._session.client, self._session.io
-        groups = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        groups = {id(p): i for i, group in enumerate(self._remote.param_groups) for p in group["params"]}
         parameters = [
             ParameterSpec(name, tuple(p.shape), wire_dtype(name, p), groups[id(p)]) for name, p in self._named.items()
         ]
@@ -103,20 +142,24 @@ class RemoteOptimizer(Optimizer):
         if self._session.rank == client.uploader:
             values = {name: t.detach().to("cpu") for name, t in (self._named | self._stored).items()}
             io.run(client.send_initial(values))
+        self._pipeline = Pipeline(client, io, len(self._remote.param_groups))
         self._bind()
-        io.run(client.pull(0, self._destinations, with_batch_barrier=False))
-        self._land(self._named, self._landing)
+        self._pipeline.pull_initial()
+        self._land(self._named, self._landing[0])
         if self._stored:
             landing = _landing_of(self._stored)
             io.run(client.pull_buffers({name: writable_bytes(tensor) for name, tensor in landing.items()}))
             self._land(self._stored, landing)
 
     def _bind(self) -> None:
-        """Find the memory that pulls are written to: the parameters' own where that is possible."""
-        self._landing = _landing_of(self._named)
-        self._destinations = self._session.client.destinations(
-            {name: writable_bytes(tensor) for name, tensor in self._landing.items() if tensor.numel()}
-        )
+        """Find the memory that pulls are written to: the parameters' own, if nobody computes with them meanwhile."""
+        if self._pipeline.max_delay == 0:
+            self._landing = [_landing_of(self._named)]
+        elif not self._landing:
+            shapes = [(name, p.shape, p.dtype) for name, p in self._named.items()]
+            copies = range(self._pipeline.max_delay + 1)
+            self._landing = [{name: torch.empty(shape, dtype=dtype) for name, shape, dtype in shapes} for _ in copies]
+        self._pipeline.bind(self._landing)
         self._bound = {name: _memory_of(parameter) for name, parameter in self._named.items()}
 
     def _look_for_changes(self) -> None:
@@ -131,6 +174,8 @@ class RemoteOptimizer(Optimizer):
                         actual=f"{parameter.dtype} {list(parameter.shape)}",
                     )
             self._bind()
+        if self._local is not None:
+            return  # it is its optimizer that changes them
         changed = [name for name, parameter in self._named.items() if parameter._version != self._versions[name]]
         if changed and not self._change_was_said:
             self._change_was_said = True
@@ -145,6 +190,7 @@ class RemoteOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Push the gradients, wait until all trainers' are applied, and pull the parameters. Blocks for the round.
 
+        With local steps the wrapped optimizer steps here, and only every so many steps there is such a round.
         A parameter whose `grad` is None is skipped, as torch does; anything done to `grad` before is honoured. A
         `closure` is called once, before, and its loss is returned.
         """
@@ -153,51 +199,45 @@ class RemoteOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._look_for_changes()
-        client, io, metrics = self._session.client, self._session.io, self._session.client.metrics
-        round_ = self.round + 1
-        started = time.perf_counter()
-        gradients = {name: _flat_gradient(name, p) for name, p in self._named.items() if p.grad is not None}
-        numbers = read_hyper_parameters(self.spec, self)
-        layout = self._layout(frozenset(gradients))
-        pushes: list[Future[None]] = []
-        try:
-            # Bucket by bucket, so that the network works while the next one is being copied.
-            for bucket, shard in _interleave(layout):
-                bucket.fill(gradients)
-                frame = bucket.frame(completion(shard, numbers) if bucket is shard[-1] else None)
-                pushes.append(io.start(client.push(round_, bucket, frame)))
-            for push in pushes:
-                io.wait(push)
-            pushed = time.perf_counter()
-            io.run(client.pull(round_, self._destinations, with_batch_barrier=True))
-        except BaseException:
-            for push in pushes:
-                push.cancel()
-            # A request that was given up may still be reading its buffer: leave it alone.
-            self._layouts.clear()
-            raise
-        self._land(self._named, self._landing)
-        ended = time.perf_counter()
-        metrics.push_seconds.observe(pushed - started)
-        metrics.pull_seconds.observe(ended - pushed)
-        metrics.step_seconds.observe(ended - started)
-        metrics.rounds.inc()
-        metrics.round.set(round_)
+        if self._local is None:
+            self._exchange({name: _flat_gradient(name, p) for name, p in self._named.items() if p.grad is not None})
+        else:
+            if self._local.step():
+                self._exchange(self._local.outer_gradients())
+            self._num_steps = 1  # of the inner optimizer, whose rate a schedule changes
         return loss
 
-    def _layout(self, present: frozenset[str]) -> list[list[Bucket]]:
-        layout = self._layouts.get(present)
-        if layout is None:
-            if len(self._layouts) >= MAX_KEPT_LAYOUTS:
-                self._layouts.clear()
-            client = self._session.client
-            layout = self._layouts[present] = make_buckets(
-                client.plan,
-                present,
-                bucket_bytes=client.settings.bucket_bytes,
-                metadata_bytes=METADATA_BYTES_PER_GROUP * len(self.param_groups),
-            )
-        return layout
+    def _count_steps(self) -> None:
+        rules, before = self._session.client.joined.consistency, self._applied
+        if rules.is_async and rules.step_count == "applied":
+            self._applied = min(pserver.applied for pserver in self._session.client.pservers)
+        else:
+            self._applied = self._landed
+        self._num_steps = self._applied - before
+
+    def _exchange(self, gradients: dict[str, Tensor]) -> None:
+        started = time.perf_counter()
+        numbers = read_hyper_parameters(self.spec, self._remote)
+        step = self._begun + 1
+        try:
+            self._pipeline.begin(step, gradients, numbers, computed_on=self._landed)
+            self._begun = step
+            self._take(self._pipeline.wait(step - self._pipeline.max_delay))
+            self._count_steps()
+        except BaseException:
+            self._begun = self._pipeline.newest
+            raise
+        self._session.client.metrics.step_seconds.observe(time.perf_counter() - started)
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Wait for the steps that are on their way, and take the newest parameters. Does nothing without max_delay."""
+        self._take(self._pipeline.wait(self._begun))
+
+    def _take(self, step: Round) -> None:
+        if step > self._landed:
+            self._landed = step
+            self._land(self._named, self._landing[self._pipeline.slot(step)])
 
     def _land(self, tensors: dict[str, Tensor], landing: dict[str, Tensor]) -> None:
         """Copy what was pulled to where it could not be written directly: other devices, other memory formats."""
@@ -208,6 +248,8 @@ class RemoteOptimizer(Optimizer):
         # Autograd did not see what the network wrote: a second backward through the old graph must fail, as ever.
         torch.autograd.graph.increment_version([tensor for name, tensor in tensors.items() if landing[name] is tensor])
         self._versions = {name: parameter._version for name, parameter in self._named.items()}
+        if self._local is not None:
+            self._local.begin()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the numbers of the groups, as when a schedule is resumed; raises BadModel if there are slots.
@@ -230,12 +272,6 @@ class RemoteOptimizer(Optimizer):
 
 def _refuse_group() -> NoReturn:
     raise BadModel("a parameter group cannot be added: the slice plan is made once, when the run starts")
-
-
-def _interleave(layout: list[list[Bucket]]) -> list[tuple[Bucket, list[Bucket]]]:
-    """Buckets in the order in which they leave: one of each pserver in turn, so that all of them are busy."""
-    longest = max(map(len, layout), default=0)
-    return [(shard[i], shard) for i in range(longest) for shard in layout if i < len(shard)]
 
 
 def _flat_gradient(name: str, parameter: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ class Session:
     @property
     def mode(self) -> Mode:
         """The mode that the servers run."""
-        return self._joined.mode
+        return self._joined.consistency.mode
 
     @property
     def round(self) -> Round:
@@ -90,7 +90,7 @@ class Session:
         return self.io.run(self.client.summary())
 
     def close(self, outcome: str = "done", reason: str = "") -> None:
-        """Leave the run, `done` or `failed`. Blocks for a few seconds at most; safe to call twice."""
+        """Leave the run, `done` or `failed`. Blocks for steps that are on their way if done; safe to call twice."""
         global _current
         # A forked child (a data loader's worker) has neither the thread nor the membership.
         if not self._is_open or os.getpid() != self._pid:
@@ -99,6 +99,8 @@ class Session:
         if _current is self:
             _current = None
         try:
+            if outcome == "done":
+                self.io.run(self.client.finish())
             self.io.start(self.client.leave(outcome, reason)).result(timeout=CLOSE_SECONDS)
         except Exception as error:
             print(f"gradpost: leaving the run failed: {error!r}", file=sys.stderr)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import os
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, AliasChoices, Field
 from pydantic_settings import (
@@ -15,8 +16,9 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from ps_protocol.consistency import Compensation, Consistency, ReadConsistency, StepCount
 from ps_protocol.environment import PREFIX, check_base_url, check_environment, read_settings_file
-from ps_protocol.vocabulary import NonfinitePolicy, Placement
+from ps_protocol.vocabulary import Mode, NonfinitePolicy, Placement
 
 
 class TrainerSettings(BaseSettings):
@@ -32,16 +34,37 @@ class TrainerSettings(BaseSettings):
     coordinator: Annotated[str, AfterValidator(check_base_url)] = "http://127.0.0.1:7070"
     rank: int | None = Field(default=None, ge=0, validation_alias=AliasChoices("rank", "RANK"))
     world_size: int | None = Field(default=None, ge=1, validation_alias=AliasChoices("world_size", "WORLD_SIZE"))
-    mode: str | None = Field(default=None, description="refuse to train in another mode than this")
+    mode: Mode | None = Field(default=None, description="refuse to train in another mode than this")
+    max_delay: int | None = Field(default=None, ge=0, description="the same for the settings of a mode; None: any")
+    max_staleness: int | None = Field(default=None, ge=0)
+    wait_for_apply: bool | None = None
+    read_consistency: ReadConsistency | None = None
+    max_queued: int | None = Field(default=None, ge=1)
+    max_merged: int | None = Field(default=None, ge=1)
+    compensation: Compensation | None = None
+    dc_lambda: float | None = Field(default=None, ge=0)
+    step_count: StepCount | None = None
     min_block_size: int | None = Field(default=None, ge=1, description="elements; None: the coordinator's")
     placement: Placement | None = None
     slice_parameters: bool | None = None
     nonfinite: NonfinitePolicy | None = None
+    local_steps: int = Field(
+        default=0, ge=0, description="steps of the trainer's own optimizer between pushes; 0: none"
+    )
+    outer_lr: float = Field(default=1.0, ge=0, description="local steps: the rate of the outer SGD")
+    outer_momentum: float = Field(default=0.0, ge=0)
+    outer_nesterov: bool = False
     bucket_bytes: int = Field(default=4 * 1024 * 1024, ge=1)
     retry_seconds: float = Field(default=60.0, gt=0, description="how long an unreachable service is tried")
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = Field(default=0, ge=0, le=65535, description="0: a free one")
     tls_ca: Path | None = None
+
+    @property
+    def expectations(self) -> dict[str, Any]:
+        """What the servers' mode must be, as far as this trainer was told."""
+        told = {field.name: getattr(self, field.name) for field in fields(Consistency)}
+        return {name: value for name, value in told.items() if value is not None}
 
     @classmethod
     def settings_customise_sources(

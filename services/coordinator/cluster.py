@@ -80,14 +80,11 @@ class Cluster:
         if missing:
             names = ", ".join(f"trainer {rank}" for rank in missing)
             limit = self._defaults.round_timeout_seconds
-            self.run.fail(
-                RoundTimeout(
-                    f"{names} did not reach the batch barrier of round {round_} within the round time-out of "
-                    f"{limit:g} s, though alive",
-                    missing=list(missing),
-                ),
-                now,
-            )
+            owed = f"reach the batch barrier of round {round_}"
+            if self._defaults.consistency.is_async:
+                owed = "take the step that others wait for"
+            text = f"{names} did not {owed} within the round time-out of {limit:g} s, though alive"
+            self.run.fail(RoundTimeout(text, missing=list(missing)), now)
 
     # ------------------------------------------------------------------ trainers
 
@@ -113,7 +110,7 @@ class Cluster:
             rank=trainer.rank,
             world_size=self._defaults.num_trainers,
             incarnation=trainer.incarnation,
-            mode=self.run.mode,
+            consistency=self._defaults.consistency,
             lease_seconds=self.lease_seconds,
             round_timeout_seconds=self._defaults.round_timeout_seconds,
         )
@@ -166,7 +163,7 @@ class Cluster:
             attempt=0,
             plan=run.plan.to_json(),
             incarnation=self._run_incarnations[index],
-            mode=run.mode,
+            consistency=self._defaults.consistency,
             nonfinite=declaration.nonfinite or self._defaults.nonfinite,
             round_timeout_seconds=self._defaults.round_timeout_seconds,
             uploader=run.uploader,

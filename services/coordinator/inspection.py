@@ -91,7 +91,8 @@ def describe_parameters(coordinator: Coordinator) -> dict[str, Any]:
 async def read_parameter(coordinator: Coordinator, name: str) -> bytes:
     """A safetensors file with one whole parameter; its metadata tells the version.
 
-    All blocks are of one version: the read is repeated while rounds go on between the pservers' answers. The
+    In the synchronous mode all blocks are of one version: the read is repeated while rounds go on between the
+    pservers' answers. In the others pservers have no version in common, and the metadata tells the oldest. The
     parameter passes through this process's memory once.
     """
     plan = _plan(coordinator)
@@ -101,9 +102,9 @@ async def read_parameter(coordinator: Coordinator, name: str) -> bytes:
     blocks = [block for block in plan.blocks if block.parameter == name]
     for _ in range(CONSISTENT_READ_TRIES):
         answers = await asyncio.gather(*(_read_block(coordinator, block) for block in blocks))
-        versions = {version for version, _ in answers}
-        if len(versions) <= 1:
-            metadata = {"run": coordinator.cluster.run.name, "round": versions.pop() if versions else "0"}
+        versions = {int(version) for version, _ in answers}
+        if len(versions) <= 1 or not coordinator.cluster.run.defaults.consistency.has_common_versions:
+            metadata = {"run": coordinator.cluster.run.name, "round": str(min(versions, default=0))}
             return encode_header([(name, spec.dtype, spec.shape)], metadata) + b"".join(data for _, data in answers)
     raise TryAgain(f"the pservers moved on {CONSISTENT_READ_TRIES} times while {name!r} was being read")
 

@@ -6,9 +6,10 @@ gathering ──all pservers here, all trainers declared the same model──►
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
+from ps_protocol.consistency import Consistency
 from ps_protocol.errors import (
     GradpostError,
     ModelMismatch,
@@ -39,7 +40,7 @@ class RunDefaults:
     """What a run is when its trainers do not say otherwise."""
 
     num_trainers: int
-    mode: Mode
+    consistency: Consistency
     min_block_size: int
     placement: Placement
     slice_parameters: bool
@@ -87,7 +88,7 @@ class Run:
     @property
     def mode(self) -> Mode:
         """The mode of the servers, fixed for the run."""
-        return self.defaults.mode
+        return self.defaults.consistency.mode
 
     @property
     def members(self) -> dict[Rank, Incarnation]:
@@ -155,11 +156,12 @@ class Run:
                 expected=f"0 to {world_size - 1}",
                 actual=f"rank {request.rank}",
             )
-        if request.mode not in (None, self.mode):
+        if actual := self.defaults.consistency.difference(request.expects):
+            served = asdict(self.defaults.consistency)
             raise ModeMismatch(
                 "the trainer was started for another mode than the servers run",
-                expected=self.mode,
-                actual=request.mode,
+                expected={name: served.get(name, "no such setting") for name in actual},
+                actual=actual,
             )
 
     def _choose_rank(self, wanted: Rank | None) -> Rank:
@@ -290,7 +292,9 @@ class Run:
 
 
 def _check_same_model(rank: Rank, mine: DeclareModel, other_rank: Rank, theirs: DeclareModel) -> None:
-    for name in ("optimizer", "group_flags", "min_block_size", "placement", "slice_parameters", "nonfinite"):
+    for name in DeclareModel.model_fields:
+        if name in ("run", "incarnation", "parameters", "buffers"):
+            continue
         if getattr(mine, name) != getattr(theirs, name):
             raise ModelMismatch(
                 f"trainer {rank} and trainer {other_rank} disagree on {name}",

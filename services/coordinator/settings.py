@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from dataclasses import fields
+from typing import Self
 
+from pydantic import Field, model_validator
+
+from ps_protocol.consistency import Compensation, Consistency, ReadConsistency, StepCount
+from ps_protocol.errors import BadModel
 from ps_protocol.plan import DEFAULT_PLACEMENT
 from ps_protocol.slicing import DEFAULT_MIN_BLOCK_SIZE
 from ps_protocol.vocabulary import Mode, NonfinitePolicy, Placement
@@ -18,7 +23,16 @@ class CoordinatorSettings(ServiceSettings):
     port: int = Field(default=7070, ge=0, le=65535)
     num_pservers: int = Field(default=1, ge=1, description="how many pservers make the cluster complete")
     num_trainers: int = Field(default=1, ge=1, description="how many trainers make the cluster complete")
-    mode: Mode = "sync"
+    mode: Mode = Field(default="sync", description="how trainers wait for each other")
+    max_delay: int = Field(default=0, ge=0, description="steps that pushes and pulls may run behind the computation")
+    max_staleness: int | None = Field(default=None, ge=0, description="ssp: steps ahead of the slowest trainer")
+    wait_for_apply: bool = Field(default=True, description="async, ssp: a get waits for the trainer's own updates")
+    read_consistency: ReadConsistency = Field(default="block", description="async, ssp: what a get sees whole")
+    max_queued: int = Field(default=16, ge=1, description="async, ssp: gradients in one block's queue")
+    max_merged: int = Field(default=1, ge=1, description="async, ssp: queued gradients that make one update")
+    compensation: Compensation = Field(default="none", description="async, ssp: what is done about staleness")
+    dc_lambda: float = Field(default=0.04, ge=0, description="λ of compensation dc (DC-ASGD)")
+    step_count: StepCount = Field(default="applied", description="async, ssp: what an optimizer counts as a step")
     min_block_size: int = Field(default=DEFAULT_MIN_BLOCK_SIZE, ge=1, description="elements")
     placement: Placement = DEFAULT_PLACEMENT
     slice_parameters: bool = True
@@ -26,11 +40,24 @@ class CoordinatorSettings(ServiceSettings):
     round_timeout_seconds: float = Field(default=300.0, gt=0)
 
     @property
+    def consistency(self) -> Consistency:
+        """The mode and its bounds. Raises BadModel for a setting that could have no effect in it."""
+        return Consistency(**{field.name: getattr(self, field.name) for field in fields(Consistency)})
+
+    @model_validator(mode="after")
+    def _check_consistency(self) -> Self:
+        try:
+            _ = self.consistency
+        except BadModel as error:
+            raise ValueError(error.detail) from None
+        return self
+
+    @property
     def run_defaults(self) -> RunDefaults:
         """The part that a run needs."""
         return RunDefaults(
             num_trainers=self.num_trainers,
-            mode=self.mode,
+            consistency=self.consistency,
             min_block_size=self.min_block_size,
             placement=self.placement,
             slice_parameters=self.slice_parameters,

@@ -20,8 +20,8 @@ def check_member(members: Mapping[Rank, Incarnation], rank: Rank, incarnation: I
         )
 
 
-def admit(round_: Round, open_round: Round) -> Admission:
+def admit(round_: Round, first_open: Round, last_open: Round) -> Admission:
     """Say where a message for `round_` belongs, or raise FutureRound."""
-    if round_ > open_round:
-        raise FutureRound(f"round {round_} is not open yet", current=open_round)
-    return "open" if round_ == open_round else "already_applied"
+    if round_ > last_open:
+        raise FutureRound(f"round {round_} is not open yet", current=last_open)
+    return "open" if round_ >= first_open else "already_applied"

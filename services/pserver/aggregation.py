@@ -53,6 +53,17 @@ class Aggregator:
         self._scale(begin, end, scale)
         return self._gradient, tuple(present)
 
+    def sum_block(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """Sum gradients of one block, in the given order, and return the gradient, which holds until the next call.
+
+        `parts` are tensors of shape (num_elements,) in any floating dtype, which are only read. Nothing is averaged:
+        each is a step of its own.
+        """
+        total = self._views[name]
+        for at in range(0, len(total), PIECE):
+            _sum([part[at : at + PIECE] for part in parts], total[at : at + PIECE])
+        return self._gradient
+
     def _scale(self, begin: int, end: int, scale: float) -> None:
         if scale != 1 and begin < end:
             self._gradient[begin:end].mul_(scale)  # padding stays zero

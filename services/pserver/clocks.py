@@ -68,7 +68,7 @@ class Clocks(Generic[Payload]):
     def admit(self, rank: Rank, incarnation: Incarnation, step: Round) -> Admission:
         """Say where a push belongs, or raise StaleTrainer or FutureRound. Changes nothing."""
         check_member(self.members, rank, incarnation)
-        return admit(step, self._steps[rank].open)
+        return admit(step, self._steps[rank].open, self._steps[rank].open)
 
     def check_delay(self, rank: Rank, step: Round, computed_on: Round) -> None:
         """Raise DelayExceeded if the gradient of `step` was computed on parameters that are too old, FutureRound
@@ -89,10 +89,14 @@ class Clocks(Generic[Payload]):
         blocks: Mapping[str, Payload],
         num_blocks: int | None,
         hyper_parameters: list[HyperParameters] | None,
+        computed_on: Round | None,
     ) -> int:
         """Stage one admitted push of the open step; returns how many blocks are new. See `Contribution.stage`."""
         steps = self._steps[rank]
-        return steps.staged.stage(rank, steps.open, blocks, num_blocks, hyper_parameters)
+        num_new = steps.staged.stage(rank, steps.open, blocks, num_blocks, hyper_parameters)
+        if steps.staged.computed_on is None:
+            steps.staged.computed_on = computed_on
+        return num_new
 
     def take(self, rank: Rank) -> Taken[Payload]:
         """Take the complete contribution of the open step, to be queued as a whole; the next step opens."""

@@ -20,6 +20,7 @@ class Contribution(Generic[Payload]):
     blocks: dict[str, Payload] = field(default_factory=dict)
     num_blocks: int | None = None
     hyper_parameters: list[HyperParameters] | None = None
+    computed_on: Round | None = None  # asynchronous modes: the step after which its parameters were pulled
 
     @property
     def is_complete(self) -> bool:

@@ -31,6 +31,23 @@ class PserverMetrics:
         self.missing = Gauge(
             "gradpost_barrier_missing", "Trainers that the open batch barrier waits for.", registry=registry
         )
+        self.updates = Counter(
+            "gradpost_updates_applied", "Updates of single blocks, in the asynchronous modes.", registry=registry
+        )
+        self.staleness = Histogram(
+            "gradpost_staleness",
+            "Updates that a block had had since the trainer pulled what its gradient was computed on.",
+            buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128),
+            registry=registry,
+        )
+        self.queued = Gauge("gradpost_queued_updates", "Gradients in all queues of blocks.", registry=registry)
+        self.held_pushes = Gauge("gradpost_held_pushes", "Pushes that wait for room in a queue.", registry=registry)
+        self.held_seconds = Histogram(
+            "gradpost_push_held_seconds",
+            "How long a complete push waited for room.",
+            buckets=buckets,
+            registry=registry,
+        )
         self.nonfinite = Counter("gradpost_nonfinite_pushes", "Pushes refused for NaN or infinity.", registry=registry)
         self.disagreements = Counter(
             "gradpost_hyper_parameter_disagreements", "Contributions whose numbers were ignored.", registry=registry

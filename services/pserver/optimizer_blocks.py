@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -35,15 +35,25 @@ class OptimizerBlocks:
         self._rule = UPDATE_RULES[spec.name]
         self._slots: dict[str, Tensor] = {}
         self._states = dict.fromkeys(layout.place, StepState())
+        self._counted: dict[tuple[Hashable, str], StepState] = {}  # the same for those who count for themselves
 
     def apply(
-        self, values: Tensor, gradient: Tensor, present: Collection[str], hyper_parameters: list[HyperParameters]
+        self,
+        values: Tensor,
+        gradient: Tensor,
+        present: Collection[str],
+        hyper_parameters: list[HyperParameters],
+        *,
+        counter: Hashable = None,
     ) -> None:
         """Step the blocks named in `present`, once.
 
         `values` and `gradient` are flat float32 tensors of the layout; `values` is written, `gradient` read
-        where blocks are present. `hyper_parameters` holds one checked dictionary for each parameter group.
+        where blocks are present. `hyper_parameters` holds one checked dictionary for each parameter group. Steps
+        are counted for each block, or with a `counter` for each block and counter; the slots are one.
         """
+        if counter is not None:
+            self._states.update({name: self._state_of(name, counter) for name in present})
         for (group, state), stepped in self._find_runs(frozenset(present)).items():
             options = {**hyper_parameters[group], **self.spec.group_flags[group]}
             pieces = [piece for run in stepped.runs for piece in self._cut(*run)]
@@ -58,6 +68,13 @@ class OptimizerBlocks:
                 state=state,
             )
             self._states.update(dict.fromkeys(stepped.names, self._rule.step(operands, options)))
+        if counter is not None:
+            self._counted.update({(counter, name): self._states[name] for name in present})
+
+    def _state_of(self, name: str, counter: Hashable) -> StepState:
+        """Its own counts; but what is in a slot is the same for all."""
+        own = self._counted.get((counter, name), StepState())
+        return own._replace(has_momentum=self._states[name].has_momentum)
 
     def slots(self) -> dict[str, Tensor]:
         """The slots allocated so far, by torch's name; flat float32 tensors of the layout, not copies."""
@@ -75,9 +92,10 @@ class OptimizerBlocks:
     def _find_runs(self, present: frozenset[str]) -> dict[tuple[int, StepState], _Stepped]:
         """Present blocks by group and state; adjacent ones share a run, unless a parameter ends within a window."""
         found: dict[tuple[int, StepState], _Stepped] = {}
-        for place in self._layout.places:
-            if place.name not in present:
-                continue
+        places = self._layout.places
+        if len(present) < len(places):
+            places = tuple(sorted((self._layout.place[name] for name in present), key=lambda place: place.begin))
+        for place in places:
             stepped = found.setdefault((place.group, self._states[place.name]), _Stepped())
             stepped.names.append(place.name)
             if stepped.runs and stepped.runs[-1][1] == place.step_begin:

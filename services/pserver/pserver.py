@@ -12,6 +12,7 @@ from ps_protocol.vocabulary import Incarnation, PserverIndex
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import bind_facts
 
+from .async_run import AsyncRun
 from .bodies import BufferPool
 from .metrics import PserverMetrics
 from .run import PserverRun
@@ -36,6 +37,7 @@ class Pserver:
         metrics.staged_bytes.set_function(lambda: self.pool.used_bytes)
         metrics.pooled_bytes.set_function(lambda: self.pool.idle_bytes)
         metrics.round.set_function(lambda: self._run.round if self._run else 0)
+        metrics.queued.set_function(lambda: self._run.num_queued if self._run else 0)
         metrics.missing.set_function(lambda: len(self.heartbeat().missing))
 
     @property
@@ -79,7 +81,8 @@ class Pserver:
         if message.run in self._ended_runs:
             raise StaleRun("this run has ended here", current=current.install.run if current else None)
         self._check_size(SlicePlan.from_json(message.plan), self.index)  # before the shard takes memory
-        run = SyncRun(message, self.index, self._compute, self._metrics)
+        make_run = AsyncRun if message.consistency.is_async else SyncRun
+        run: PserverRun = make_run(message, self.index, self._compute, self._metrics)
         await self._replace_run(run, StaleRun("this pserver serves another run now", current=message.run))
         await run.publish_initial()
 

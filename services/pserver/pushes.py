@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from ps_protocol.errors import BadHyperParameters, MalformedFrame, UnknownBlock, WrongDtype, WrongShape
 from ps_protocol.frames import TensorEntry
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec, check_hyper_parameters
-from ps_protocol.routes import HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY
-from ps_protocol.vocabulary import BufferSpec
+from ps_protocol.routes import COMPUTED_ON_KEY, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY
+from ps_protocol.vocabulary import BufferSpec, Round
 
 from .bodies import Body
 from .layout import ShardLayout
@@ -57,13 +57,28 @@ def read_completion(
 
     Nothing for the pushes before it. Raises MalformedFrame or BadHyperParameters.
     """
-    text = metadata.get(NUM_BLOCKS_KEY)
-    if text is None:
+    num_blocks = _read_number(metadata, NUM_BLOCKS_KEY, max_digits=9)
+    if num_blocks is None:
         return None, None
-    if not (text.isascii() and text.isdigit() and len(text) <= 9):
-        raise MalformedFrame(f"{NUM_BLOCKS_KEY} is not a number", expected="decimal digits", actual=text[:40])
     try:
         numbers = json.loads(metadata.get(HYPER_PARAMETERS_KEY, "null"))
     except (ValueError, RecursionError) as error:
         raise BadHyperParameters(f"{HYPER_PARAMETERS_KEY} is not JSON: {error}") from None
-    return int(text), check_hyper_parameters(optimizer, numbers)
+    return num_blocks, check_hyper_parameters(optimizer, numbers)
+
+
+def read_computed_on(metadata: Mapping[str, str]) -> Round:
+    """After which step the trainer had pulled what it computed with. Raises MalformedFrame."""
+    step = _read_number(metadata, COMPUTED_ON_KEY, max_digits=18)
+    if step is None:
+        raise MalformedFrame(f"the last push of a step lacks {COMPUTED_ON_KEY}", expected="the step of a get")
+    return step
+
+
+def _read_number(metadata: Mapping[str, str], key: str, max_digits: int) -> int | None:
+    text = metadata.get(key)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= max_digits):
+        raise MalformedFrame(f"{key} is not a number", expected="decimal digits", actual=text[:40])
+    return int(text)

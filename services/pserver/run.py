@@ -83,6 +83,16 @@ class PserverRun(ABC):
         # Since when, by the loop's clock, somebody waits for the missing ones.
         self._waiting_since: float | None = None
 
+    @property
+    def open_round(self) -> Round:
+        """What is being worked on, for those who look for the cause of a failure."""
+        return self.round
+
+    @property
+    def num_queued(self) -> int:
+        """Gradients that wait in queues of blocks."""
+        return 0
+
     # ------------------------------------------------------------------ what a mode decides
 
     @property
@@ -248,7 +258,8 @@ class PserverRun(ABC):
     async def fail(self, failure: GradpostError) -> None:
         """End every wait with this failure, and say so once."""
         if self.failure is None:
-            log.error("run failed", round=self.round, code=failure.code, reason=failure.detail, **_culprits(failure))
+            facts = {"round": self.open_round, "code": failure.code, **_culprits(failure)}
+            log.error("run failed", reason=failure.detail, **facts)
         await self.end(failure)
 
     async def end(self, reason: GradpostError) -> None:

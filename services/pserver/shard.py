@@ -9,7 +9,7 @@ Synchronous and not thread-safe: one thread computes. What happens in a round:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 import torch
 import xxhash
@@ -85,29 +85,55 @@ class Shard:
         """
         return self._aggregator.aggregate(contributions)
 
-    def apply(self, gradient: Tensor, present: Collection[str], hyper_parameters: list[HyperParameters]) -> None:
+    def apply(
+        self,
+        gradient: Tensor,
+        present: Collection[str],
+        hyper_parameters: list[HyperParameters],
+        *,
+        counter: Hashable = None,
+    ) -> None:
         """Step the present blocks once with a gradient of the layout. Raises UnsupportedOptimizer if there is none.
 
-        After any other exception the shard is in an unknown state.
+        After any other exception the shard is in an unknown state. `counter`: see `OptimizerBlocks.apply`.
         """
         if self.optimizer is None:
             raise UnsupportedOptimizer("this plan has no optimizer")
-        self.optimizer.apply(self.values, gradient, present, hyper_parameters)
+        self.optimizer.apply(self.values, gradient, present, hyper_parameters, counter=counter)
         self.version += 1
         for name in present:
             self.versions[name] += 1
 
-    def encode(self, blocks: Collection[str] | None = None, metadata: Mapping[str, str] | None = None) -> list[bytes]:
+    def apply_block(
+        self,
+        name: str,
+        gradients: Sequence[Tensor],
+        hyper_parameters: list[HyperParameters],
+        *,
+        counter: Hashable = None,
+    ) -> None:
+        """Step one block once with the sum of these gradients, tensors of shape (num_elements,), only read."""
+        gradient = self._aggregator.sum_block(name, gradients)
+        self.apply(gradient, (name,), hyper_parameters, counter=counter)
+
+    def encode(
+        self,
+        blocks: Collection[str] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        *,
+        encoder: ChunkEncoder | None = None,
+    ) -> list[bytes]:
         """A frame of these blocks (all by default) in plan order and the parameters' dtypes.
 
         The header comes first, then chunks of about 1 MiB. The bytes are copies: they stay when the shard goes on.
+        Another `encoder` reads a copy of the values, or reads them on another thread.
         """
         for name in blocks or ():
             self.block(name)  # raises UnknownBlock
         wanted = self.layout.place.keys() if blocks is None else frozenset(blocks)
         places = [place for name, place in self.layout.place.items() if name in wanted]
         header = encode_header([(p.name, p.dtype, (p.block.num_elements,)) for p in places], metadata)
-        return [header, *self._encoder.encode(places)]
+        return [header, *(encoder or self._encoder).encode(places)]
 
     def encode_buffers(self, metadata: Mapping[str, str] | None = None) -> list[bytes]:
         """A frame of the buffers that were set, in plan order and with their shapes."""

@@ -34,7 +34,7 @@ class SyncRun(PserverRun):
         self, install: InstallRun, index: PserverIndex, compute: ComputeExecutor, metrics: PserverMetrics
     ) -> None:
         super().__init__(install, index, compute, metrics)
-        self.rounds: Rounds[StagedBlock] = Rounds(install.members)
+        self.rounds: Rounds[StagedBlock] = Rounds(install.members, install.consistency.max_delay)
         self._reply: Reply | None = None  # of the applied round, once it may be read
         self._apply_task: asyncio.Task[None] | None = None
         self._disagreement_was_said = False
@@ -43,6 +43,11 @@ class SyncRun(PserverRun):
     def round(self) -> Round:
         """The newest applied round."""
         return self.rounds.applied
+
+    @property
+    def open_round(self) -> Round:
+        """The one that trainers push for."""
+        return self.rounds.open
 
     @property
     def members(self) -> Mapping[Rank, Incarnation]:
@@ -81,10 +86,10 @@ class SyncRun(PserverRun):
         await self.check_finite(fence, blocks)
         if self.admit_push(fence) == "already_applied":
             return PushAnswer(status="already_applied", duplicates=len(blocks))
-        staged = self.rounds.blocks_arrived(fence.rank, blocks, num_blocks, hyper_parameters)
+        staged = self.rounds.blocks_arrived(fence.rank, blocks, num_blocks, hyper_parameters, fence.round)
         self.pushed_bytes += len(body.buffer)
         self._metrics.staged_blocks.inc(staged)
-        complete = self.rounds.contributions[fence.rank].is_complete
+        complete = self.rounds.is_complete(fence.rank, fence.round)
         return PushAnswer(status="staged", staged=staged, duplicates=len(blocks) - staged, complete=complete)
 
     # ------------------------------------------------------------------ barriers
@@ -128,9 +133,12 @@ class SyncRun(PserverRun):
             )
             return
         async with self._condition:
-            self.rounds.round_applied()
+            following = self.rounds.round_applied()
             self._reply = reply
             self._waiting_since = None
+            if self.rounds.batch_barriers:
+                self._somebody_waits()
+            self._start(following)
             self._condition.notify_all()
         self._metrics.rounds.inc()
 
@@ -159,13 +167,13 @@ class SyncRun(PserverRun):
         rounds = self.rounds
         barriers = (rounds.applied, sorted(rounds.batch_barriers), sorted(rounds.fetch_barriers))
         digest.update(repr(barriers).encode())
-        for rank, contribution in sorted(rounds.contributions.items()):
-            digest_contribution(digest, rank, contribution)
+        for round_, rank, contribution in rounds.staged():
+            digest_contribution(digest, (round_, rank), contribution)
 
     # ------------------------------------------------------------------ get
 
     async def get(self, fence: Fence, wait_seconds: float, names: Sequence[str] = ()) -> Reply:
-        """Return exactly version `fence.round`, waiting up to `wait_seconds` for it.
+        """Return exactly version `fence.round`, waiting up to `wait_seconds` for it; with `max_delay` it may be newer.
 
         Raises RoundPending after that (the caller asks again), RoundTimeout when a trainer has been missing for the
         round time-out, StaleRound when the version has been overwritten.
@@ -175,7 +183,7 @@ class SyncRun(PserverRun):
         if names:
             version, chunks = await self._compute.run(self._encode_some, list(names))
             self.check_fence(fence)
-            if version != fence.round:
+            if not self._serves(version, fence):
                 raise StaleRound(f"round {fence.round} has been overwritten", current=version)
             reply = Reply(version, chunks)
         return reply
@@ -187,7 +195,7 @@ class SyncRun(PserverRun):
             while True:
                 self.check_fence(fence)
                 self.rounds.admit(fence.rank, fence.trainer_incarnation, max(fence.round, 0))
-                if self._reply is not None and self._reply.round == fence.round:
+                if self._reply is not None and self._serves(self._reply.round, fence):
                     return self._reply
                 if self._reply is not None and self._reply.round > fence.round:
                     raise StaleRound(f"round {fence.round} has been overwritten", current=self._reply.round)
@@ -198,6 +206,10 @@ class SyncRun(PserverRun):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(until):
                         await self._condition.wait()
+
+    def _serves(self, version: Round, fence: Fence) -> bool:
+        """Whether this version may be the answer: with `max_delay` the newest is better than an old one."""
+        return version == fence.round or (version > fence.round and self.rounds.max_delay > 0)
 
     def _round_deadline(self) -> float:
         if self._waiting_since is None or self.rounds.applying is not None:

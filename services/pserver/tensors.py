@@ -10,7 +10,7 @@ import xxhash
 from torch import Tensor
 
 from ps_protocol.frames import TensorEntry
-from ps_protocol.vocabulary import Rank
+from ps_protocol.vocabulary import Rank, Round
 
 from .bodies import Body
 from .contribution import Contribution
@@ -39,9 +39,11 @@ class StagedBlock:
         return isinstance(other, StagedBlock) and self.body.view(self.entry) == other.body.view(other.entry)
 
 
-def digest_contribution(digest: xxhash.xxh3_128, rank: Rank, contribution: Contribution[StagedBlock]) -> None:
+def digest_contribution(
+    digest: xxhash.xxh3_128, identity: tuple[Round, Rank], contribution: Contribution[StagedBlock]
+) -> None:
     """Add everything that a trainer has staged."""
-    digest.update(repr((rank, contribution.num_blocks, contribution.hyper_parameters)).encode())
+    digest.update(repr((identity, contribution.num_blocks, contribution.hyper_parameters)).encode())
     for name, block in sorted(contribution.blocks.items()):
         digest.update(name.encode())
         digest.update(block.body.view(block.entry))

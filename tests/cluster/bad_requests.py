@@ -416,8 +416,9 @@ for content, error in (
 def installation(**changes: Any) -> Callable[[World], Any]:
     def make(w: World) -> Any:
         return {
-            "run": "another", "attempt": 0, "plan": w.trainer.ready.plan, "incarnation": 1, "mode": "sync",
-            "nonfinite": "reject", "round_timeout_seconds": 1, "uploader": 0, "number": 1, "members": {"0": 1},
+            "run": "another", "attempt": 0, "plan": w.trainer.ready.plan, "incarnation": 1,
+            "consistency": {"mode": "sync"}, "nonfinite": "reject", "round_timeout_seconds": 1, "uploader": 0,
+            "number": 1, "members": {"0": 1},
             **changes,
         }  # fmt: skip
 
@@ -441,7 +442,7 @@ for name, message, error in (
     ("no object", [], InvalidMessage),
     ("no members", {}, InvalidMessage),
     ("a member that is unknown", installation(extra=1), InvalidMessage),
-    ("an unknown mode", installation(mode="chaos"), InvalidMessage),
+    ("an unknown mode", installation(consistency={"mode": "chaos"}), InvalidMessage),
     ("another life", installation(incarnation=7), StalePserver),
     ("no plan", installation(plan={}), BadModel),
     ("another plan for the run", same_run_other_plan, Conflict),
@@ -485,7 +486,7 @@ for name, message, error in (
     ("other protocol", join_message("new", 0, protocol=0), UnsupportedProtocol),
     ("WORLD_SIZE", join_message("new", 0, world_size=3), WorldMismatch),
     ("a rank beyond", join_message("new", 2), WorldMismatch),
-    ("another mode", join_message("new", 0, mode="async"), ModeMismatch),
+    ("another mode", join_message("new", 0, expects={"mode": "async"}), ModeMismatch),
 ):
     for phase in ("gathering", "training"):
         bad(f"join while {phase}: {name}", error, control(JOIN_TRAINER, message), phase=phase)

@@ -16,16 +16,18 @@ SCRIPT = ROOT / "examples" / "digits.py"
 
 
 @pytest.mark.cluster
-def test_two_trainers_learn_the_digits(tmp_path: Path, server: str, transport: str) -> None:
-    with RunningUp("--json", "--server", server, "--mode", "sync", "--", "python", SCRIPT, folder=tmp_path) as up:
+@pytest.mark.parametrize("mode", ["sync", "async", pytest.param("ssp", marks=pytest.mark.extended)])
+def test_two_trainers_learn_the_digits(tmp_path: Path, server: str, transport: str, mode: str) -> None:
+    with RunningUp("--json", "--server", server, "--mode", mode, "--", "python", SCRIPT, folder=tmp_path) as up:
         code, stdout, stderr = up.finish()
     assert code == 0, stderr
     summary = json.loads(stdout)
-    assert (summary["state"], summary["mode"], summary["transport"]) == ("finished", "sync", transport)
-    assert summary["rounds"] == 8 * 23
+    assert (summary["state"], summary["mode"], summary["transport"]) == ("finished", mode, transport)
+    steps = 8 * 23
+    assert summary["rounds"] == (steps if mode == "sync" else 2 * steps)
     assert summary["results"]["accuracy"] >= 0.97
     assert stderr.count("accuracy on 360 held-out images: ") == 2
-    assert stderr.count(f"] trained: mode=sync transport={transport} accuracy=") == 2
+    assert stderr.count(f"] trained: mode={mode} transport={transport} accuracy=") == 2
 
 
 def test_it_uses_public_names_only() -> None:

@@ -12,6 +12,7 @@ import httpx
 import safetensors.torch
 import torch
 
+from ps_protocol.consistency import Consistency
 from ps_protocol.fence import Fence
 from ps_protocol.messages import InstallRun, PserverRegistered, PushAnswer
 from ps_protocol.routes import INITIAL
@@ -72,7 +73,7 @@ async def run_example() -> AsyncIterator[httpx.AsyncClient]:
         attempt=0,
         plan=PLAN,
         incarnation=1,
-        mode="sync",
+        consistency=Consistency(),
         nonfinite="reject",
         round_timeout_seconds=10,
         uploader=0,

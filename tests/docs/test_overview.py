@@ -12,7 +12,7 @@ import torch
 
 from ps_protocol.optimizers import RULES
 from ps_protocol.plan import make_plan
-from ps_protocol.vocabulary import Mode, ParameterSpec
+from ps_protocol.vocabulary import ParameterSpec
 from services.pserver.optimizer_rules import UPDATE_RULES
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.pserver_client import WAIT_SECONDS
@@ -39,11 +39,6 @@ def test_the_example_of_slicing() -> None:
     assert [list(row.values()) for row in tables(slicing)[0]] == [
         [f"`{block.name}`", f"{block.begin} to {block.end}", str(block.pserver)] for block in plan.blocks
     ]
-
-
-def test_the_modes_that_there_are() -> None:
-    assert Mode.__args__ == ("sync",)  # type: ignore[attr-defined]
-    assert "today `sync` is the only one" in TEXT
 
 
 @pytest.mark.cluster

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ps_protocol.consistency import Consistency
 from ps_protocol.messages import (
     DeclareModel,
     JoinTrainer,
@@ -24,7 +25,7 @@ SGD_FLAGS = {"nesterov": False, "maximize": False}
 def defaults(num_trainers: int = 2, **changes: Any) -> RunDefaults:
     values: dict[str, Any] = {
         "num_trainers": num_trainers,
-        "mode": "sync",
+        "consistency": Consistency(),
         "min_block_size": 8192,
         "placement": "balanced",
         "slice_parameters": True,

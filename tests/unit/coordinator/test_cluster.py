@@ -218,7 +218,7 @@ def test_a_joiner_waits_while_a_run_is_under_way():
     with pytest.raises(WorldMismatch):  # waiting would not help
         cluster.join_trainer(joining("new", world_size=5), 1)
     with pytest.raises(ModeMismatch):
-        cluster.join_trainer(joining("new", mode="async"), 1)
+        cluster.join_trainer(joining("new", expects={"mode": "async"}), 1)
     assert cluster.join_trainer(joining("0", 0), 1).rank == 0  # a retry of a member
 
 

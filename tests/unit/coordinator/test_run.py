@@ -75,7 +75,7 @@ def test_a_second_trainer_with_the_same_rank_waits_for_the_lease_of_the_first():
     [
         (joining(world_size=3), WorldMismatch),
         (joining(rank=2), WorldMismatch),
-        (joining(mode="async"), ModeMismatch),
+        (joining(expects={"mode": "async"}), ModeMismatch),
     ],
 )
 def test_a_trainer_that_does_not_fit_the_cluster_is_refused(request_, error):
@@ -83,7 +83,7 @@ def test_a_trainer_that_does_not_fit_the_cluster_is_refused(request_, error):
     with pytest.raises(error):
         run.join(request_, 0)
     assert (run.trainers, run.number) == ({}, 0)
-    run.join(joining(world_size=2, rank=1, mode="sync"), 0)
+    run.join(joining(world_size=2, rank=1, expects={"mode": "sync"}), 0)
 
 
 # ---------------------------------------------------------------- declaring
@@ -113,6 +113,7 @@ def test_a_run_is_declared_once_everybody_said_the_same():
         {"placement": "hash"},
         {"slice_parameters": False},
         {"nonfinite": "allow"},
+        {"local_steps": 3},
     ],
 )
 def test_another_model_than_the_others_declared_is_refused_with_the_difference(changes: dict[str, Any]):

@@ -14,11 +14,13 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
+from ps_protocol.consistency import Consistency
+from ps_protocol.errors import StaleRun
 from ps_protocol.fence import Fence
 from ps_protocol.frames import FrameLimits, encode_header, parse_frame
 from ps_protocol.messages import InstallMembers, InstallRun, PserverRegistered
 from ps_protocol.plan import SlicePlan, make_plan
-from ps_protocol.routes import BARRIER_HEADER, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY, WAIT_HEADER
+from ps_protocol.routes import BARRIER_HEADER, COMPUTED_ON_KEY, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY, WAIT_HEADER
 from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec
 from services.pserver.endpoints import TensorEndpoints
 from services.pserver.metrics import PserverMetrics
@@ -155,11 +157,16 @@ class Bench:
         upload: Callable[[bytes], Upload] | None = None,
         groups: Sequence[Options] | None = None,
         fence: Fence | None = None,
+        computed_on: int | None = None,
     ) -> dict[str, Any]:
         """Push one bucket; by default the whole contribution of this trainer in this round."""
         if blocks is None:
             blocks = self.contribution(rank, round_)
-        body = encode(blocks, self.completion(groups) if last else None)
+        is_async = self.install.consistency.is_async
+        metadata = self.completion(groups, len(blocks) if is_async else None) if last else None
+        if metadata is not None and is_async:
+            metadata[COMPUTED_ON_KEY] = str(round_ - 1 if computed_on is None else computed_on)
+        body = encode(blocks, metadata)
         answer = await self.call(
             "send", fence or self.fence(rank, round_), body, upload=upload(body) if upload else None
         )
@@ -258,7 +265,7 @@ async def bench(
             "attempt": 0,
             "plan": plan.to_json(),
             "incarnation": 1,
-            "mode": "sync",
+            "consistency": Consistency(),
             "nonfinite": "reject",
             "round_timeout_seconds": 60,
             "uploader": 0,
@@ -274,6 +281,8 @@ async def bench(
             await bench.upload_initial()
         yield bench
         await asyncio.sleep(0)
+        if message.consistency.is_async:
+            await bench.run.end(StaleRun("the test is over"))  # its workers live as long as the run
         for _ in range(1000):  # an apply that nobody waited for
             if not compute.num_jobs:
                 break

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from ps_protocol.consistency import Consistency
 from ps_protocol.environment import PREFIX
 from ps_protocol.errors import (
     Ended,
@@ -31,7 +32,13 @@ from trainer_client.settings import read_settings
 pytestmark = pytest.mark.asyncio
 
 JOINED = TrainerJoined(
-    run="run1", rank=1, world_size=2, incarnation=1, mode="sync", lease_seconds=0.06, round_timeout_seconds=5
+    run="run1",
+    rank=1,
+    world_size=2,
+    incarnation=1,
+    consistency=Consistency(),
+    lease_seconds=0.06,
+    round_timeout_seconds=5,
 )
 WELL = TrainerHeartbeatReply(state="training")
 

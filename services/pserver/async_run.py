@@ -1,0 +1,329 @@
+"""An asynchronous run: a queue and a worker for each block, and gets beside them (seeds 000 and 004).
+
+push ──staged until the step is complete──► into all its queues at once ──► each block's worker steps it
+get  ──waits for clocks (own, or with `max_staleness` everybody's)────────► reads as `read_consistency` says
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import xxhash
+
+from ps_protocol.errors import GradpostError, ModeMismatch, QueueFull, RoundPending, RoundTimeout
+from ps_protocol.fence import Fence
+from ps_protocol.messages import BarrierAnswer, InstallRun, PushAnswer
+from ps_protocol.routes import APPLIED_KEY
+from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
+from services.runtime.compute import ComputeExecutor
+
+from .admission import Admission, check_member
+from .block_queue import BlockQueue, Update
+from .bodies import Body
+from .clocks import Clocks
+from .compensation import compensate_gradients, divide_rates
+from .metrics import PserverMetrics
+from .pulls import Pulls
+from .pushes import read_blocks, read_completion, read_computed_on
+from .reading import Reader, make_reader
+from .run import BarrierKind, PserverRun, Reply, name_trainers
+from .tensors import StagedBlock, digest_contribution
+
+HOLD_SECONDS = 10.0  # how long a push waits for room before its sender is asked to send it again
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """A trainer's get that waits for others."""
+
+    step: Round
+    since: float  # by the loop's clock
+    others: tuple[Rank, ...]
+
+
+class AsyncRun(PserverRun):
+    """Decisions are made by `Clocks`. In this mode a request's round is its trainer's step."""
+
+    def __init__(
+        self, install: InstallRun, index: PserverIndex, compute: ComputeExecutor, metrics: PserverMetrics
+    ) -> None:
+        super().__init__(install, index, compute, metrics)
+        self._rules = install.consistency
+        self.clocks: Clocks[StagedBlock] = Clocks(install.members, self._rules)
+        self._pulls = Pulls(self._rules.max_delay)
+        self._queues: dict[str, BlockQueue] = {}  # none before version 0
+        self._reader: Reader | None = None
+        self._waits: dict[Rank, _Wait] = {}
+
+    @property
+    def round(self) -> Round:
+        """Contributions that are applied completely."""
+        return self.clocks.applied
+
+    @property
+    def members(self) -> Mapping[Rank, Incarnation]:
+        """Those whose clocks count."""
+        return self.clocks.members
+
+    @property
+    def missing(self) -> list[Rank]:
+        """Whom the longest waiting get waits for or, before version 0, for its values."""
+        if not self.is_readable:
+            return [self.install.uploader]
+        longest = min(self._waits.values(), key=lambda wait: wait.since, default=None)
+        return [] if longest is None else list(longest.others)
+
+    @property
+    def waiting_seconds(self) -> float:
+        """How long it has been waiting."""
+        if not self.is_readable:
+            return super().waiting_seconds
+        now = asyncio.get_running_loop().time()
+        return max((now - wait.since for wait in self._waits.values()), default=0.0)
+
+    @property
+    def num_queued(self) -> int:
+        """Gradients in all queues."""
+        return sum(queue.num_updates for queue in self._queues.values())
+
+    def describe_trainers(self) -> dict[str, Any]:
+        """Everybody's clock."""
+        return {"clocks": self.clocks.clocks}
+
+    def check_member(self, fence: Fence) -> None:
+        """Raise StaleTrainer unless the request is from the current life of a member."""
+        check_member(self.clocks.members, fence.rank, fence.trainer_incarnation)
+
+    # ------------------------------------------------------------------ push
+
+    def admit_push(self, fence: Fence) -> Admission:
+        """Check a push before its body is read, and again before it is staged."""
+        self.check_fence(fence)
+        self.check_readable()
+        return self.clocks.admit(fence.rank, fence.trainer_incarnation, fence.round)
+
+    async def push(self, fence: Fence, body: Body) -> PushAnswer:
+        """Validate and stage one bucket; the one that completes a step is answered once all of it is queued.
+
+        Waits for room in the queues; raises QueueFull if there is none for long. The same push again then tries
+        again; what is staged stays.
+        """
+        num_blocks, hyper_parameters = read_completion(body.frame.metadata, self._optimizer)
+        computed_on = read_computed_on(body.frame.metadata) if num_blocks is not None else None
+        blocks = read_blocks(body, self.shard.layout)
+        await self.check_finite(fence, blocks)
+        if self.admit_push(fence) == "already_applied":
+            return PushAnswer(status="already_applied", duplicates=len(blocks))
+        self._check_stopped(blocks)
+        if computed_on is not None:
+            self.clocks.check_delay(fence.rank, fence.round, computed_on)
+            self._pulls.find(fence.rank, computed_on)
+        staged = self.clocks.blocks_arrived(fence.rank, blocks, num_blocks, hyper_parameters, computed_on)
+        self.pushed_bytes += len(body.buffer)
+        self._metrics.staged_blocks.inc(staged)
+        complete = self.clocks.staged(fence.rank).is_complete
+        if complete:
+            await self._queue(fence)
+        return PushAnswer(status="staged", staged=staged, duplicates=len(blocks) - staged, complete=complete)
+
+    async def _queue(self, fence: Fence) -> None:
+        """Put the whole contribution into all its queues at once, waiting until every one of them has room."""
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        async with self._condition:
+            while self.admit_push(fence) == "open":  # else another try of this push has queued it meanwhile
+                contribution = self.clocks.staged(fence.rank)
+                self._check_stopped(contribution.blocks)
+                full = [name for name in contribution.blocks if not self._queues[name].has_room]
+                if not full:
+                    self._take(fence.rank)
+                    break
+                if loop.time() >= begin + HOLD_SECONDS:
+                    raise QueueFull(f"the queue of block {full[0]!r} is full; send this again", blocks=full[:10])
+                self._metrics.held_pushes.inc()
+                try:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout_at(begin + HOLD_SECONDS):
+                            await self._condition.wait()
+                finally:
+                    self._metrics.held_pushes.dec()
+            self._condition.notify_all()  # an empty contribution advances a clock
+        self._metrics.held_seconds.observe(loop.time() - begin)
+
+    def _take(self, rank: Rank) -> None:
+        computed_on = self.clocks.staged(rank).computed_on
+        assert computed_on is not None  # a complete contribution has said so
+        pull = self._pulls.find(rank, computed_on)
+        taken = self.clocks.take(rank)
+        for name, block in taken.contribution.blocks.items():
+            self._queues[name].put(Update(taken, block, pull))
+
+    def _check_stopped(self, names: Iterable[str]) -> None:
+        for name in names:
+            if (failure := self._queues[name].failure) is not None:
+                raise copy.copy(failure)
+
+    def barrier_arrived(self, fence: Fence, kind: BarrierKind) -> BarrierAnswer:
+        """There are no barriers: raises ModeMismatch."""
+        self.check_fence(fence)
+        raise ModeMismatch(
+            f"a {kind} barrier belongs to the synchronous mode", expected="no barrier", actual=self._rules.mode
+        )
+
+    # ------------------------------------------------------------------ apply
+
+    def _publish(self, reply: Reply) -> None:
+        rules = self._rules
+        self._queues = {
+            name: BlockQueue(
+                name,
+                max_queued=rules.max_queued,
+                max_merged=rules.max_merged,
+                apply=self._apply,
+                changed=self._wake_all,
+            )
+            for name in self.shard.layout.place
+        }
+        keep_values = rules.compensation == "dc"
+        self._reader = make_reader(
+            rules.read_consistency, self.shard, self._compute, self._queues, keep_values=keep_values
+        )
+
+    async def _apply(self, name: str, updates: list[Update]) -> None:
+        begin = perf_counter()
+        await self._compute.run(self._step, name, updates)
+        self._metrics.apply_seconds.observe(perf_counter() - begin)
+        before = self.clocks.applied
+        for update in updates:
+            self.clocks.block_applied(update.taken)
+        self._metrics.rounds.inc(self.clocks.applied - before)
+        self._metrics.updates.inc()
+
+    def _step(self, name: str, updates: list[Update]) -> None:
+        """On the compute thread: one update of one block, with all these gradients."""
+        rules, last = self._rules, updates[-1]
+        staleness = [self.shard.versions[name] - update.pull.versions[name] for update in updates]
+        for value in staleness:
+            self._metrics.staleness.observe(value)
+        gradients = [update.block.tensor() for update in updates]
+        numbers = last.taken.contribution.hyper_parameters
+        assert numbers is not None  # a complete contribution has them
+        if rules.compensation == "dc":
+            place = self.shard.layout.place[name]
+            pulled = [update.pull.values for update in updates]
+            gradients = compensate_gradients(gradients, self.shard.block(name), place, pulled, rules.dc_lambda)
+        elif rules.compensation == "divide":
+            numbers = divide_rates(numbers, max(staleness))
+        counter = last.taken.rank if rules.step_count == "trainer" else None
+        self.shard.apply_block(name, gradients, numbers, counter=counter)
+
+    async def _wake_all(self) -> None:
+        async with self._condition:
+            self._condition.notify_all()
+
+    # ------------------------------------------------------------------ get
+
+    async def get(self, fence: Fence, wait_seconds: float, names: Sequence[str] = ()) -> Reply:
+        """The newest parameters, once the clocks allow it to a trainer that has pushed step `fence.round`.
+
+        Raises RoundPending if that takes longer than `wait_seconds` (the caller asks again), RoundTimeout when others
+        have been waited for during the round time-out.
+        """
+        self.check_names(names)
+        await self._wait_for_clocks(fence, wait_seconds)
+        assert self._reader is not None  # there is a version 0
+        metadata = {**self._metadata(fence.round), APPLIED_KEY: str(self.clocks.applied)}
+        reading = await self._reader.read(names or None, metadata)
+        self.check_fence(fence)
+        self.check_member(fence)
+        self._pulls.record(fence.rank, fence.round, reading.pull)
+        return Reply(fence.round, reading.chunks)
+
+    async def _wait_for_clocks(self, fence: Fence, wait_seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        try:
+            async with self._condition:
+                while (until := self._may_wait(fence, begin + wait_seconds)) is not None:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout_at(until):
+                            await self._condition.wait()
+        except RoundPending:
+            raise  # it will ask again, and its patience has begun
+        except BaseException:
+            self._waits.pop(fence.rank, None)
+            raise
+        self._waits.pop(fence.rank, None)
+        self._metrics.barrier_wait.observe(loop.time() - begin)
+
+    def _may_wait(self, fence: Fence, deadline: float) -> float | None:
+        """Until when this get may wait before it looks again; None if it need not. Raises what ends the wait."""
+        now = asyncio.get_running_loop().time()
+        self.check_fence(fence)
+        self.check_member(fence)
+        if not self.is_readable:
+            self._somebody_waits()
+            return self._wait_for_initial(now, deadline)
+        waits = self.clocks.waits_for(fence.rank, fence.round)
+        if not waits:
+            return None
+        self._check_stopped(self._queues)
+        others = tuple(rank for rank in waits if rank != fence.rank)
+        known = self._waits.get(fence.rank)
+        since = known.since if known is not None and known.step == fence.round else now
+        patience = since + self.install.round_timeout_seconds
+        if others:
+            self._waits[fence.rank] = _Wait(fence.round, since, others)
+            if now >= patience:
+                raise self._timed_out(others, f"let trainer {fence.rank} go on after step {fence.round}")
+        else:
+            self._waits.pop(fence.rank, None)
+        if now >= deadline:
+            raise RoundPending(
+                f"step {fence.round} of trainer {fence.rank} waits for {name_trainers(others) or 'its own update'}",
+                missing=list(others), clocks=self.clocks.clocks,
+            )  # fmt: skip
+        return min(deadline, patience) if others else deadline
+
+    def _wait_for_initial(self, now: float, deadline: float) -> float:
+        assert self._waiting_since is not None
+        patience = self._waiting_since + self.install.round_timeout_seconds
+        if now >= patience:
+            raise self._timed_out((self.install.uploader,), "upload the initial values")
+        if now >= deadline:
+            self.check_readable()
+        return min(deadline, patience)
+
+    def _timed_out(self, ranks: tuple[Rank, ...], owed: str) -> RoundTimeout:
+        limit = self.install.round_timeout_seconds
+        text = f"{name_trainers(ranks)} did not {owed} within the round time-out of {limit:g} s"
+        return RoundTimeout(text, missing=list(ranks))
+
+    # ------------------------------------------------------------------ members and the end
+
+    def members_changed(self, members: Mapping[Rank, Incarnation]) -> None:
+        """Take over a newer set of members: nobody waits any more for those who are gone."""
+        for rank, incarnation in self.clocks.members.items():
+            if members.get(rank) != incarnation:
+                self._pulls.forget(rank)
+                self._waits.pop(rank, None)
+        self.clocks.members_changed(members)
+
+    async def end(self, reason: GradpostError) -> None:
+        """End the workers, too; what is queued is dropped."""
+        await super().end(reason)
+        for queue in self._queues.values():
+            queue.close()
+        if self._reader is not None:
+            self._reader.close(reason)
+
+    def _digest_staged(self, digest: xxhash.xxh3_128) -> None:
+        digest.update(repr((self.clocks.clocks, [queue.num_updates for queue in self._queues.values()])).encode())
+        for rank in sorted(self.clocks.members):
+            digest_contribution(digest, (0, rank), self.clocks.staged(rank))

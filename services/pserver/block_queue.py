@@ -1,0 +1,125 @@
+"""One block's queue of gradients, and the task that applies them one after another (seeds 000 and 004)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ps_protocol.errors import ApplyFailed, GradpostError
+from services.runtime.logs import get_logger
+
+from .clocks import Taken
+from .pulls import Pull
+from .tensors import StagedBlock
+
+log = get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One trainer's gradient for this block, and what it was computed on."""
+
+    taken: Taken[StagedBlock]
+    block: StagedBlock
+    pull: Pull
+
+
+class Marker(Protocol):
+    """Stands in the queues for a get that wants every block as it is when all that came before is applied."""
+
+    async def reached(self, name: str) -> None:
+        """Everything before the marker is applied to this block, and nothing after it until this returns."""
+
+    def fail(self, error: GradpostError) -> None:
+        """The block has stopped, so that the marker will not be reached."""
+
+
+class BlockQueue:
+    """Never waits for room: who puts an update makes sure before that there is some in all queues that it needs.
+
+    There is room for one marker besides. `apply` runs the updates that it is given, merged into one if there are
+    several; if it raises, the block stops, and `failure` says why. Then, and whenever there is more room, `changed` is
+    called.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        max_queued: int,
+        max_merged: int,
+        apply: Callable[[str, list[Update]], Awaitable[None]],
+        changed: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.name = name
+        self.failure: GradpostError | None = None
+        self.num_updates = 0  # that wait or are being applied
+        self._queue: asyncio.Queue[Update | Marker] = asyncio.Queue(max_queued + 1)
+        self._max_queued = max_queued
+        self._max_merged = max_merged
+        self._apply = apply
+        self._changed = changed
+        self._task = asyncio.create_task(self._work(), name=f"block {name}")
+
+    def __repr__(self) -> str:
+        state = "stopped" if self.failure else f"{self.num_updates} of {self._max_queued} queued"
+        return f"<BlockQueue {self.name} [{state}]>"
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more update may be put."""
+        return self.num_updates < self._max_queued
+
+    def put(self, update: Update) -> None:
+        """Queue an update, for which there is room."""
+        self.num_updates += 1
+        self._queue.put_nowait(update)
+
+    def put_marker(self, marker: Marker) -> None:
+        """Queue a marker, the only one."""
+        self._queue.put_nowait(marker)
+
+    def close(self) -> None:
+        """End the task; what is queued is dropped."""
+        self._task.cancel()
+
+    async def _work(self) -> None:
+        while self.failure is None:
+            updates, marker = await self._next()
+            failure = await self._apply_together(updates) if updates else None
+            if marker is not None and failure is not None:
+                marker.fail(failure)
+            elif marker is not None:
+                await marker.reached(self.name)
+
+    async def _next(self) -> tuple[list[Update], Marker | None]:
+        """Up to `max_merged` updates that stand one behind another, and the marker behind them, if there is one."""
+        item = await self._queue.get()
+        updates: list[Update] = []
+        while isinstance(item, Update):
+            updates.append(item)
+            if len(updates) == self._max_merged or self._queue.empty():
+                return updates, None
+            item = self._queue.get_nowait()
+        return updates, item
+
+    async def _apply_together(self, updates: list[Update]) -> GradpostError | None:
+        try:
+            await self._apply(self.name, updates)
+        except Exception as error:
+            log.exception("a block's worker failed; the block has stopped", block=self.name)
+            self.failure = ApplyFailed(f"block {self.name!r} has stopped, because its optimizer failed: {error}")
+            self._drop_all(self.failure)
+        self.num_updates -= len(updates)
+        await self._changed()
+        return self.failure
+
+    def _drop_all(self, failure: GradpostError) -> None:
+        while not self._queue.empty():
+            item = self._queue.get_nowait()
+            if isinstance(item, Update):
+                self.num_updates -= 1
+            else:
+                item.fail(failure)

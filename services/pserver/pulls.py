@@ -1,0 +1,58 @@
+"""What each trainer was given, so that the staleness of its gradients can be measured and compensated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ps_protocol.consistency import oldest_start
+from ps_protocol.errors import StaleRound
+from ps_protocol.vocabulary import Rank, Round
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """The state of the shard that was handed out."""
+
+    versions: Mapping[str, int]  # of each block: how many updates it had had
+    values: Tensor | None = None  # flat float32 copy of the shard, only where it is needed (DC-ASGD)
+
+
+class Pulls:
+    """The pulls of every trainer, by the step that it had completed; what is too old to be computed on is forgotten.
+
+    With DC-ASGD each holds a copy of the shard: (max_delay + 2) float32 shards a trainer at most.
+    """
+
+    def __init__(self, max_delay: int) -> None:
+        self._max_delay = max_delay
+        self._pulls: dict[Rank, dict[Round, Pull]] = {}
+
+    def __repr__(self) -> str:
+        kept = ", ".join(f"trainer {rank}: {sorted(pulls)}" for rank, pulls in sorted(self._pulls.items()))
+        return f"<Pulls [{kept}]>"
+
+    def record(self, rank: Rank, step: Round, pull: Pull) -> None:
+        """A get after `step` is answered; asked again, the newer answer counts."""
+        pulls = self._pulls.setdefault(rank, {})
+        pulls[step] = pull
+        # The oldest that the next pushed step may still name.
+        oldest = oldest_start(step + 1, self._max_delay)
+        for old in [known for known in pulls if known < oldest]:
+            del pulls[old]
+
+    def find(self, rank: Rank, step: Round) -> Pull:
+        """What the trainer got after `step`; raises StaleRound if it got nothing then."""
+        pull = self._pulls.get(rank, {}).get(step)
+        if pull is None:
+            raise StaleRound(
+                f"trainer {rank} got no parameters after its step {step}, or newer ones since",
+                current=sorted(self._pulls.get(rank, {})),
+            )
+        return pull
+
+    def forget(self, rank: Rank) -> None:
+        """The trainer is gone."""
+        self._pulls.pop(rank, None)

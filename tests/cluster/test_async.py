@@ -1,0 +1,273 @@
+"""The asynchronous modes on real clusters: nothing is lost or counted twice, what a get may see, and the bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load
+from torch import Tensor, nn
+
+from ps_protocol.errors import ModeMismatch
+from ps_protocol.optimizers import check_optimizer
+from ps_protocol.vocabulary import ParameterSpec
+from trainer_client import ParameterClient, RemoteOptimizer, Session
+from trainer_client.testing import LocalCluster
+
+from .parity_model import run_trainers
+
+pytestmark = pytest.mark.cluster
+
+SGD = check_optimizer("SGD", [{"nesterov": False, "maximize": False}])
+NUMBERS = [{"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}]
+
+
+@contextmanager
+def cluster_of(trainers: int, server: str, *, pservers: int = 1, mode: str = "async", **settings: Any) -> Iterator[str]:
+    with LocalCluster(pservers=pservers, trainers=trainers, server=server, mode=mode, **settings) as cluster:
+        yield cluster.address
+
+
+# ---------------------------------------------------------------------- no pollution
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("pushes", [1000, pytest.param(2000, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("merged", [1, 8])
+async def test_many_trainers_hammer_the_same_block(server: str, pushes: int, merged: int) -> None:
+    """With SGD of rate 1 and integers the value is the exact sum: every gradient was applied, and applied once."""
+    num_trainers = 4
+    specs = [ParameterSpec("w", (10,))]
+
+    async def train(address: str, rank: int) -> Tensor:
+        async with ParameterClient(address, rank=rank) as client:
+            await client.declare(specs, SGD)
+            if client.uploader == rank:
+                await client.send_initial({"w": torch.zeros(10)})
+            await client.get(0)
+            for step in range(1, pushes + 1):
+                gradient = torch.arange(10.0) + rank * step % 7
+                await client.send(step, {"w": gradient}, NUMBERS)
+            return (await client.get(pushes))["w"]
+
+    settings = {"wait_for_apply": True, "max_delay": pushes, "max_merged": merged, "max_queued": 4}
+    with cluster_of(num_trainers, server, **settings) as address:
+        results = await asyncio.gather(*(train(address, rank) for rank in range(num_trainers)))
+    expected = -sum(
+        pushes * torch.arange(10.0) + sum(rank * step % 7 for step in range(1, pushes + 1))
+        for rank in range(num_trainers)
+    )
+    assert torch.equal(min(results, key=lambda values: values.sum().item()), expected)  # who came last saw everything
+
+
+# ---------------------------------------------------------------------- what a get may see
+
+
+async def watch(address: str, seconds: float, *, until_torn: bool) -> tuple[int, int, int]:
+    """One trainer adds the same number to every element, over and over; the other looks, and counts what is torn.
+
+    Returns the number of different versions seen, and of looks in which one block, and the shard, were not uniform.
+    """
+    size = 4_000_000
+    specs = [ParameterSpec("a", (size,)), ParameterSpec("b", (size,))]
+    stop = asyncio.Event()
+
+    async def push() -> None:
+        async with ParameterClient(address, rank=0) as client:
+            await client.declare(specs, SGD)
+            await client.send_initial({spec.name: torch.zeros(size) for spec in specs})
+            await client.get(0)
+            gradient = {spec.name: torch.full((size,), -1.0) for spec in specs}
+            step = 0
+            while not stop.is_set():
+                step += 1
+                await client.send(step, gradient, NUMBERS)
+
+    async def look() -> tuple[int, int, int]:
+        seen, torn_blocks, torn_shards = set(), 0, 0
+        async with ParameterClient(address, rank=1) as client:
+            await client.declare(specs, SGD)
+            begin = time.monotonic()
+            while time.monotonic() < begin + seconds or (until_torn and not torn_blocks):
+                assert time.monotonic() < begin + 100, "nothing was torn"
+                values = await client.get(0)
+                edges = [(values[name].min().item(), values[name].max().item()) for name in ("a", "b")]
+                torn_blocks += any(low != high for low, high in edges)
+                torn_shards += len({edge for block in edges for edge in block}) > 1
+                seen.add(edges[0][0])
+            stop.set()
+        return len(seen), torn_blocks, torn_shards
+
+    _, result = await asyncio.gather(push(), look())
+    return result
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("consistency", ["none", "block", "shard"])
+async def test_torn_reads(server: str, consistency: str) -> None:
+    with cluster_of(2, server, read_consistency=consistency, max_delay=1_000_000, max_queued=2) as address:
+        until_torn = consistency == "none"  # else the setting would mean nothing
+        versions, torn_blocks, torn_shards = await watch(address, seconds=3, until_torn=until_torn)
+    print(f"{consistency}: {versions} versions, {torn_blocks} torn blocks, {torn_shards} torn shards")
+    assert versions >= 3
+    if consistency != "none":
+        assert torn_blocks == 0
+    if consistency == "shard":
+        assert torn_shards == 0
+
+
+# ---------------------------------------------------------------------- the bounds hold, and are reached
+
+
+class History:
+    """When each trainer began and ended each step, by one clock."""
+
+    def __init__(self) -> None:
+        self.begun: dict[tuple[int, int], float] = {}  # a trainer's computation of a step began
+        self.ended: dict[tuple[int, int], float] = {}  # ... and its step() was called
+
+    def clock(self, rank: int, at: float) -> int:
+        """How many steps of a trainer had been handed to the optimizer by then."""
+        return max((step for (r, step), end in self.ended.items() if r == rank and end <= at), default=0)
+
+
+def play(address: str, history: History, num_trainers: int, steps: int, seed: int) -> list[list[int]]:
+    """Trainers that are slow at random; returns for each step on which step's parameters it was computed."""
+
+    def train(session: Session) -> list[int]:
+        weight = nn.Parameter(torch.zeros(100))
+        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
+        chance = random.Random(seed * 100 + session.rank)
+        computed_on = []
+        for step in range(1, steps + 1):
+            history.begun[session.rank, step] = time.monotonic()
+            computed_on.append(optimizer._landed)
+            if chance.random() < 0.3:
+                time.sleep(chance.uniform(0.01, 0.06))
+            weight.grad = torch.ones(100)
+            history.ended[session.rank, step] = time.monotonic()
+            optimizer.step()
+        return computed_on
+
+    return run_trainers(address, [train] * num_trainers)
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_max_staleness_is_never_exceeded_and_is_reached(server: str, bound: int) -> None:
+    history, num_trainers, steps = History(), 3, 40
+    with cluster_of(num_trainers, server, mode="ssp", max_staleness=bound) as address:
+        play(address, history, num_trainers, steps, seed=bound)
+    ahead = []
+    for (_, step), begun in history.begun.items():
+        # It has got parameters after step - 1, so that everybody's step - 1 - s had been applied.
+        slowest = min(history.clock(other, begun) for other in range(num_trainers))
+        ahead.append(step - 1 - slowest)
+    assert max(ahead) == bound
+    if bound:
+        assert sum(lead > 0 for lead in ahead) > steps / 10  # it is not accidentally synchronous
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("delay", [0, 1, 3])
+def test_max_delay_is_never_exceeded_and_is_reached(server: str, mode: str, delay: int) -> None:
+    history, steps = History(), 30
+    with cluster_of(2, server, pservers=2, mode=mode, max_delay=delay, min_block_size=10) as address:
+        for computed_on in play(address, history, 2, steps, seed=delay):
+            behind = [step - 1 - version for step, version in enumerate(computed_on, start=1)]
+            assert max(behind) == delay
+            assert all(new >= old for old, new in pairwise(computed_on))
+
+
+def test_a_run_with_delay_takes_every_step(server: str) -> None:
+    """What is on its way when the script ends is waited for."""
+
+    def train(session: Session) -> float:
+        weight = nn.Parameter(torch.zeros(100))
+        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
+        for _ in range(10):
+            weight.grad = torch.ones(100)
+            optimizer.step()
+        optimizer.synchronize()
+        return weight[0].item()
+
+    with cluster_of(2, server, pservers=2, mode="sync", max_delay=3, min_block_size=10) as address:
+        assert run_trainers(address, [train, train]) == [-10.0, -10.0]
+
+
+# ---------------------------------------------------------------------- what counts as a step
+
+
+@pytest.mark.parametrize(("mode", "settings"), [("sync", {}), ("async", {"step_count": "trainer"}), ("async", {})])
+def test_a_schedule_counts_what_it_should(server: str, mode: str, settings: dict[str, str]) -> None:
+    def train(session: Session) -> tuple[int, int]:
+        weight = nn.Parameter(torch.zeros(100))
+        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
+        counted = 0
+        for _ in range(20):
+            weight.grad = torch.ones(100)
+            optimizer.step()
+            counted += optimizer.num_steps
+        return counted, -int(weight[0].item())
+
+    with cluster_of(2, server, pservers=2, mode=mode, min_block_size=10, **settings) as address:
+        for counted, moved in run_trainers(address, [train, train]):
+            if mode == "async" and not settings:
+                assert 20 <= counted <= moved <= 40  # one step for each gradient, whosever, that has been applied
+            else:
+                assert counted == 20
+
+
+# ---------------------------------------------------------------------- looking inside
+
+
+def test_live_parameters_are_served_although_pservers_have_no_version_in_common(server: str) -> None:
+    stop = threading.Event()
+
+    def train(session: Session) -> None:
+        weight = nn.Parameter(torch.zeros(100))
+        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
+        while not stop.is_set():
+            weight.grad = torch.ones(100)
+            optimizer.step()
+
+    def look(address: str) -> list[float]:
+        seen: list[float] = []
+        try:
+            while len(seen) < 5:
+                response = httpx.get(f"{address}/v1/parameters/weight")
+                if response.status_code == 200:
+                    seen.append(load(response.content)["weight"][0].item())
+        finally:
+            stop.set()
+        return seen
+
+    with cluster_of(2, server, pservers=2, min_block_size=10) as address, ThreadPoolExecutor(1) as other:
+        looking = other.submit(look, address)
+        run_trainers(address, [train, train])
+        seen = looking.result(30)
+    assert seen == sorted(seen, reverse=True)
+
+
+# ---------------------------------------------------------------------- one mode for all
+
+
+def test_a_trainer_that_was_started_for_another_mode_is_told_the_difference(server: str) -> None:
+    with cluster_of(1, server, mode="ssp", max_staleness=3) as address:
+        for expected in ({"mode": "sync"}, {"mode": "ssp", "max_staleness": 5}):
+            with pytest.raises(ModeMismatch) as refused:
+                Session(coordinator=address, **expected)
+            wrong = {name: value for name, value in expected.items() if value != "ssp"}
+            assert refused.value.facts["actual"] == wrong
+            served = {"mode": "ssp", "max_staleness": 3}
+            assert refused.value.facts["expected"] == {name: served[name] for name in wrong}
+        Session(coordinator=address, mode="ssp", max_staleness=3).close()

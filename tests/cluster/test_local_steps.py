@@ -1,0 +1,124 @@
+"""Local SGD and DiLoCo: what arrives on the pservers is what the trainers' own optimizers did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ps_protocol.errors import BadModel
+from trainer_client import RemoteOptimizer, Session
+from trainer_client.testing import LocalCluster
+
+from .parity_model import run_trainers
+
+pytestmark = pytest.mark.cluster
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def cluster(server: str) -> Iterator[LocalCluster]:
+    with LocalCluster(pservers=2, trainers=2, server=server, min_block_size=4) as cluster:
+        yield cluster
+
+
+def set_gradient(weight: nn.Parameter, rank: int, step: int) -> None:
+    weight.grad = torch.randn(20, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def make_inner(weight: nn.Parameter) -> torch.optim.Optimizer:
+    return torch.optim.Adam([("weight", weight)], lr=0.1)
+
+
+def oracle(local_steps: int, outer: Callable[[nn.Parameter], torch.optim.Optimizer]) -> Tensor:
+    """The same in one process: every trainer's own copy, and one outer optimizer on the mean of the differences."""
+    center = nn.Parameter(torch.zeros(20))
+    outer_optimizer = outer(center)
+    copies = [nn.Parameter(torch.zeros(20)) for _ in range(2)]
+    inner = [make_inner(copy) for copy in copies]
+    for step in range(1, STEPS + 1):
+        for rank in range(2):
+            set_gradient(copies[rank], rank, step)
+            inner[rank].step()
+        if step % local_steps == 0:
+            differences = [center.detach() - copy.detach() for copy in copies]
+            center.grad = (differences[0] + differences[1]) * 0.5
+            outer_optimizer.step()
+            with torch.no_grad():
+                for copy in copies:
+                    copy.copy_(center)
+    return center.detach()
+
+
+def train(session: Session, **arguments: object) -> Tensor:
+    weight = nn.Parameter(torch.zeros(20))
+    outer = arguments.pop("outer", None)
+    if callable(outer):
+        arguments["outer"] = outer(weight)
+    optimizer = RemoteOptimizer(make_inner(weight), session=session, **arguments)
+    for step in range(1, STEPS + 1):
+        set_gradient(weight, session.rank, step)
+        optimizer.step()
+    assert optimizer.round == STEPS // session.client.settings.local_steps
+    return weight.detach().clone()
+
+
+@pytest.mark.parametrize("local_steps", [1, 3])
+def test_local_sgd_averages_parameters(cluster: LocalCluster, local_steps: int) -> None:
+    def work(session: Session) -> Tensor:
+        return train(session, local_steps=local_steps)
+
+    expected = oracle(local_steps, lambda p: torch.optim.SGD([p], lr=1.0, fused=True))
+    for actual in run_trainers(cluster.address, [work, work]):
+        assert torch.equal(actual, expected)
+
+
+def test_diloco_with_an_outer_optimizer_and_by_settings(cluster: LocalCluster) -> None:
+    def make_outer(weight: nn.Parameter) -> torch.optim.Optimizer:
+        return torch.optim.SGD([weight], lr=0.7, momentum=0.9, nesterov=True, fused=True)
+
+    expected = oracle(2, make_outer)
+    for arguments in ({"outer": make_outer}, {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}):
+
+        def work(session: Session, arguments: dict[str, object] = arguments) -> Tensor:
+            return train(session, local_steps=2, **arguments)
+
+        for actual in run_trainers(cluster.address, [work, work]):
+            assert torch.equal(actual, expected)
+
+
+def test_it_goes_with_the_asynchronous_mode(server: str) -> None:
+    with LocalCluster(pservers=2, trainers=1, server=server, mode="async", min_block_size=4) as cluster:
+
+        def work(session: Session) -> Tensor:
+            return train(session, local_steps=3)
+
+        weight = nn.Parameter(torch.zeros(20))
+        inner = make_inner(weight)
+        for step in range(1, STEPS + 1):
+            set_gradient(weight, 0, step)
+            inner.step()
+        [actual] = run_trainers(cluster.address, [work])
+        assert torch.allclose(actual, weight, atol=1e-6)  # alone, local SGD is the inner optimizer
+
+
+def test_what_does_not_go_together_is_refused(cluster: LocalCluster, server: str) -> None:
+    def without_local_steps(session: Session) -> None:
+        weight = nn.Parameter(torch.zeros(2))
+        with pytest.raises(BadModel, match="has work only with local_steps"):
+            RemoteOptimizer(make_inner(weight), session=session, outer=torch.optim.SGD([weight], lr=1.0))
+        other = nn.Parameter(torch.zeros(2))
+        with pytest.raises(BadModel, match="must have the parameters of the inner one"):
+            RemoteOptimizer(make_inner(weight), session=session, local_steps=2, outer=torch.optim.SGD([other], lr=1.0))
+
+    run_trainers(cluster.address, [without_local_steps] * 2)
+    with LocalCluster(pservers=1, trainers=1, server=server, max_delay=1) as delayed:
+
+        def with_delay(session: Session) -> None:
+            with pytest.raises(BadModel, match="local_steps with max_delay"):
+                RemoteOptimizer(make_inner(nn.Parameter(torch.zeros(2))), session=session, local_steps=2)
+
+        run_trainers(delayed.address, [with_delay])

@@ -1,0 +1,408 @@
+"""An asynchronous run: each gradient is applied exactly once; what is held back, what a get sees, who is told what."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ps_protocol.consistency import Consistency
+from ps_protocol.errors import (
+    ApplyFailed,
+    DelayExceeded,
+    FutureRound,
+    ModeMismatch,
+    QueueFull,
+    RoundPending,
+    RoundTimeout,
+    StaleRound,
+    StaleRun,
+    TrainerLost,
+)
+from services.pserver import async_run
+
+from .oracle import make_options
+from .support import PARAMETERS, Bench, bench, decode, initial_values
+
+NAMES = [f"{spec.name}.block0" for spec in PARAMETERS]
+SGD = [make_options("SGD", lr=1.0)]
+
+
+@asynccontextmanager
+async def asynchronous(
+    num_trainers: int = 2, *, mode: Any = "async", optimizer: str = "SGD", groups: Any = SGD, **rules: Any
+) -> AsyncIterator[Bench]:
+    """A run at version 0, which everybody has got."""
+    consistency = Consistency(mode=mode, **rules)
+    settings: Any = {"consistency": consistency, "nonfinite": "allow"}  # else a push needs the compute thread at once
+    async with bench(num_trainers, optimizer=optimizer, groups=groups, **settings) as pserver:
+        for rank in range(num_trainers):
+            await pserver.get(rank, 0)
+        yield pserver
+
+
+def ones(value: float = 1.0, names: list[str] = NAMES) -> dict[str, Tensor]:
+    """A gradient of equal numbers."""
+    sizes = {f"{spec.name}.block0": spec.num_elements for spec in PARAMETERS}
+    return {name: torch.full((sizes[name],), value) for name in names}
+
+
+def stepped(body: bytes, by: float) -> bool:
+    """Whether every element has moved by this much since version 0."""
+    start = {f"{name}.block0": value for name, value in initial_values().items()}
+    return all(torch.allclose(block, start[name] - by, atol=1e-5) for name, block in decode(body)[0].items())
+
+
+@contextmanager
+def busy(pserver: Bench) -> Iterator[threading.Event]:
+    """The compute thread does something else until the event is set."""
+    release = threading.Event()
+    job = asyncio.ensure_future(pserver.compute.run(release.wait))
+    try:
+        yield release
+    finally:
+        release.set()
+        assert not job.cancelled()
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - a metric wakes nobody
+            await asyncio.sleep(0.001)
+
+
+# ---------------------------------------------------------------------- exactly once
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("max_merged", [1, 3])
+@pytest.mark.parametrize("read_consistency", ["none", "block", "shard"])
+async def test_every_gradient_is_applied_once(max_merged: int, read_consistency: Any) -> None:
+    async with asynchronous(3, max_merged=max_merged, read_consistency=read_consistency) as pserver:
+
+        async def train(rank: int) -> None:
+            for step in range(1, 21):
+                await pserver.push(rank, step, ones(rank + 1.0), computed_on=step - 1)
+                await pserver.push(rank, step, ones(rank + 1.0), computed_on=step - 1)  # a retry
+                await pserver.get(rank, step)
+
+        await asyncio.gather(*(train(rank) for rank in range(3)))
+        assert stepped(await pserver.get(0, 20), by=20 * (1 + 2 + 3))
+        assert pserver.run.round == 60
+        assert pserver.metric("gradpost_rounds_applied_total") == 60
+        assert pserver.metric("gradpost_queued_updates") == 0
+        updates = pserver.metric("gradpost_updates_applied_total")
+        assert updates == 60 * len(NAMES) if max_merged == 1 else updates <= 60 * len(NAMES)
+
+
+@pytest.mark.asyncio
+async def test_queued_gradients_are_merged_into_one_update() -> None:
+    async with asynchronous(4, max_merged=3) as pserver:
+        with busy(pserver):
+            for rank in range(4):
+                await pserver.push(rank, 1, ones(rank + 1.0, NAMES[:1]))
+        assert stepped(await pserver.get(0, 1, names=NAMES[:1]), by=10)
+        assert pserver.run.shard.versions[NAMES[0]] == 2  # the first three together, as they were all there
+
+
+@pytest.mark.asyncio
+async def test_two_tries_of_a_push_that_is_held_are_queued_once() -> None:
+    async with asynchronous(max_queued=1) as pserver:
+        with busy(pserver):
+            await pserver.push(0, 1, ones(1.0))
+            tries = [asyncio.ensure_future(pserver.push(1, 1, ones(2.0))) for _ in range(3)]
+            await until(lambda: pserver.metric("gradpost_held_pushes") == 3)
+        assert {(await one)["status"] for one in tries} == {"staged"}
+        assert stepped(await pserver.get(1, 1), by=3)
+
+
+@pytest.mark.asyncio
+async def test_a_push_is_in_all_its_queues_or_in_none() -> None:
+    async with asynchronous(max_queued=1) as pserver:
+        with busy(pserver):
+            await pserver.push(0, 1, ones(1.0, NAMES[:1]))  # one queue is full
+            held = asyncio.ensure_future(pserver.push(1, 1, ones(1.0)))
+            await until(lambda: pserver.metric("gradpost_held_pushes") == 1)
+            assert pserver.metric("gradpost_queued_updates") == 1
+            assert not held.done()
+        assert (await held)["complete"]
+        assert stepped(await pserver.get(1, 1, names=NAMES[1:]), by=1)
+
+
+@pytest.mark.asyncio
+async def test_a_full_queue_sends_the_sender_away_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_run, "HOLD_SECONDS", 0.05)
+    async with asynchronous(max_queued=1) as pserver:
+        with busy(pserver):
+            await pserver.push(0, 1, ones(1.0))
+            with pytest.raises(QueueFull, match=r"the queue of block 'p0.block0' is full") as refused:
+                await pserver.push(1, 1, ones(2.0))
+            assert refused.value.may_be_retried
+            with pytest.raises(FutureRound):  # the step after it has to wait
+                await pserver.push(1, 2, ones(2.0), computed_on=0)
+        await pserver.get(0, 1)
+        assert (await pserver.push(1, 1, ones(2.0)))["duplicates"] == len(NAMES)
+        assert stepped(await pserver.get(1, 1), by=3)
+
+
+# ---------------------------------------------------------------------- a block stops
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_fails_stops_its_block_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with asynchronous() as pserver:
+        apply_block = pserver.run.shard.apply_block
+
+        def fail(name: str, *args: Any, **kwargs: Any) -> None:
+            if name == NAMES[1]:
+                raise MemoryError("no memory")
+            apply_block(name, *args, **kwargs)
+
+        monkeypatch.setattr(pserver.run.shard, "apply_block", fail)
+        await pserver.push(0, 1, ones())
+        for _ in range(2):
+            with pytest.raises(ApplyFailed, match=r"block 'p1.block0' has stopped.*no memory"):
+                await pserver.get(0, 1)
+            with pytest.raises(ApplyFailed, match=r"block 'p1.block0' has stopped"):
+                await pserver.push(1, 1, ones())
+        others = [NAMES[0], *NAMES[2:]]
+        await pserver.push(1, 1, ones(1.0, others))
+        await until(lambda: pserver.run.clocks.clocks == {0: 0, 1: 1})
+
+
+@pytest.mark.asyncio
+async def test_what_is_queued_behind_a_failure_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with asynchronous(3, read_consistency="shard", wait_for_apply=False) as pserver:
+        monkeypatch.setattr(pserver.run.shard, "apply_block", lambda *args, **kwargs: 1 / 0)
+        with busy(pserver):
+            for rank in range(2):
+                await pserver.push(rank, 1, ones())
+            marked = asyncio.ensure_future(pserver.get(2, 0))  # its marker is behind them
+            await asyncio.sleep(0.01)
+        with pytest.raises(ApplyFailed, match="division by zero"):
+            await marked
+        assert pserver.metric("gradpost_queued_updates") == 0
+
+
+# ---------------------------------------------------------------------- what a get waits for
+
+
+@pytest.mark.asyncio
+async def test_a_get_waits_for_the_trainers_own_update_only_if_asked_to() -> None:
+    async with asynchronous(read_consistency="none") as waits:
+        with busy(waits):
+            await waits.push(0, 1, ones())
+            with pytest.raises(RoundPending, match="step 1 of trainer 0 waits for its own update"):
+                await waits.get(0, 1, wait_seconds=0.02)
+            assert stepped(await waits.get(1, 0), by=0)  # the other has pushed nothing
+        assert stepped(await waits.get(0, 1), by=1)
+    async with asynchronous(read_consistency="none", wait_for_apply=False) as does_not:
+        with busy(does_not):
+            await does_not.push(0, 1, ones())
+            assert stepped(await does_not.get(0, 1, wait_seconds=0), by=0)
+
+
+@pytest.mark.asyncio
+async def test_nobody_gets_further_ahead_than_max_staleness() -> None:
+    async with asynchronous(mode="ssp", max_staleness=2) as pserver:
+        for step in (1, 2):
+            await pserver.push(0, step, ones())
+            await pserver.get(0, step)
+        await pserver.push(0, 3, ones())
+        with pytest.raises(RoundPending, match="step 3 of trainer 0 waits for trainer 1") as pending:
+            await pserver.get(0, 3, wait_seconds=0.02)
+        assert pending.value.facts["missing"] == [1]
+        assert pserver.pserver.heartbeat().missing == (1,)
+        held = asyncio.ensure_future(pserver.get(0, 3))
+        await pserver.push(1, 1, ones())
+        assert stepped(await held, by=4)
+        await pserver.push(0, 4, ones())
+        last = asyncio.ensure_future(pserver.get(0, 4))
+        await until(lambda: pserver.pserver.heartbeat().missing == (1,))
+        await pserver.change_members(2, {0: 1})  # the slow one leaves
+        assert stepped(await last, by=5)
+        assert pserver.pserver.heartbeat().missing == ()
+
+
+@pytest.mark.asyncio
+async def test_who_is_behind_for_too_long_is_named() -> None:
+    async with bench(2, consistency=Consistency(mode="ssp", max_staleness=0), round_timeout_seconds=0.1) as pserver:
+        await pserver.get(0, 0)
+        await pserver.push(0, 1, ones())
+        with pytest.raises(RoundTimeout, match="trainer 1 did not let trainer 0 go on after step 1 within") as late:
+            await pserver.get(0, 1)
+        assert late.value.facts["missing"] == [1]
+
+
+@pytest.mark.asyncio
+async def test_gradients_of_old_parameters_are_refused() -> None:
+    async with asynchronous(max_delay=1) as pserver:
+        for step in (1, 2):
+            await pserver.push(0, step, ones(), computed_on=0)
+        with pytest.raises(DelayExceeded, match="computed step 3 on parameters of its step 0"):
+            await pserver.push(0, 3, ones(), computed_on=0)
+        with pytest.raises(FutureRound):
+            await pserver.push(0, 3, ones(), computed_on=3)
+        with pytest.raises(StaleRound, match="got no parameters after its step 2"):
+            await pserver.push(0, 3, ones(), computed_on=2)
+        await pserver.get(0, 2)
+        await pserver.push(0, 3, ones(), computed_on=2)
+        assert stepped(await pserver.get(0, 3), by=3)
+
+
+@pytest.mark.asyncio
+async def test_there_are_no_barriers() -> None:
+    async with asynchronous() as pserver:
+        with pytest.raises(ModeMismatch, match="a batch barrier belongs to the synchronous mode"):
+            await pserver.barrier(0, 1)
+        with pytest.raises(ModeMismatch):
+            await pserver.get(0, 0, with_barrier=True)
+
+
+# ---------------------------------------------------------------------- what a get sees
+
+
+async def read_in_the_middle(pserver: Bench) -> dict[str, float]:
+    """By how much each block has moved in a get that comes when only the first block has had its second update."""
+    gate, reached = threading.Event(), threading.Event()
+    apply_block = pserver.run.shard.apply_block
+
+    def apply(name: str, *args: Any, **kwargs: Any) -> None:
+        apply_block(name, *args, **kwargs)
+        if name == NAMES[1]:
+            reached.set()
+            gate.wait(10)
+
+    pserver.run.shard.apply_block = apply
+    for rank in range(2):
+        await pserver.push(rank, 1, ones())
+    await until(reached.is_set)
+    await until(lambda: pserver.run._queues[NAMES[0]].num_updates == 1 and pserver.compute.num_jobs == 4)
+    get = asyncio.ensure_future(pserver.get(2, 0))
+    await until(lambda: pserver.compute.num_jobs > 4 or get.done() or pserver.run._queues[NAMES[0]]._queue.qsize())
+    gate.set()
+    start = {f"{name}.block0": value for name, value in initial_values().items()}
+    return {name: round((start[name] - block)[0].item()) for name, block in decode(await get)[0].items()}
+
+
+@pytest.mark.asyncio
+async def test_without_shard_consistency_a_get_may_see_half_a_contribution() -> None:
+    async with asynchronous(3) as pserver:
+        assert await read_in_the_middle(pserver) == {NAMES[0]: 2, NAMES[1]: 1, NAMES[2]: 1, NAMES[3]: 1}
+
+
+@pytest.mark.asyncio
+async def test_with_shard_consistency_it_sees_all_of_it_or_nothing() -> None:
+    async with asynchronous(3, read_consistency="shard") as pserver:
+        assert await read_in_the_middle(pserver) == dict.fromkeys(NAMES, 2)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("read_consistency", "seen"), [("none", {0.0, 1.0}), ("block", {1.0}), ("shard", {0.0})])
+async def test_a_block_that_is_being_updated(read_consistency: Any, seen: set[float]) -> None:
+    """The get comes in the middle of an update: it sees half of it, or waits for it, or sees what was before."""
+    async with asynchronous(read_consistency=read_consistency) as pserver:
+        gate, reached = threading.Event(), threading.Event()
+        shard, name = pserver.run.shard, NAMES[3]
+        start = shard.block(name).clone()
+
+        def apply_slowly(name: str, gradients: list[Tensor], *args: Any, **kwargs: Any) -> None:
+            block = shard.block(name)
+            block[:64] -= gradients[0][:64]
+            reached.set()
+            gate.wait(10)
+            block[64:] -= gradients[0][64:]
+            shard.versions[name] += 1
+
+        shard.apply_block = apply_slowly
+        if read_consistency == "shard":  # its marker stands before the update
+            before = pserver.run._reader._current
+            get = asyncio.ensure_future(pserver.get(1, 0, names=[name]))
+            await until(lambda: pserver.run._reader._current is not before)
+            await pserver.push(0, 1, ones(1.0, [name]))
+        else:
+            await pserver.push(0, 1, ones(1.0, [name]))
+            await until(reached.is_set)
+            get = asyncio.ensure_future(pserver.get(1, 0, names=[name]))
+        if read_consistency == "none":
+            await until(get.done)
+        gate.set()
+        block = decode(await get)[0][name]
+        assert {round(value, 3) for value in (start - block).tolist()} == seen
+
+
+# ---------------------------------------------------------------------- staleness
+
+
+@pytest.mark.asyncio
+async def test_staleness_is_measured_and_divides_the_rate() -> None:
+    async with asynchronous(3, compensation="divide") as pserver:
+        for rank, moved in ((0, 1.0), (1, 2.0), (2, 2.5)):  # staleness 0 and 1 count alike; 2 halves the step
+            await pserver.push(rank, 1, ones())
+            assert stepped(await pserver.get(rank, 1), by=moved)
+        assert pserver.metric("gradpost_staleness_sum") == (0 + 1 + 2) * len(NAMES)
+        assert pserver.metric("gradpost_staleness_count") == 3 * len(NAMES)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("read_consistency", ["block", "shard"])
+async def test_delay_compensation_is_the_papers_formula(read_consistency: Any) -> None:
+    async with asynchronous(compensation="dc", dc_lambda=0.5, read_consistency=read_consistency) as pserver:
+        await pserver.push(0, 1, ones(2.0))
+        assert stepped(await pserver.get(0, 1), by=2)  # nothing had changed since its pull
+        await pserver.push(1, 1, ones(3.0))  # w - w_pulled = -2 by now
+        assert stepped(await pserver.get(1, 1), by=2 + (3 + 0.5 * 3 * 3 * -2))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("step_count", ["applied", "trainer"])
+async def test_what_counts_as_a_step(step_count: Any) -> None:
+    """Adam's first step has the length of the rate, whatever the gradient: its moments are corrected for their age."""
+    groups = [make_options("Adam", lr=0.1, betas=[0.9, 0.999], eps=0.0)]
+    async with asynchronous(2, optimizer="Adam", groups=groups, step_count=step_count) as pserver:
+        moments, squares, moved = 0.0, 0.0, 0.0
+        for number, (rank, gradient) in enumerate([(0, 1.0), (1, 5.0)], start=1):
+            moments, squares = 0.9 * moments + 0.1 * gradient, 0.999 * squares + 0.001 * gradient**2
+            step = number if step_count == "applied" else 1
+            moved += 0.1 * (moments / (1 - 0.9**step)) / (squares / (1 - 0.999**step)) ** 0.5
+            await pserver.push(rank, 1, ones(gradient))
+            assert stepped(await pserver.get(rank, 1), by=moved)
+
+
+# ---------------------------------------------------------------------- the end
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("read_consistency", ["none", "block", "shard"])
+async def test_whoever_waits_is_told_how_the_run_ended(read_consistency: Any) -> None:
+    async with asynchronous(3, mode="ssp", max_staleness=0, max_queued=1, read_consistency=read_consistency) as pserver:
+        lost = TrainerLost("trainer 2 was lost", ranks=[2])
+        with busy(pserver):
+            await pserver.push(0, 1, ones())
+            waiting = [asyncio.ensure_future(c) for c in (pserver.push(1, 1, ones()), pserver.get(0, 1))]
+            if read_consistency == "shard":
+                waiting.append(asyncio.ensure_future(pserver.get(2, 0)))
+            await until(lambda: pserver.metric("gradpost_held_pushes") == 1)
+            await pserver.change_members(2, {}, failure=lost.to_problem())
+            for one in waiting:
+                with pytest.raises(TrainerLost, match="trainer 2 was lost"):
+                    await asyncio.wait_for(one, 10)
+        with pytest.raises(TrainerLost):
+            await pserver.push(1, 1, ones())
+
+
+@pytest.mark.asyncio
+async def test_the_next_run_ends_the_workers_of_this_one() -> None:
+    async with asynchronous() as pserver:
+        await pserver.push(0, 1, ones())
+        first = pserver.run
+        await pserver.install_next_run()
+        await asyncio.sleep(0)
+        assert all(queue._task.done() for queue in first._queues.values())
+        assert isinstance(first.failure, StaleRun)

@@ -1,0 +1,191 @@
+"""Steps and clocks of the asynchronous modes: arbitrary interleavings against a model that looks at sets only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ps_protocol.consistency import Consistency
+from ps_protocol.errors import BadModel, ContributionConflict, DelayExceeded, FutureRound, StaleTrainer
+from services.pserver.clocks import Clocks, Taken
+
+BLOCKS = ("a", "b", "c")
+NUMBERS: list[Any] = [{"lr": 0.1}]
+RANKS = (0, 1, 2)
+
+
+class ClocksMachine(RuleBasedStateMachine):
+    """The model: what each trainer has pushed for its open step, which blocks of which steps are still queued."""
+
+    @initialize(bound=st.sampled_from([None, 0, 1, 3]), wait=st.booleans())
+    def begin(self, bound: int | None, wait: bool) -> None:
+        self.bound, self.wait = bound, wait
+        mode: Any = "async" if bound is None else "ssp"
+        rules = Consistency(mode=mode, max_staleness=bound, wait_for_apply=wait)
+        self.incarnations = dict.fromkeys(RANKS, 1)
+        self.clocks: Clocks[str] = Clocks(self.incarnations, rules)
+        self.step = dict.fromkeys(RANKS, 1)  # the open one
+        self.pushed: dict[int, set[str]] = {rank: set() for rank in RANKS}
+        self.said: dict[int, int | None] = dict.fromkeys(RANKS)
+        self.queued: list[tuple[Taken[str], str]] = []
+        self.unapplied: dict[int, set[tuple[int, str]]] = {rank: set() for rank in RANKS}
+        self.num_applied = 0
+
+    def clock(self, rank: int) -> int:
+        """The newest step such that nothing of it and of those before waits."""
+        waiting = {step for step, _ in self.unapplied[rank]}
+        return min(waiting, default=self.step[rank]) - 1
+
+    def ranks(self) -> list[int]:
+        return sorted(self.incarnations)
+
+    @rule(data=st.data(), blocks=st.sets(st.sampled_from(BLOCKS)), last=st.booleans())
+    def push(self, data: st.DataObject, blocks: set[str], last: bool) -> None:
+        rank = data.draw(st.sampled_from(self.ranks()))
+        step = self.step[rank]
+        assert self.clocks.admit(rank, self.incarnations[rank], step) == "open"
+        together = self.pushed[rank] | blocks
+        number = len(together) if last else None
+        payload = {name: f"{rank} {step} {name}" for name in blocks}
+        said = self.said[rank]
+        if (said is not None and len(together) > said) or (said is not None and number not in (None, said)):
+            with pytest.raises(ContributionConflict):
+                self.clocks.blocks_arrived(rank, payload, number, NUMBERS, step - 1)
+            return
+        new = self.clocks.blocks_arrived(rank, payload, number, NUMBERS if last else None, step - 1 if last else None)
+        assert new == len(together) - len(self.pushed[rank])
+        self.pushed[rank] = together
+        self.said[rank] = said if number is None else number
+
+    @rule(data=st.data())
+    def take(self, data: st.DataObject) -> None:
+        complete = [rank for rank in self.ranks() if self.said[rank] == len(self.pushed[rank])]
+        assert complete == [rank for rank in self.ranks() if self.clocks.staged(rank).is_complete]
+        if not complete:
+            return
+        rank = data.draw(st.sampled_from(complete))
+        taken = self.clocks.take(rank)
+        assert (taken.rank, taken.step) == (rank, self.step[rank])
+        assert set(taken.contribution.blocks) == self.pushed[rank]
+        before = self.clock(rank)
+        self.queued += [(taken, name) for name in taken.contribution.blocks]
+        self.unapplied[rank] |= {(taken.step, name) for name in taken.contribution.blocks}
+        self.step[rank] += 1
+        self.pushed[rank], self.said[rank] = set(), None
+        self.num_applied += self.clock(rank) - before
+
+    @precondition(lambda self: self.queued)
+    @rule(data=st.data())
+    def apply(self, data: st.DataObject) -> None:
+        taken, name = self.queued.pop(data.draw(st.integers(0, len(self.queued) - 1)))
+        is_known = self.clocks.members.get(taken.rank) is not None and taken.steps is self.clocks._steps[taken.rank]
+        before = self.clock(taken.rank) if is_known else 0
+        completed = self.clocks.block_applied(taken)
+        if is_known:
+            self.unapplied[taken.rank].discard((taken.step, name))
+            assert completed == (self.clock(taken.rank) > before)
+            self.num_applied += self.clock(taken.rank) - before
+
+    @rule(data=st.data())
+    def leave_or_come_back(self, data: st.DataObject) -> None:
+        rank = data.draw(st.sampled_from(RANKS))
+        if rank in self.incarnations and len(self.incarnations) > 1:
+            self.gone = self.incarnations.pop(rank)
+        else:
+            self.incarnations[rank] = self.incarnations.get(rank, 1) + 1
+            self.step[rank], self.unapplied[rank] = 1, set()
+        self.pushed[rank], self.said[rank] = set(), None
+        self.clocks.members_changed(self.incarnations)
+
+    @invariant()
+    def clocks_are_what_is_applied(self) -> None:
+        if hasattr(self, "clocks"):
+            assert self.clocks.clocks == {rank: self.clock(rank) for rank in self.ranks()}
+
+    @invariant()
+    def gets_wait_for_those_who_are_behind_and_for_nobody_else(self) -> None:
+        if not hasattr(self, "clocks"):
+            return
+        for rank in self.ranks():
+            for step in range(self.step[rank] + 2):
+                if step >= self.step[rank]:
+                    with pytest.raises(FutureRound):
+                        self.clocks.waits_for(rank, step)
+                    continue
+                expected = {rank} if self.wait and self.clock(rank) < step else set()
+                if self.bound is not None:
+                    expected |= {other for other in self.ranks() if self.clock(other) < step - self.bound}
+                assert self.clocks.waits_for(rank, step) == sorted(expected)
+
+    @invariant()
+    def old_and_strange_messages_are_known_as_such(self) -> None:
+        if not hasattr(self, "clocks"):
+            return
+        for rank in RANKS:
+            if rank not in self.incarnations:
+                with pytest.raises(StaleTrainer):
+                    self.clocks.admit(rank, 1, 1)
+                continue
+            life = self.incarnations[rank]
+            with pytest.raises(StaleTrainer):
+                self.clocks.admit(rank, life + 1, 1)
+            with pytest.raises(FutureRound):
+                self.clocks.admit(rank, life, self.step[rank] + 1)
+            for old in range(1, self.step[rank]):
+                assert self.clocks.admit(rank, life, old) == "already_applied"
+
+
+ClocksMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestClocks = ClocksMachine.TestCase
+
+
+@pytest.mark.parametrize("max_delay", [0, 1, 3])
+def test_what_a_gradient_may_have_been_computed_on(max_delay: int) -> None:
+    clocks: Clocks[str] = Clocks({0: 1}, Consistency(mode="async", max_delay=max_delay))
+    for step in range(1, 9):
+        for computed_on in range(10):
+            if computed_on >= step:
+                with pytest.raises(FutureRound):
+                    clocks.check_delay(0, step, computed_on)
+            elif computed_on < step - 1 - max_delay:
+                with pytest.raises(DelayExceeded, match=f"computed step {step} on parameters of its step"):
+                    clocks.check_delay(0, step, computed_on)
+            else:
+                clocks.check_delay(0, step, computed_on)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_staleness": 1},
+        {"mode": "async", "max_staleness": 1},
+        {"read_consistency": "shard"},
+        {"mode": "async", "dc_lambda": 0.5},
+        {"max_merged": 2},
+    ],
+)
+def test_a_setting_that_could_have_no_effect_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(BadModel, match="would have no effect in mode"):
+        Consistency(**settings)
+
+
+def test_ssp_has_a_bound_of_its_own() -> None:
+    assert Consistency(mode="ssp").max_staleness == 4
+    assert Consistency(mode="ssp", max_staleness=0).max_staleness == 0
+
+
+def test_a_clock_waits_for_the_oldest_step() -> None:
+    """A later step that has no gradient for a slow block may be applied first; then both count at once."""
+    clocks: Clocks[str] = Clocks({0: 1}, Consistency(mode="async"))
+    taken = []
+    for step, name in ((1, "slow"), (2, "quick")):
+        clocks.blocks_arrived(0, {name: "g"}, 1, NUMBERS, step - 1)
+        taken.append(clocks.take(0))
+    assert not clocks.block_applied(taken[1])
+    assert (clocks.clocks, clocks.applied) == ({0: 0}, 0)
+    assert clocks.block_applied(taken[0])
+    assert (clocks.clocks, clocks.applied) == ({0: 2}, 2)

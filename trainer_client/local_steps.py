@@ -1,0 +1,57 @@
+"""Local steps: the trainer's own optimizer steps H times, and the difference is the gradient of an outer optimizer.
+
+With an outer SGD of rate 1 that is local SGD (Stich, ICLR 2019): parameters are averaged every H steps. With Nesterov
+momentum it is DiLoCo (Douillard et al., 2023). Pushed is what the parameters were minus what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ps_protocol.errors import BadModel
+
+
+class LocalSteps:
+    """The steps between two pushes. Keeps one copy of the parameters; the inner optimizer's slots are its own."""
+
+    def __init__(self, inner: Optimizer, parameters: Mapping[str, Tensor], num_steps: int) -> None:
+        self._inner = inner
+        self._parameters = parameters
+        self._num_steps = num_steps
+        self._done = 0
+        self._anchors: dict[str, Tensor] = {}
+
+    def begin(self) -> None:
+        """The parameters are those of the pservers: steps count from here."""
+        self._done = 0
+        for name, parameter in self._parameters.items():
+            if name in self._anchors:
+                self._anchors[name].copy_(parameter.detach())
+            else:
+                self._anchors[name] = parameter.detach().clone()
+
+    def step(self) -> bool:
+        """Step once, here; returns whether it is time to push."""
+        self._inner.step()
+        self._done += 1
+        return self._done >= self._num_steps
+
+    def outer_gradients(self) -> dict[str, Tensor]:
+        """By parameter name, tensors of shape (numel,): what the parameters were minus what they are."""
+        with torch.no_grad():
+            return {name: (self._anchors[name] - p).reshape(-1) for name, p in self._parameters.items()}
+
+
+def check_outer(inner: Optimizer, outer: Optimizer) -> None:
+    """Raise BadModel unless both optimizers have the same parameters."""
+    ours, theirs = ({id(p) for group in o.param_groups for p in group["params"]} for o in (inner, outer))
+    if ours != theirs:
+        raise BadModel(
+            "the outer optimizer must have the parameters of the inner one",
+            expected=f"{len(ours)} parameters",
+            actual=f"{len(theirs)}, of which {len(ours & theirs)} are the same",
+        )

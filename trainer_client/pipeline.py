@@ -1,0 +1,161 @@
+"""A trainer's steps on their way: gradients out, parameters in, up to `max_delay` steps behind the computation.
+
+    step t:  begin(t) ──push to every pserver──► pull ──► landing[t mod (k + 1)]
+                                                  └─ step t may only return once step t - k has been pulled
+
+Pushes leave in the order of the steps, and so do pulls; a push of step t + 1 and the pull of step t overlap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from time import perf_counter
+
+from torch import Tensor
+
+from ps_protocol.optimizers import HyperParameters
+from ps_protocol.vocabulary import Round
+
+from .buckets import Bucket, make_buckets
+from .client import ParameterClient, completion
+from .io_thread import IoThread
+from .tensors import writable_bytes
+
+METADATA_BYTES_PER_GROUP = 256
+MAX_KEPT_LAYOUTS = 4  # which parameters have a gradient seldom changes
+
+
+class Pipeline:
+    """All methods are called by the training thread; `wait` blocks for the network.
+
+    Gradients are copied into buffers of our own, k + 1 sets of them.
+    """
+
+    def __init__(self, client: ParameterClient, io: IoThread, num_groups: int) -> None:
+        self.max_delay = client.joined.consistency.max_delay
+        self.newest: Round = 0  # that was waited for, or was found to be there already
+        self._client = client
+        self._io = io
+        self._num_groups = num_groups
+        self._destinations: list[list[dict[str, memoryview]]] = []
+        self._layouts: list[dict[frozenset[str], list[list[Bucket]]]] = [{} for _ in range(self.max_delay + 1)]
+        self._pulls: dict[Round, Future[None]] = {}  # those that nobody has waited for
+        self._pushed = asyncio.Event()  # every push of the newest step is acknowledged
+        self._pushed.set()
+        self._newest_pull: Future[None] | None = None
+
+    def bind(self, landing: Sequence[Mapping[str, Tensor]]) -> None:
+        """Say where pulls are written to: k + 1 sets of contiguous host tensors by parameter name.
+
+        That of step t holds until step t + 1 + k begins. Nothing may be under way.
+        """
+        self._destinations = [
+            self._client.destinations({name: writable_bytes(tensor) for name, tensor in one.items() if tensor.numel()})
+            for one in landing
+        ]
+
+    def pull_initial(self) -> None:
+        """Pull version 0 into the first landing set."""
+        self._io.run(self._client.pull(0, self._destinations[0], with_batch_barrier=False))
+
+    def begin(
+        self, step: Round, gradients: Mapping[str, Tensor], numbers: list[HyperParameters], computed_on: Round
+    ) -> None:
+        """Copy flattened gradients (name -> shape (numel,)) and start to push them; a pull will follow."""
+        layout = self._layout(step, frozenset(gradients))
+        is_async = self._client.joined.consistency.is_async
+        before, self._pushed = self._pushed, asyncio.Event()
+        pushes: list[Future[None]] = []
+        try:
+            # Bucket by bucket, so that the network works while the next one is being copied.
+            for bucket, shard in _interleave(layout):
+                bucket.fill(gradients)
+                last = bucket is shard[-1]
+                frame = bucket.frame(completion(shard, numbers, computed_on if is_async else None) if last else None)
+                pushes.append(self._io.start(self._push(step, bucket, frame, before)))
+        except BaseException:
+            _cancel(pushes)
+            raise
+        pull = self._io.start(self._pull(step, pushes, self._pushed, self._newest_pull, perf_counter()))
+        self._pulls[step] = self._newest_pull = pull
+
+    async def _push(self, step: Round, bucket: Bucket, frame: memoryview, before: asyncio.Event) -> None:
+        await before.wait()
+        await self._client.push(step, bucket, frame)
+
+    async def _pull(
+        self,
+        step: Round,
+        pushes: Sequence[Future[None]],
+        pushed: asyncio.Event,
+        before: Future[None] | None,
+        begun: float,
+    ) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._client.unfinished.add(task)
+        task.add_done_callback(self._client.unfinished.discard)
+        try:
+            await asyncio.gather(*map(asyncio.wrap_future, pushes))
+        finally:
+            pushed.set()
+        acknowledged = perf_counter()
+        if before is not None:
+            await asyncio.wrap_future(before)
+        is_sync = not self._client.joined.consistency.is_async
+        await self._client.pull(step, self._destinations[self.slot(step)], with_batch_barrier=is_sync)
+        metrics, ended = self._client.metrics, perf_counter()
+        metrics.push_seconds.observe(acknowledged - begun)
+        metrics.pull_seconds.observe(ended - acknowledged)
+        metrics.rounds.inc()
+        metrics.round.set(step)
+
+    def wait(self, step: Round) -> Round:
+        """Wait until this step has been pulled; returns the newest one that has. Raises what went wrong."""
+        try:
+            while (pull := self._pulls.get(self.newest + 1)) is not None and (self.newest < step or pull.done()):
+                self._io.wait(pull)
+                self.newest += 1
+                del self._pulls[self.newest]
+        except BaseException:
+            self._give_up()
+            raise
+        return self.newest
+
+    def slot(self, step: Round) -> int:
+        """Which landing set a step is pulled into."""
+        return step % len(self._destinations)
+
+    def _give_up(self) -> None:
+        _cancel(self._pulls.values())
+        self._pulls.clear()
+        self._newest_pull = None
+        for layouts in self._layouts:  # a request that was given up may still be reading its buffer: leave it alone
+            layouts.clear()
+
+    def _layout(self, step: Round, present: frozenset[str]) -> list[list[Bucket]]:
+        layouts = self._layouts[self.slot(step)]
+        layout = layouts.get(present)
+        if layout is None:
+            if len(layouts) >= MAX_KEPT_LAYOUTS:
+                layouts.clear()
+            layout = layouts[present] = make_buckets(
+                self._client.plan,
+                present,
+                bucket_bytes=self._client.settings.bucket_bytes,
+                metadata_bytes=METADATA_BYTES_PER_GROUP * self._num_groups,
+            )
+        return layout
+
+
+def _interleave(layout: list[list[Bucket]]) -> list[tuple[Bucket, list[Bucket]]]:
+    """Buckets in the order in which they leave: one of each pserver in turn, so that all of them are busy."""
+    longest = max(map(len, layout), default=0)
+    return [(shard[i], shard) for i in range(longest) for shard in layout if i < len(shard)]
+
+
+def _cancel(futures: Iterable[Future[None]]) -> None:
+    for future in futures:
+        future.cancel()
