@@ -43,7 +43,7 @@ def cluster_of(trainers: int, server: str, *, pservers: int = 1, mode: str = "as
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("pushes", [1000, pytest.param(2000, marks=pytest.mark.extended)])
-@pytest.mark.parametrize("merged", [1, 8])
+@pytest.mark.parametrize("merged", [1, pytest.param(8, marks=pytest.mark.extended)])
 async def test_many_trainers_hammer_the_same_block(server: str, pushes: int, merged: int) -> None:
     """With SGD of rate 1 and integers the value is the exact sum: every gradient was applied, and applied once."""
     num_trainers = 4
@@ -113,11 +113,11 @@ async def watch(address: str, seconds: float, *, until_torn: bool) -> tuple[int,
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("consistency", ["none", "block", "shard"])
+@pytest.mark.parametrize("consistency", ["none", pytest.param("block", marks=pytest.mark.extended), "shard"])
 async def test_torn_reads(server: str, consistency: str) -> None:
     with cluster_of(2, server, read_consistency=consistency, max_delay=1_000_000, max_queued=2) as address:
         until_torn = consistency == "none"  # else the setting would mean nothing
-        versions, torn_blocks, torn_shards = await watch(address, seconds=3, until_torn=until_torn)
+        versions, torn_blocks, torn_shards = await watch(address, seconds=2, until_torn=until_torn)
     print(f"{consistency}: {versions} versions, {torn_blocks} torn blocks, {torn_shards} torn shards")
     assert versions >= 3
     if consistency != "none":
@@ -162,7 +162,7 @@ def play(address: str, history: History, num_trainers: int, steps: int, seed: in
     return run_trainers(address, [train] * num_trainers)
 
 
-@pytest.mark.parametrize("bound", [0, 2])
+@pytest.mark.parametrize("bound", [pytest.param(0, marks=pytest.mark.extended), 2])
 def test_max_staleness_is_never_exceeded_and_is_reached(server: str, bound: int) -> None:
     history, num_trainers, steps = History(), 3, 40
     with cluster_of(num_trainers, server, mode="ssp", max_staleness=bound) as address:
@@ -178,7 +178,9 @@ def test_max_staleness_is_never_exceeded_and_is_reached(server: str, bound: int)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("delay", [0, 1, 3])
+@pytest.mark.parametrize(
+    "delay", [pytest.param(0, marks=pytest.mark.extended), 1, pytest.param(3, marks=pytest.mark.extended)]
+)
 def test_max_delay_is_never_exceeded_and_is_reached(server: str, mode: str, delay: int) -> None:
     history, steps = History(), 30
     with cluster_of(2, server, pservers=2, mode=mode, max_delay=delay, min_block_size=10) as address:
@@ -207,7 +209,14 @@ def test_a_run_with_delay_takes_every_step(server: str) -> None:
 # ---------------------------------------------------------------------- what counts as a step
 
 
-@pytest.mark.parametrize(("mode", "settings"), [("sync", {}), ("async", {"step_count": "trainer"}), ("async", {})])
+@pytest.mark.parametrize(
+    ("mode", "settings"),
+    [
+        pytest.param("sync", {}, marks=pytest.mark.extended),
+        pytest.param("async", {"step_count": "trainer"}, marks=pytest.mark.extended),
+        ("async", {}),
+    ],
+)
 def test_a_schedule_counts_what_it_should(server: str, mode: str, settings: dict[str, str]) -> None:
     def train(session: Session) -> tuple[int, int]:
         weight = nn.Parameter(torch.zeros(100))

@@ -32,9 +32,8 @@ from .wire import completion, encode_blocks
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["granian", "uvicorn"])
-async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
-    server = request.param
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(server: str) -> AsyncIterator[World]:
     async with AsyncExitStack() as stack:
         cluster = LocalCluster(pservers=2, trainers=2, server=server, lease_seconds=120, **LIMITS)
         stack.enter_context(cluster)

@@ -204,7 +204,11 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("how", "code", "state", "reason"),
-    [("ends", 0, "finished", None), ("raises", 1, "failed", "ValueError: no"), ("exits", 4, "failed", "SystemExit: 4")],
+    [
+        pytest.param("ends", 0, "finished", None, marks=pytest.mark.extended),
+        ("raises", 1, "failed", "ValueError: no"),
+        pytest.param("exits", 4, "failed", "SystemExit: 4", marks=pytest.mark.extended),
+    ],
 )
 def test_a_forked_child_leaves_when_it_ends(
     cluster: LocalCluster, how: str, code: int, state: str, reason: str | None
