@@ -16,14 +16,14 @@ from typing import Any
 
 import xxhash
 
-from ps_protocol.errors import GradpostError, ModeMismatch, QueueFull, RoundPending, RoundTimeout
+from ps_protocol.errors import GradpostError, ModeMismatch, QueueFull, RoundPending
 from ps_protocol.fence import Fence
 from ps_protocol.messages import BarrierAnswer, InstallRun, PushAnswer
 from ps_protocol.routes import APPLIED_KEY
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
 
-from .admission import Admission, check_member
+from .admission import Admission
 from .block_queue import BlockQueue, Update
 from .bodies import Body
 from .clocks import Clocks
@@ -95,10 +95,6 @@ class AsyncRun(PserverRun):
     def describe_trainers(self) -> dict[str, Any]:
         """Everybody's clock."""
         return {"clocks": self.clocks.clocks}
-
-    def check_member(self, fence: Fence) -> None:
-        """Raise StaleTrainer unless the request is from the current life of a member."""
-        check_member(self.clocks.members, fence.rank, fence.trainer_incarnation)
 
     # ------------------------------------------------------------------ push
 
@@ -281,7 +277,7 @@ class AsyncRun(PserverRun):
         if others:
             self._waits[fence.rank] = _Wait(fence.round, since, others)
             if now >= patience:
-                raise self._timed_out(others, f"let trainer {fence.rank} go on after step {fence.round}")
+                raise self.timed_out(others, f"let trainer {fence.rank} go on after step {fence.round}")
         else:
             self._waits.pop(fence.rank, None)
         if now >= deadline:
@@ -295,15 +291,10 @@ class AsyncRun(PserverRun):
         assert self._waiting_since is not None
         patience = self._waiting_since + self.install.round_timeout_seconds
         if now >= patience:
-            raise self._timed_out((self.install.uploader,), "upload the initial values")
+            raise self.timed_out((self.install.uploader,), "upload the initial values")
         if now >= deadline:
             self.check_readable()
         return min(deadline, patience)
-
-    def _timed_out(self, ranks: tuple[Rank, ...], owed: str) -> RoundTimeout:
-        limit = self.install.round_timeout_seconds
-        text = f"{name_trainers(ranks)} did not {owed} within the round time-out of {limit:g} s"
-        return RoundTimeout(text, missing=list(ranks))
 
     # ------------------------------------------------------------------ members and the end
 

@@ -90,16 +90,12 @@ class Rounds(Generic[Payload]):
             for rank, contribution in sorted(contributions.items()):
                 yield round_, rank, contribution
 
-    def check_member(self, rank: Rank, incarnation: Incarnation) -> None:
-        """Raise StaleTrainer unless this is the current life of a member."""
-        check_member(self.members, rank, incarnation)
-
     def admit(self, rank: Rank, incarnation: Incarnation, round_: Round) -> Admission:
         """Say where a message belongs, or raise StaleTrainer or FutureRound. Changes nothing.
 
         Called at a request's headers and again after its last byte, because rounds go on meanwhile.
         """
-        self.check_member(rank, incarnation)
+        check_member(self.members, rank, incarnation)
         return admit(round_, self.open, self.open + self.max_delay)
 
     def blocks_arrived(

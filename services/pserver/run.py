@@ -20,6 +20,7 @@ from ps_protocol.errors import (
     GradpostError,
     NonFiniteGradient,
     NotReady,
+    RoundTimeout,
     StaleTrainer,
     UnknownBlock,
     error_from_problem,
@@ -31,7 +32,7 @@ from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
 
-from .admission import Admission
+from .admission import Admission, check_member
 from .bodies import Body
 from .metrics import PserverMetrics
 from .pushes import read_blocks, read_buffers
@@ -111,10 +112,6 @@ class PserverRun(ABC):
         """Whom everybody waits for."""
 
     @abstractmethod
-    def check_member(self, fence: Fence) -> None:
-        """Raise StaleTrainer unless the request is from the current life of a member."""
-
-    @abstractmethod
     def admit_push(self, fence: Fence) -> Admission:
         """Check a push before its body is read, and again before it is staged."""
 
@@ -159,6 +156,10 @@ class PserverRun(ABC):
         )
         if self.failure is not None:
             raise copy.copy(self.failure)  # its traceback would collect the frames, and bodies, of every request
+
+    def check_member(self, fence: Fence) -> None:
+        """Raise StaleTrainer unless the request is from the current life of a member."""
+        check_member(self.members, fence.rank, fence.trainer_incarnation)
 
     def check_readable(self) -> None:
         """Raise NotReady before version 0 can be read."""
@@ -279,6 +280,12 @@ class PserverRun(ABC):
     def waiting_seconds(self) -> float:
         """How long somebody has been waiting for the missing trainers."""
         return 0.0 if self._waiting_since is None else asyncio.get_running_loop().time() - self._waiting_since
+
+    def timed_out(self, ranks: Sequence[Rank], owed: str, **facts: object) -> RoundTimeout:
+        """The error for those who have waited for the round time-out: who did not do what."""
+        limit = self.install.round_timeout_seconds
+        text = f"{name_trainers(ranks)} did not {owed} within the round time-out of {limit:g} s"
+        return RoundTimeout(text, missing=list(ranks), **facts)
 
     # ------------------------------------------------------------------ inspection
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from ps_protocol.errors import ApplyFailed, GradpostError, NotReady, RoundPending, RoundTimeout, StaleRound
+from ps_protocol.errors import ApplyFailed, GradpostError, NotReady, RoundPending, StaleRound
 from ps_protocol.fence import Fence
 from ps_protocol.messages import BarrierAnswer, InstallRun, PushAnswer
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
@@ -66,10 +66,6 @@ class SyncRun(PserverRun):
             "batch_barriers": tuple(sorted(rounds.batch_barriers)),
             "fetch_barriers": tuple(sorted(rounds.fetch_barriers)),
         }
-
-    def check_member(self, fence: Fence) -> None:
-        """Raise StaleTrainer unless the request is from the current life of a member."""
-        self.rounds.check_member(fence.rank, fence.trainer_incarnation)
 
     # ------------------------------------------------------------------ push
 
@@ -222,11 +218,7 @@ class SyncRun(PserverRun):
             owed = f"reach the batch barrier of round {self.rounds.open}"
             if not self.is_readable:
                 owed = "upload the initial values"
-            return RoundTimeout(
-                f"{name_trainers(missing)} did not {owed} within the round time-out of "
-                f"{self.install.round_timeout_seconds:g} s",
-                missing=missing, round=self.rounds.open,
-            )  # fmt: skip
+            return self.timed_out(missing, owed, round=self.rounds.open)
         if not self.is_readable:
             return NotReady("the initial values are not complete", waiting_for=self.uploader_name)
         return RoundPending(
