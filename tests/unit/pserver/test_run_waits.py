@@ -1,0 +1,257 @@
+"""Who waits for whom in a run on one pserver, and what ends every wait."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from ps_protocol.errors import (
+    ApplyFailed,
+    Conflict,
+    NotReady,
+    RoundPending,
+    RoundTimeout,
+    StalePserver,
+    StaleRun,
+    StaleTrainer,
+    TrainerLost,
+)
+
+from .oracle import TorchOracle, assert_same_bits, average
+from .refusals import Refusal, keep_busy, unchanged
+from .support import (
+    GROUPS,
+    PARAMETERS,
+    bench,
+    decode,
+    encode,
+    gradients_of,
+    initial_values,
+)
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_a_long_poll_ends_with_round_pending_that_names_the_missing_trainer():
+    async with bench(3) as b:
+        await b.push(0, 1)
+        await b.push(2, 1)
+        await b.barrier(0, 1)
+        await b.barrier(2, 1)
+        begin = asyncio.get_running_loop().time()
+        refusal = await unchanged(b, RoundPending, b.get(0, 1, wait_seconds=0.05))
+        assert refusal == Refusal("round 1 waits for trainer 1", {"missing": [1], "round": 1})
+        assert asyncio.get_running_loop().time() - begin >= 0.05
+        with pytest.raises(RoundPending):
+            await b.get(2, 1, wait_seconds=0)
+
+
+async def test_round_timeout_names_the_missing_trainer():
+    async with bench(round_timeout_seconds=0.1) as b:
+        await b.push(0, 1)
+        begin = asyncio.get_running_loop().time()
+        with pytest.raises(RoundTimeout, match=r"trainer 1 did not reach the batch barrier of round 1") as caught:
+            await b.get(0, 1, wait_seconds=20, with_barrier=True)
+        assert caught.value.facts == {"missing": [1], "round": 1}
+        assert 0.1 <= asyncio.get_running_loop().time() - begin < 2
+        # It is not the pserver that ends the run: who comes after all is let in.
+        await b.push(1, 1)
+        await b.barrier(1, 1)
+        assert decode(await b.get(0, 1))[1]["round"] == "1"
+
+
+async def test_round_timeout_counts_from_the_first_who_waits_whatever_it_sent():
+    """Nobody has sent a barrier; who merely asks must not wait for ever either."""
+    async with bench(round_timeout_seconds=0.1) as b:
+        with pytest.raises(RoundTimeout, match="trainers 0, 1"):
+            await b.get(0, 1, wait_seconds=20)
+
+
+async def test_round_timeout_names_the_trainer_that_owes_the_initial_values():
+    async with bench(initial=False, round_timeout_seconds=0.15) as b:
+        with pytest.raises(NotReady, match="initial values") as pending:
+            await b.get(1, 0, wait_seconds=0.01)
+        assert pending.value.facts == {"waiting_for": "trainer 0"}
+        await asyncio.sleep(0.1)
+        value = initial_values()["p0"]
+        await b.call("initial", b.fence(0, 0), encode({"p0.block0": value}))  # it is slow, but it goes on
+        with pytest.raises(NotReady):
+            await b.get(1, 0, wait_seconds=0.1)
+        with pytest.raises(RoundTimeout, match="trainer 0") as caught:
+            await b.get(1, 0, wait_seconds=20)
+        assert caught.value.facts["missing"] == [0]
+
+
+async def test_the_round_time_out_begins_anew_with_every_round_and_change_of_members():
+    async with bench(3, round_timeout_seconds=0.2) as b:
+        await b.push(0, 1)
+        await b.barrier(0, 1)
+        await asyncio.sleep(0.15)
+        await b.change_members(2, {1: 1, 2: 1})  # the one who waited has left, so nobody waits now
+        assert b.run.waiting_seconds == 0
+        await b.push(1, 1)
+        with pytest.raises(RoundPending):
+            await b.get(1, 1, wait_seconds=0.1, with_barrier=True)
+        await b.push(2, 1)
+        await b.barrier(2, 1)
+        await b.get(1, 1)
+        assert b.run.waiting_seconds == 0
+
+
+async def test_a_failure_installed_by_the_coordinator_wakes_all_waiters():
+    async with bench(3) as b:
+        for rank in (0, 1):
+            await b.push(rank, 1)
+        gets = [asyncio.create_task(b.get(rank, 1, with_barrier=True)) for rank in (0, 1)]
+        await asyncio.sleep(0)
+        gets.append(asyncio.create_task(b.get(0, 1, names=["p1.block0"])))
+        await asyncio.sleep(0.01)
+        failure = TrainerLost("trainer 2 was lost", ranks=[2]).to_problem()
+        begin = asyncio.get_running_loop().time()
+        await b.change_members(2, {0: 1, 1: 1}, failure=failure)
+        errors = await asyncio.gather(*gets, return_exceptions=True)
+        assert asyncio.get_running_loop().time() - begin < 1
+        assert [(type(e), str(e)) for e in errors] == [(TrainerLost, "trainer 2 was lost")] * 3
+        assert len(set(map(id, errors))) == 3  # one shared exception would collect everybody's frames
+        for request in (b.push(1, 1), b.barrier(1, 1), b.get(1, 0), b.call("initial", b.fence(0, 0), encode({}))):
+            await unchanged(b, TrainerLost, request)
+        await b.change_members(3, {}, failure=TrainerLost("trainer 0 was lost").to_problem())
+        with pytest.raises(TrainerLost, match="trainer 2"):  # the first failure stands
+            await b.get(0, 1)
+
+
+async def test_a_failed_run_keeps_nothing_of_the_requests_that_it_refuses():
+    async with bench() as b:
+        await b.change_members(2, {}, failure=TrainerLost("trainer 1 was lost").to_problem())
+        for _ in range(3):
+            with pytest.raises(TrainerLost):
+                await b.push(0, 1)
+        assert b.run.failure.__traceback__ is None
+
+
+async def test_an_older_number_of_members_changes_nothing():
+    async with bench(3) as b:
+        await b.change_members(5, {0: 1, 1: 1})
+        await b.change_members(4, {0: 1, 1: 1, 2: 1})
+        await b.change_members(5, {}, failure=TrainerLost("late").to_problem())
+        assert b.run.rounds.members == {0: 1, 1: 1}
+        assert b.run.failure is None
+
+
+async def test_members_that_leave_are_not_waited_for():
+    async with bench() as b:
+        await b.push(0, 1)
+        get = asyncio.create_task(b.get(0, 1, with_barrier=True))
+        await asyncio.sleep(0)
+        await b.change_members(2, {0: 1})
+        values, _ = decode(await get)
+        oracle = TorchOracle("SGD", PARAMETERS, GROUPS, initial_values())
+        oracle.step(average([gradients_of(0, 1)]), GROUPS)
+        assert_same_bits(values["p3.block0"], oracle.parameters["p3"].detach(), "p3")
+
+
+async def test_a_waiter_whose_trainer_is_removed_is_told_so():
+    async with bench() as b:
+        await b.push(1, 1)
+        get = asyncio.create_task(b.get(1, 1, with_barrier=True))
+        await asyncio.sleep(0.01)
+        await b.change_members(2, {0: 1})
+        with pytest.raises(StaleTrainer):
+            await asyncio.wait_for(get, 1)
+
+
+async def test_waiters_of_a_replaced_run_are_told_so_at_once():
+    async with bench() as b:
+        await b.push(0, 1)
+        get = asyncio.create_task(b.get(0, 1, with_barrier=True))
+        await asyncio.sleep(0.01)
+        await b.install_next_run()
+        with pytest.raises(StaleRun):
+            await asyncio.wait_for(get, 1)
+        del get
+        assert await b.settle_used_bytes(0) == 0
+
+
+async def test_a_late_installation_of_a_replaced_run_does_not_bring_it_back():
+    async with bench() as b:
+        await b.install_next_run()
+        with pytest.raises(StaleRun):
+            await b.pserver.install_run(b.install)
+        assert b.run.install.run == "run2"
+        with pytest.raises(StalePserver):
+            await b.install_next_run("run3", incarnation=9)
+        assert b.run.install.run == "run2"
+
+
+async def test_the_same_installation_again_changes_nothing_but_brings_newer_members():
+    async with bench() as b:
+        await b.push(0, 1)
+        digest = await b.digest()
+        await b.pserver.install_run(b.install)
+        assert await b.digest() == digest
+        await b.pserver.install_run(b.install.model_copy(update={"number": 9, "members": {0: 1}}))
+        assert b.run.rounds.members == {0: 1}
+        other = {**b.install.plan, "buffers": [["mean", [2], "F32", 0]]}
+        with pytest.raises(Conflict):
+            await b.pserver.install_run(b.install.model_copy(update={"plan": other}))
+        await b.change_members(9, {0: 1, 1: 1})  # the number came with the installation
+        assert b.run.rounds.members == {0: 1}
+
+
+async def test_an_initial_upload_that_is_cancelled_at_its_end_can_be_repeated():
+    """Its values are stored by then; only the retry can make version 0 readable."""
+    async with bench(initial=False) as b:
+        release = await keep_busy(b)
+        upload = asyncio.create_task(b.upload_initial())
+        await asyncio.sleep(0.01)
+        upload.cancel()
+        await asyncio.gather(upload, return_exceptions=True)
+        await release()
+        await b.upload_initial()
+        assert decode(await b.get(1, 0, wait_seconds=1))[1]["round"] == "0"
+
+
+async def test_the_request_that_completed_the_barrier_may_go_away():
+    async with bench(1) as b:
+        await b.push(0, 1)
+        get = asyncio.create_task(b.get(0, 1, with_barrier=True))
+        release = await keep_busy(b)
+        await asyncio.sleep(0.01)
+        assert b.run.rounds.applying
+        get.cancel()
+        await release()
+        await asyncio.gather(get, return_exceptions=True)
+        assert decode(await b.get(0, 1))[1]["round"] == "1"
+
+
+async def test_a_cancelled_waiter_leaves_the_condition_to_the_others():
+    async with bench() as b:
+        await b.push(0, 1)
+        gets = [asyncio.create_task(b.get(0, 1, with_barrier=True)) for _ in range(5)]
+        await asyncio.sleep(0.01)
+        for get in gets[:4]:
+            get.cancel()
+        await b.push(1, 1)
+        await b.barrier(1, 1)
+        assert decode(await gets[4])[1]["round"] == "1"
+        assert all(get.cancelled() for get in gets[:4])
+
+
+async def test_an_apply_that_fails_ends_every_wait():
+    async with bench() as b:
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("out of memory")
+
+        b.run.shard.apply = fail
+        await b.push(0, 1)
+        await b.push(1, 1)
+        get = asyncio.create_task(b.get(0, 1, with_barrier=True))
+        await asyncio.sleep(0.01)
+        await b.barrier(1, 1)
+        with pytest.raises(ApplyFailed, match=r"pserver 0 failed in round 1: out of memory"):
+            await asyncio.wait_for(get, 2)
+        with pytest.raises(ApplyFailed):
+            await b.push(0, 2)
