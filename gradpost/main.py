@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ps_protocol.consistency import Compensation, ReadConsistency, StepCount
 from ps_protocol.environment import SettingsError
 from ps_protocol.errors import GradpostError
 from ps_protocol.plan import DEFAULT_PLACEMENT
@@ -124,6 +125,22 @@ def up(
     max_delay: Annotated[
         int | None, typer.Option(metavar="K", help="Steps that pushes and pulls may run behind the computation.")
     ] = None,
+    wait_for_apply: Annotated[
+        bool | None,
+        typer.Option("--wait-for-apply/--no-wait-for-apply", help="async, ssp: a get waits for its trainer's push."),
+    ] = None,
+    read_consistency: Annotated[
+        ReadConsistency | None, typer.Option(help="async, ssp: what no get sees half updated.")
+    ] = None,
+    max_queued: Annotated[
+        int | None, typer.Option(metavar="N", help="async, ssp: gradients a block may queue.")
+    ] = None,
+    max_merged: Annotated[int | None, typer.Option(metavar="N", help="async, ssp: gradients in one update.")] = None,
+    compensation: Annotated[Compensation | None, typer.Option(help="async, ssp: what is done about staleness.")] = None,
+    dc_lambda: Annotated[float | None, typer.Option(metavar="X", help="The lambda of --compensation dc.")] = None,
+    step_count: Annotated[
+        StepCount | None, typer.Option(help="async, ssp: whose steps optimizer and schedule count.")
+    ] = None,
     server: Annotated[str | None, typer.Option(metavar="granian|uvicorn", help="HTTP/2, or HTTP/1.1 only.")] = None,
     port: Annotated[int, typer.Option(metavar="N", help="The coordinator's port; 0: a free one.")] = 0,
     min_block_size: Annotated[int | None, typer.Option(metavar="N", help="Elements of the smallest block.")] = None,
@@ -153,6 +170,13 @@ def up(
         "mode": mode,
         "max_staleness": max_staleness,
         "max_delay": max_delay,
+        "wait_for_apply": wait_for_apply,
+        "read_consistency": read_consistency,
+        "max_queued": max_queued,
+        "max_merged": max_merged,
+        "compensation": compensation,
+        "dc_lambda": dc_lambda,
+        "step_count": step_count,
         "server": server,
         "port": port,
         "min_block_size": min_block_size,

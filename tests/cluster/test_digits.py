@@ -15,16 +15,35 @@ from .up_support import ROOT, RunningUp
 SCRIPT = ROOT / "examples" / "digits.py"
 
 
+STEPS = 8 * 23
+
+
 @pytest.mark.cluster
-@pytest.mark.parametrize("mode", ["sync", "async", pytest.param("ssp", marks=pytest.mark.extended)])
-def test_two_trainers_learn_the_digits(tmp_path: Path, server: str, transport: str, mode: str) -> None:
-    with RunningUp("--json", "--server", server, "--mode", mode, "--", "python", SCRIPT, folder=tmp_path) as up:
+@pytest.mark.parametrize(
+    ("flags", "local_steps", "rounds"),
+    [
+        ("--mode sync", 0, STEPS),
+        ("--mode async", 0, 2 * STEPS),
+        pytest.param("--mode ssp --max-staleness 2", 0, 2 * STEPS, marks=pytest.mark.extended),
+        pytest.param(
+            "--mode async --no-wait-for-apply --read-consistency shard", 0, 2 * STEPS, marks=pytest.mark.extended
+        ),
+        pytest.param("--mode sync --max-delay 2", 0, STEPS, marks=pytest.mark.extended),
+        pytest.param("--mode sync", 4, STEPS // 4, marks=pytest.mark.extended),
+        pytest.param("--mode ssp", 4, 2 * STEPS // 4, marks=pytest.mark.extended),
+    ],
+)
+def test_two_trainers_learn_the_digits(
+    tmp_path: Path, server: str, transport: str, flags: str, local_steps: int, rounds: int
+) -> None:
+    """The same script in all modes."""
+    arguments = ("--json", "--server", server, *flags.split(), "--", "python", SCRIPT)
+    with RunningUp(*arguments, folder=tmp_path, GRADPOST_LOCAL_STEPS=str(local_steps)) as up:
         code, stdout, stderr = up.finish()
     assert code == 0, stderr
-    summary = json.loads(stdout)
+    summary, mode = json.loads(stdout), flags.split()[1]
     assert (summary["state"], summary["mode"], summary["transport"]) == ("finished", mode, transport)
-    steps = 8 * 23
-    assert summary["rounds"] == (steps if mode == "sync" else 2 * steps)
+    assert summary["rounds"] == rounds
     assert summary["results"]["accuracy"] >= 0.97
     assert stderr.count("accuracy on 360 held-out images: ") == 2
     assert stderr.count(f"] trained: mode={mode} transport={transport} accuracy=") == 2

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
+from typer.main import get_command
 
 from gradpost import main, output
 from gradpost.output import CommandError
+from ps_protocol.consistency import Consistency
 from ps_protocol.environment import SettingsError
 from ps_protocol.errors import BadModel, GradpostError, Unreachable
 
@@ -50,6 +54,11 @@ def test_a_wrong_usage_is_explained(run_command: RunCommand, arguments: list[str
     assert (outcome.exit_code, outcome.stdout) == (2, "")
     assert "Usage: gradpost" in outcome.stderr
     assert outcome.stderr.splitlines()[-1].startswith("Error: ")
+
+
+def test_up_has_a_flag_for_everything_about_the_mode() -> None:
+    options = {parameter.name for parameter in get_command(main.app).commands["up"].params}  # type: ignore[attr-defined]
+    assert {field.name for field in fields(Consistency)} <= options
 
 
 @pytest.mark.parametrize(
