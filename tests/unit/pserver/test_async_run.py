@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -26,6 +27,7 @@ from ps_protocol.errors import (
     TrainerLost,
 )
 from services.pserver import async_run
+from services.runtime.compute import TELL_SECONDS
 
 from .oracle import make_options
 from .support import PARAMETERS, Bench, bench, decode, initial_values
@@ -275,6 +277,8 @@ async def read_in_the_middle(pserver: Bench) -> dict[str, float]:
 
     def apply(name: str, *args: Any, **kwargs: Any) -> None:
         apply_block(name, *args, **kwargs)
+        if name == NAMES[0]:
+            time.sleep(2 * TELL_SECONDS)  # its worker hears of it before the others are done
         if name == NAMES[1]:
             reached.set()
             gate.wait(10)

@@ -14,6 +14,10 @@ from services.runtime.logs import configure_logs
 pytestmark = pytest.mark.asyncio
 
 
+def time_passes(_: object) -> None:
+    time.sleep(0.005)
+
+
 async def test_jobs_run_one_after_another_in_order() -> None:
     executor = ComputeExecutor()
     order: list[str] = []
@@ -27,6 +31,25 @@ async def test_jobs_run_one_after_another_in_order() -> None:
     assert await asyncio.gather(*(executor.run(job, name) for name in "abc")) == ["a", "b", "c"]
     assert order == [f"{name} {what}" for name in "abc" for what in ("begins", "ends")]
     executor.close()
+
+
+async def test_a_result_does_not_wait_long_for_the_jobs_behind_it() -> None:
+    """Though all of them went to the thread together."""
+    executor = ComputeExecutor()
+    gate = threading.Event()
+    first, second, third = (asyncio.create_task(executor.run(job, 5)) for job in (abs, time_passes, gate.wait))
+    assert await asyncio.wait_for(asyncio.gather(first, second), 2) == [5, None]
+    assert not third.done()
+    gate.set()
+    assert await third
+    executor.close()
+
+
+async def test_what_was_submitted_in_the_turn_of_the_loop_that_closes_it_is_done() -> None:
+    executor = ComputeExecutor()
+    request = asyncio.create_task(executor.run(abs, -5))
+    asyncio.get_running_loop().call_soon(executor.close)
+    assert await asyncio.wait_for(request, 2) == 5
 
 
 async def test_jobs_do_not_run_on_the_event_loop() -> None:
