@@ -13,7 +13,7 @@ SUITES ?= tests
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check test-all bench clean
+.PHONY: help install train test check test-all bench study clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ test-all: check ## test, and what takes longer or needs more
 
 bench: install ## measure seconds a round beside torch.distributed.rpc
 	$(BIN)/python benchmarks/sync_round.py
+
+study: install ## train in every mode and compare, in just under an hour; goes on where it was interrupted
+	$(BIN)/python benchmarks/consistency/study.py
 
 clean: ## remove what can be made again
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

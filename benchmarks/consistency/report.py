@@ -1,0 +1,131 @@
+"""From the results of the study to tables and plots: `python benchmarks/consistency/report.py`.
+
+Writes docs/consistency/*.png, and the tables between the markers of docs/consistency-study.md.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # no screen
+import matplotlib.pyplot as plt
+from cells import ASYNC, FOR_EVER, LOCAL, LONG, MODES, QUESTIONS, SHORT, SLOWED, STALE, SYNC, Mode
+from cells import DELAYED as DELAYS
+from results import TARGETS, Run, read_runs
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "consistency-study.md"
+PLOTS = ROOT / "docs" / "consistency"
+
+Runs = dict[str, list[Run]]
+Column = tuple[str, Callable[[Run], float], str]
+SECONDS: Column = ("seconds to target", lambda run: run.seconds_to_target, "{:.1f}")
+STEPS: Column = ("steps to target", lambda run: run.steps_to_target, "{:.0f}")
+LOSS: Column = ("final loss", lambda run: run.final_loss, "{:.3f}")
+PACE: Column = ("contributions/s", lambda run: run.contributions_a_second, "{:.2f}")
+IDLE: Column = ("idle, %", lambda run: 100 * run.idle_share, "{:.1f}")
+BYTES: Column = ("kB a step", lambda run: run.kilobytes_a_step, "{:.1f}")
+
+
+def spread(values: Iterable[float], form: str) -> str:
+    """`median (lowest to highest)`, or one number if they print the same."""
+    ordered = sorted(values)
+    shown = [form.format(value) for value in (statistics.median(ordered), ordered[0], ordered[-1])]
+    middle, low, high = ("never" if text == "inf" else text for text in shown)
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def table(runs: Runs, names: Sequence[str], columns: Sequence[Column]) -> str:
+    """A row for each cell, in Markdown."""
+    lines = ["| run | " + " | ".join(title for title, _, _ in columns) + " |", "|---" * (1 + len(columns)) + "|"]
+    for name in names:
+        cells = [spread(map(value, runs[name]), form) for _, value, form in columns]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def against_sync(runs: Runs, word: str, modes: Sequence[Mode]) -> str:
+    """How many times the synchronous mode's pace and idle time, seed by seed."""
+    sync = runs[f"sync, {word}"]
+    lines = [f"| run, {word} slowness | contributions/s | times sync | idle, % |", "|---|---|---|---|"]
+    for name, *_ in modes:
+        rows = runs[f"{name}, {word}"]
+        ratios = [run.contributions_a_second / s.contributions_a_second for run, s in zip(rows, sync, strict=True)]
+        cells = [spread(map(value, rows), form) for _, value, form in (PACE, IDLE)]
+        lines.append(f"| {name} | {cells[0]} | {spread(ratios, '{:.2f}')} | {cells[1]} |")
+    return "\n".join(lines)
+
+
+def plot_losses(runs: Runs, names: Sequence[str], file: str) -> None:
+    """Each seed's held-out loss, over steps and over seconds."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    for ax, over in zip(axes, ("steps", "seconds"), strict=True):
+        for color, name in enumerate(names):
+            for number, run in enumerate(runs[name]):
+                ax.plot(*run.curve(over), color=f"C{color}", alpha=0.7, lw=1.2, label=None if number else name)
+        ax.axhline(TARGETS[runs[names[0]][0].workload], color="grey", lw=0.8, ls=":")
+        ax.set(xlabel="steps of trainer 0" if over == "steps" else "seconds", yscale="log")
+        ax.grid(alpha=0.3, which="both")
+    axes[0].set_ylabel("held-out loss")
+    axes[1].legend()
+    save(figure, file)
+
+
+def plot_slowness(runs: Runs) -> None:
+    """After OSDI'14, fig. 13: how the trainers' time is spent, and how much work is done, over the bound."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4))
+    names = [name for name, *_ in SLOWED]
+    for offset, word, modes in ((-0.2, "transient", SLOWED), (0.2, "persistent", FOR_EVER)):
+        places = [names.index(name) + offset for name, *_ in modes]
+        for ax, (_, value, _) in zip(axes, (IDLE, PACE), strict=True):
+            seeds = [[value(run) for run in runs[f"{name}, {word}"]] for name, *_ in modes]
+            middles = [statistics.median(values) for values in seeds]
+            errors = [[m - min(v) for m, v in zip(middles, seeds, strict=True)],
+                      [max(v) - m for m, v in zip(middles, seeds, strict=True)]]  # fmt: skip
+            ax.bar(places, middles, 0.38, yerr=errors, capsize=2, label=word)
+    for ax, label in zip(axes, ("idle, % of the trainers' time", "contributions a second"), strict=True):
+        ax.set_xticks(range(len(names)), names)
+        ax.set_ylabel(label)
+        ax.grid(alpha=0.3, axis="y")
+    axes[1].legend(title="slowness")
+    save(figure, "slowness.png")
+
+
+def save(figure: plt.Figure, file: str) -> None:
+    figure.tight_layout()
+    figure.savefig(PLOTS / file, dpi=100)
+    plt.close(figure)
+
+
+def write_report() -> None:
+    """Replace the tables of the page and all plots."""
+    runs = read_runs()
+    names = lambda modes, prefix="": [prefix + name for name, *_ in modes]  # noqa: E731
+    tables = {
+        "modes": table(runs, names(MODES), (SECONDS, STEPS, LOSS, IDLE, BYTES)),
+        "questions": table(runs, names([ASYNC, *QUESTIONS]), (SECONDS, LOSS, PACE, IDLE, BYTES)),
+        "large": table(runs, names([ASYNC, *QUESTIONS], "large, "), (PACE,)),
+        "characters": table(runs, names([*LONG, *SHORT], "characters, "), (SECONDS, STEPS, LOSS, IDLE, BYTES)),
+        "transient": against_sync(runs, "transient", SLOWED),
+        "persistent": against_sync(runs, "persistent", FOR_EVER),
+    }
+    page = PAGE.read_text()
+    for name, text in tables.items():
+        mark, end = f"<!-- table: {name} -->\n", "<!-- end -->"
+        begin = page.index(mark) + len(mark)
+        page = page[:begin] + text + "\n" + page[page.index(end, begin) :]
+    PAGE.write_text(page)
+    PLOTS.mkdir(exist_ok=True)
+    plot_losses(runs, names([SYNC, ASYNC, *STALE]), "staleness.png")
+    plot_losses(runs, names([SYNC, *DELAYS]), "delay.png")
+    plot_losses(runs, names([SYNC, *LOCAL, MODES[-1]]), "local-steps.png")
+    plot_losses(runs, names([*LONG, *SHORT], "characters, "), "characters.png")
+    plot_slowness(runs)
+
+
+if __name__ == "__main__":
+    write_report()
