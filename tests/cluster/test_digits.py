@@ -28,7 +28,7 @@ STEPS = 8 * 23
         pytest.param(
             "--mode async --no-wait-for-apply --read-consistency shard", 0, 2 * STEPS, marks=pytest.mark.extended
         ),
-        pytest.param("--mode sync --max-delay 2", 0, STEPS, marks=pytest.mark.extended),
+        pytest.param("--mode sync --max-delay 1", 0, STEPS, marks=pytest.mark.extended),
         pytest.param("--mode sync", 4, STEPS // 4, marks=pytest.mark.extended),
         pytest.param("--mode ssp", 4, 2 * STEPS // 4, marks=pytest.mark.extended),
     ],
