@@ -63,6 +63,7 @@ class ParameterClient:
         self.is_declared = False  # all trainers have declared the same, and there is a plan
         self.unfinished: set[asyncio.Task[Any]] = set()  # steps that are on their way
         self._begun_round: Round = 0  # the newest that something was pushed for
+        self._sent_round: Round = 0  # the newest of which all pushes are acknowledged
         self._metrics_server: MetricsServer | None = None
         self._lag: asyncio.Task[None] | None = None
         self._control = make_control_client(self.settings.tls_ca)
@@ -169,9 +170,11 @@ class ParameterClient:
     async def leave(self, outcome: str = "done", reason: str = "") -> None:
         """Leave the run, `done` or `failed`, and close all connections.
 
-        Leaving in the middle of a round is failing: some pservers may have counted this trainer, others not.
+        Leaving in the middle of a round is failing: some pservers may have counted this trainer, others not. In
+        asynchronous modes a step is over once its pushes are acknowledged.
         """
-        if outcome == "done" and self._begun_round > self.membership.round:
+        over = self._sent_round if self.is_declared and self.joined.consistency.is_async else 0
+        if outcome == "done" and self._begun_round > max(over, self.membership.round):
             outcome, reason = "failed", f"it left in the middle of round {self._begun_round}"
         await self.membership.leave(outcome, reason)
         for client in (self._control, *self._bulk):
@@ -231,6 +234,7 @@ class ParameterClient:
             frames = [b.frame() for b in shard[:-1]] + [shard[-1].frame(metadata)]
             pushes.append(self._push_all(pserver, round_, frames))
         await self.membership.guard(_gather(pushes))
+        self._sent_round = round_
 
     async def batch_barrier(self, round_: Round) -> None:
         """Tell every pserver that this trainer's contribution is complete everywhere. Nothing in asynchronous modes."""

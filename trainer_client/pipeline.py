@@ -3,7 +3,8 @@
     step t:  begin(t) ──push to every pserver──► pull ──► landing[t mod (k + 1)]
                                                   └─ step t may only return once step t - k has been pulled
 
-Pushes leave in the order of the steps, and so do pulls; a push of step t + 1 and the pull of step t overlap.
+Pushes leave in the order of the steps, and so do pulls; a push of step t + 1 and the pull of step t overlap. A step
+that fails takes those behind it along: none of them is pushed.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from time import perf_counter
 
 from torch import Tensor
 
+from ps_protocol.errors import GradpostError
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Round
 
@@ -25,6 +28,24 @@ from .tensors import writable_bytes
 
 METADATA_BYTES_PER_GROUP = 256
 MAX_KEPT_LAYOUTS = 4  # which parameters have a gradient seldom changes
+
+
+@dataclass
+class _Acknowledged:
+    """Whether every push of a step has been acknowledged, once that is known; on the I/O loop."""
+
+    event: asyncio.Event = field(default_factory=asyncio.Event)
+    succeeded: bool = False
+
+    async def wait(self) -> bool:
+        await self.event.wait()
+        return self.succeeded
+
+
+def _nothing_to_wait_for() -> _Acknowledged:
+    acknowledged = _Acknowledged(succeeded=True)
+    acknowledged.event.set()
+    return acknowledged
 
 
 class Pipeline:
@@ -42,8 +63,7 @@ class Pipeline:
         self._destinations: list[list[dict[str, memoryview]]] = []
         self._layouts: list[dict[frozenset[str], list[list[Bucket]]]] = [{} for _ in range(self.max_delay + 1)]
         self._pulls: dict[Round, Future[None]] = {}  # those that nobody has waited for
-        self._pushed = asyncio.Event()  # every push of the newest step is acknowledged
-        self._pushed.set()
+        self._pushed = _nothing_to_wait_for()  # of the newest step
         self._newest_pull: Future[None] | None = None
 
     def bind(self, landing: Sequence[Mapping[str, Tensor]]) -> None:
@@ -66,7 +86,7 @@ class Pipeline:
         """Copy flattened gradients (name -> shape (numel,)) and start to push them; a pull will follow."""
         layout = self._layout(step, frozenset(gradients))
         is_async = self._client.joined.consistency.is_async
-        before, self._pushed = self._pushed, asyncio.Event()
+        before, pushed = self._pushed, _Acknowledged()
         pushes: list[Future[None]] = []
         try:
             # Bucket by bucket, so that the network works while the next one is being copied.
@@ -78,18 +98,20 @@ class Pipeline:
         except BaseException:
             _cancel(pushes)
             raise
-        pull = self._io.start(self._pull(step, pushes, self._pushed, self._newest_pull, perf_counter()))
+        self._pushed = pushed  # from here on: a step that could not begin is not waited for
+        pull = self._io.start(self._pull(step, pushes, pushed, self._newest_pull, perf_counter()))
         self._pulls[step] = self._newest_pull = pull
 
-    async def _push(self, step: Round, bucket: Bucket, frame: memoryview, before: asyncio.Event) -> None:
-        await before.wait()
+    async def _push(self, step: Round, bucket: Bucket, frame: memoryview, before: _Acknowledged) -> None:
+        if not await before.wait():
+            raise GradpostError(f"step {step} was not pushed, because the one before it failed")
         await self._client.push(step, bucket, frame)
 
     async def _pull(
         self,
         step: Round,
         pushes: Sequence[Future[None]],
-        pushed: asyncio.Event,
+        pushed: _Acknowledged,
         before: Future[None] | None,
         begun: float,
     ) -> None:
@@ -99,8 +121,9 @@ class Pipeline:
         task.add_done_callback(self._client.unfinished.discard)
         try:
             await asyncio.gather(*map(asyncio.wrap_future, pushes))
+            pushed.succeeded = True
         finally:
-            pushed.set()
+            pushed.event.set()
         acknowledged = perf_counter()
         if before is not None:
             await asyncio.wrap_future(before)
@@ -132,6 +155,7 @@ class Pipeline:
         _cancel(self._pulls.values())
         self._pulls.clear()
         self._newest_pull = None
+        self._pushed = _nothing_to_wait_for()
         for layouts in self._layouts:  # a request that was given up may still be reading its buffer: leave it alone
             layouts.clear()
 

@@ -39,7 +39,7 @@ class RemoteOptimizer(Optimizer):
         model: gives its buffers (batch norm statistics) and frozen parameters their start, and parameters their names.
         session: from `connect()`; by default the open session, or a new one made with `arguments`.
         outer: with local steps, the optimizer that steps on the pservers, over the same parameters; by default SGD with
-            `outer_lr` (1.0), `outer_momentum` (0.0) and `outer_nesterov`.
+            `outer_lr` (1, or 1 / world size in asynchronous modes), `outer_momentum` (0) and `outer_nesterov`.
         arguments: `local_steps` (0: none; else `optimizer` steps here, and every so many steps the difference is
             pushed, as the gradient of `outer`), `coordinator`, `mode`, `min_block_size`, `placement`,
             `slice_parameters`, `nonfinite`, `bucket_bytes`, `retry_seconds`; those that shape the plan must be the
@@ -96,7 +96,7 @@ class RemoteOptimizer(Optimizer):
 
     @property
     def num_steps(self) -> int:
-        """How many steps the last `step()` counts as for a schedule: 1, or 0 if nothing was pulled since.
+        """How many steps the last `step()` counts as for a schedule: 1.
 
         With `step_count=applied` in an asynchronous mode: how many contributions of all trainers have been applied
         since the one before, so that `for _ in range(optimizer.num_steps): schedule.step()` follows them.
@@ -116,15 +116,17 @@ class RemoteOptimizer(Optimizer):
         """Which optimizer steps on the pservers, and what is done here before."""
         settings = self._session.client.settings
         if settings.local_steps == 0:
-            if outer is not None:
-                raise BadModel("an outer optimizer has work only with local_steps")
+            if outer is not None or settings.outer_is_set:
+                raise BadModel("an outer optimizer (outer, outer_lr, …) has work only with local_steps")
             return optimizer, None
         if self._session.client.joined.consistency.max_delay:
             raise BadModel("local_steps with max_delay: what was stepped here meanwhile would be overwritten")
         if outer is None:
+            # Where nothing is averaged, N trainers would move the parameters N times as far.
+            mean = 1 / self._session.world_size if self._session.client.joined.consistency.is_async else 1.0
             outer = torch.optim.SGD(
                 list(self._named.values()),
-                lr=settings.outer_lr,
+                lr=mean if settings.outer_lr is None else settings.outer_lr,
                 momentum=settings.outer_momentum,
                 nesterov=settings.outer_nesterov,
             )
@@ -211,33 +213,35 @@ class RemoteOptimizer(Optimizer):
         rules, before = self._session.client.joined.consistency, self._applied
         if rules.is_async and rules.step_count == "applied":
             self._applied = min(pserver.applied for pserver in self._session.client.pservers)
+            self._num_steps = self._applied - before
         else:
-            self._applied = self._landed
-        self._num_steps = self._applied - before
+            self._num_steps = 1
 
     def _exchange(self, gradients: dict[str, Tensor]) -> None:
         started = time.perf_counter()
         numbers = read_hyper_parameters(self.spec, self._remote)
         step = self._begun + 1
-        try:
-            self._pipeline.begin(step, gradients, numbers, computed_on=self._landed)
-            self._begun = step
-            self._take(self._pipeline.wait(step - self._pipeline.max_delay))
-            self._count_steps()
-        except BaseException:
-            self._begun = self._pipeline.newest
-            raise
+        self._pipeline.begin(step, gradients, numbers, computed_on=self._landed)
+        self._begun = step
+        self._take(step - self._pipeline.max_delay)
+        self._count_steps()
         self._session.client.metrics.step_seconds.observe(time.perf_counter() - started)
 
     @torch.no_grad()
     def synchronize(self) -> None:
         """Wait for the steps that are on their way, and take the newest parameters. Does nothing without max_delay."""
-        self._take(self._pipeline.wait(self._begun))
+        self._take(self._begun)
 
     def _take(self, step: Round) -> None:
-        if step > self._landed:
-            self._landed = step
-            self._land(self._named, self._landing[self._pipeline.slot(step)])
+        """Wait for a step's parameters, and take the newest that are there."""
+        try:
+            newest = self._pipeline.wait(step)
+        except BaseException:
+            self._begun = self._pipeline.newest  # a step that fails takes those behind it along
+            raise
+        if newest > self._landed:
+            self._landed = newest
+            self._land(self._named, self._landing[self._pipeline.slot(newest)])
 
     def _land(self, tensors: dict[str, Tensor], landing: dict[str, Tensor]) -> None:
         """Copy what was pulled to where it could not be written directly: other devices, other memory formats."""

@@ -51,7 +51,9 @@ class TrainerSettings(BaseSettings):
     local_steps: int = Field(
         default=0, ge=0, description="steps of the trainer's own optimizer between pushes; 0: none"
     )
-    outer_lr: float = Field(default=1.0, ge=0, description="local steps: the rate of the outer SGD")
+    outer_lr: float | None = Field(
+        default=None, ge=0, description="local steps: the rate of the outer SGD; None: that of a mean"
+    )
     outer_momentum: float = Field(default=0.0, ge=0)
     outer_nesterov: bool = False
     bucket_bytes: int = Field(default=4 * 1024 * 1024, ge=1)
@@ -59,6 +61,11 @@ class TrainerSettings(BaseSettings):
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = Field(default=0, ge=0, le=65535, description="0: a free one")
     tls_ca: Path | None = None
+
+    @property
+    def outer_is_set(self) -> bool:
+        """Whether anything is said of the outer optimizer."""
+        return self.outer_lr is not None or bool(self.outer_momentum) or self.outer_nesterov
 
     @property
     def expectations(self) -> dict[str, Any]:

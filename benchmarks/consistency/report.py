@@ -1,10 +1,11 @@
 """From the results of the study to tables and plots: `python benchmarks/consistency/report.py`.
 
-Writes docs/consistency/*.png, and the tables between the markers of docs/consistency-study.md.
+Writes docs/consistency/*.png and runs.csv, and the tables between the markers of docs/consistency-study.md.
 """
 
 from __future__ import annotations
 
+import csv
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from results import TARGETS, Run, read_runs
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "consistency-study.md"
 PLOTS = ROOT / "docs" / "consistency"
+SUMMARY = PLOTS / "runs.csv"
 
 Runs = dict[str, list[Run]]
 Column = tuple[str, Callable[[Run], float], str]
@@ -58,6 +60,17 @@ def against_sync(runs: Runs, word: str, modes: Sequence[Mode]) -> str:
         cells = [spread(map(value, rows), form) for _, value, form in (PACE, IDLE)]
         lines.append(f"| {name} | {cells[0]} | {spread(ratios, '{:.2f}')} | {cells[1]} |")
     return "\n".join(lines)
+
+
+def write_runs(runs: Runs) -> None:
+    """One line for each run, so that the tables can be checked without training again."""
+    columns = (SECONDS, STEPS, LOSS, PACE, IDLE, BYTES)
+    with SUMMARY.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["run", "seed", *(title for title, _, _ in columns)])
+        for name, seeds in sorted(runs.items()):
+            for run in seeds:
+                writer.writerow([name, run.seed, *(f"{value(run):.4g}" for _, value, _ in columns)])
 
 
 def plot_losses(runs: Runs, names: Sequence[str], file: str) -> None:
@@ -119,6 +132,7 @@ def write_report() -> None:
         begin = page.index(mark) + len(mark)
         page = page[:begin] + text + "\n" + page[page.index(end, begin) :]
     PAGE.write_text(page)
+    write_runs(runs)
     PLOTS.mkdir(exist_ok=True)
     plot_losses(runs, names([SYNC, ASYNC, *STALE]), "staleness.png")
     plot_losses(runs, names([SYNC, *DELAYS]), "delay.png")

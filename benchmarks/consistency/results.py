@@ -32,6 +32,7 @@ class Run:
 
     def __init__(self, result: dict[str, Any]) -> None:
         self.name: str = result["cell"]["name"]
+        self.seed: int = result["seed"]
         self.workload: str = result["cell"]["workload"]
         self.trainers: list[dict[str, Any]] = result["trainers"]
         begin = min(trainer["steps"][0][0] for trainer in self.trainers)

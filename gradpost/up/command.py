@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ps_protocol.environment import PREFIX, check_environment
 from trainer_client.testing.environment import use_this_python
@@ -49,14 +49,16 @@ def resolve_command(command: Sequence[str]) -> list[str]:
     raise CommandError(f"there is no command {name!r}", exit_code=EXIT_NOT_FOUND)
 
 
-def make_environment(environ: Mapping[str, str], num_trainers: int) -> dict[str, str]:
+def make_environment(environ: Mapping[str, str], num_trainers: int, flags: Collection[str] = ()) -> dict[str, str]:
     """What the processes inherit: all of `environ`, GRADPOST_* settings included, but for what `up` decides.
 
+    That is also each setting of which there was a flag (by its name): a variable must not tell the trainers otherwise.
     As torchrun does, it keeps the trainers from taking all cores each, unless OMP_NUM_THREADS says otherwise. Raises
     SettingsError for an unknown GRADPOST_* variable.
     """
     check_environment(environ)
-    kept = {k: v for k, v in environ.items() if not (k.startswith(PREFIX) and k in _DECIDED_HERE)}
+    decided = _DECIDED_HERE.union(PREFIX + name.upper() for name in flags)
+    kept = {name: value for name, value in environ.items() if name not in decided}
     kept.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_trainers)))
     return kept
 

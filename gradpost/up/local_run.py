@@ -57,7 +57,7 @@ class LocalRun:
             pservers=num_pservers,
             trainers=num_trainers,
             on_line=self._screen.show_line,
-            environ=make_environment(os.environ, num_trainers),
+            environ=make_environment(os.environ, num_trainers, settings),
             **settings,
         )
         self._ending: Ending | None = None

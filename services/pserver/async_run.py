@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -59,6 +60,7 @@ class AsyncRun(PserverRun):
         self._pulls = Pulls(self._rules.max_delay)
         self._queues: dict[str, BlockQueue] = {}  # none before version 0
         self._reader: Reader | None = None
+        self._held: list[Collection[str]] = []  # blocks of each push that waits for room, the longest waiting first
         self._waits: dict[Rank, _Wait] = {}
 
     @property
@@ -76,7 +78,7 @@ class AsyncRun(PserverRun):
         """Whom the longest waiting get waits for or, before version 0, for its values."""
         if not self.is_readable:
             return [self.install.uploader]
-        longest = min(self._waits.values(), key=lambda wait: wait.since, default=None)
+        longest = min(self._open_waits(), key=lambda wait: wait.since, default=None)
         return [] if longest is None else list(longest.others)
 
     @property
@@ -85,7 +87,17 @@ class AsyncRun(PserverRun):
         if not self.is_readable:
             return super().waiting_seconds
         now = asyncio.get_running_loop().time()
-        return max((now - wait.since for wait in self._waits.values()), default=0.0)
+        return max((now - wait.since for wait in self._open_waits()), default=0.0)
+
+    def _open_waits(self) -> Iterator[_Wait]:
+        """Those that the clocks do not answer yet: who was sent away to ask again may never have come back."""
+        for rank, wait in self._waits.items():
+            if others := self._others(rank, self.clocks.waits_for(rank, wait.step)):
+                yield replace(wait, others=others)
+
+    @staticmethod
+    def _others(rank: Rank, waits: Iterable[Rank]) -> tuple[Rank, ...]:
+        return tuple(other for other in waits if other != rank)
 
     @property
     def num_queued(self) -> int:
@@ -132,25 +144,31 @@ class AsyncRun(PserverRun):
         """Put the whole contribution into all its queues at once, waiting until every one of them has room."""
         loop = asyncio.get_running_loop()
         begin = loop.time()
+        blocks = self.clocks.staged(fence.rank).blocks.keys()
         async with self._condition:
-            while self.admit_push(fence) == "open":  # else another try of this push has queued it meanwhile
-                contribution = self.clocks.staged(fence.rank)
-                self._check_stopped(contribution.blocks)
-                full = [name for name in contribution.blocks if not self._queues[name].has_room]
-                if not full:
-                    self._take(fence.rank)
-                    break
-                if loop.time() >= begin + HOLD_SECONDS:
-                    raise QueueFull(f"the queue of block {full[0]!r} is full; send this again", blocks=full[:10])
-                self._metrics.held_pushes.inc()
-                try:
-                    with contextlib.suppress(TimeoutError):
+            self._held.append(blocks)
+            try:
+                while self.admit_push(fence) == "open":  # else another try of this push has queued it meanwhile
+                    self._check_stopped(blocks)
+                    full = [name for name in blocks if not self._queues[name].has_room]
+                    if not full and self._is_next(blocks):
+                        self._take(fence.rank)
+                        break
+                    if loop.time() >= begin + HOLD_SECONDS:
+                        names = full or sorted(blocks)
+                        raise QueueFull(f"the queue of block {names[0]!r} is full; send this again", blocks=names[:10])
+                    with self._metrics.held_pushes.track_inprogress(), contextlib.suppress(TimeoutError):
                         async with asyncio.timeout_at(begin + HOLD_SECONDS):
                             await self._condition.wait()
-                finally:
-                    self._metrics.held_pushes.dec()
-            self._condition.notify_all()  # an empty contribution advances a clock
+            finally:
+                self._held = [other for other in self._held if other is not blocks]
+                self._condition.notify_all()  # who stood behind; and an empty contribution advances a clock
         self._metrics.held_seconds.observe(loop.time() - begin)
+
+    def _is_next(self, blocks: Collection[str]) -> bool:
+        """Whether no push has waited longer for one of these blocks, which would else never find room in all of its."""
+        earlier = itertools.takewhile(lambda held: held is not blocks, self._held)
+        return all(frozenset(blocks).isdisjoint(held) for held in earlier)
 
     def _take(self, rank: Rank) -> None:
         computed_on = self.clocks.staged(rank).computed_on
@@ -270,7 +288,7 @@ class AsyncRun(PserverRun):
         if not waits:
             return None
         self._check_stopped(self._queues)
-        others = tuple(rank for rank in waits if rank != fence.rank)
+        others = self._others(fence.rank, waits)
         known = self._waits.get(fence.rank)
         since = known.since if known is not None and known.step == fence.round else now
         patience = since + self.install.round_timeout_seconds

@@ -92,7 +92,14 @@ class BlockQueue:
             if marker is not None and failure is not None:
                 marker.fail(failure)
             elif marker is not None:
-                await marker.reached(self.name)
+                await self._reach(marker)
+
+    async def _reach(self, marker: Marker) -> None:
+        try:
+            await marker.reached(self.name)
+        except Exception as error:  # the get fails, not the block
+            log.exception("reading a block failed", block=self.name)
+            marker.fail(ApplyFailed(f"block {self.name!r} could not be read: {error}"))
 
     async def _next(self) -> tuple[list[Update], Marker | None]:
         """Up to `max_merged` updates that stand one behind another, and the marker behind them, if there is one."""

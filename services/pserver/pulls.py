@@ -23,7 +23,8 @@ class Pull:
 class Pulls:
     """The pulls of every trainer, by the step that it had completed; what is too old to be computed on is forgotten.
 
-    With DC-ASGD each holds a copy of the shard: (max_delay + 2) float32 shards a trainer at most.
+    With DC-ASGD each holds a copy of the shard: (max_delay + 2) float32 shards a trainer at most, besides those that
+    queued updates were computed on.
     """
 
     def __init__(self, max_delay: int) -> None:

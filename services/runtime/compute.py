@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 from typing import Any, ParamSpec, TypeVar
 
 from .logs import get_logger
@@ -18,8 +18,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 log = get_logger()
-
-TELL_SECONDS = 0.001  # how long the result of a job may wait for those of the jobs behind it
 
 
 @dataclass(slots=True)
@@ -32,6 +30,8 @@ class _Job:
     def run(self) -> None:
         try:
             self.result = self.call()
+        except StopIteration as error:  # no future takes it
+            self.error = RuntimeError(f"a job raised {error!r}")
         except BaseException as error:  # whoever waits for it shall have it
             self.error = error
 
@@ -51,12 +51,14 @@ class ComputeExecutor:
     for the event loop. `num_jobs` may feed a gauge: `gauge.set_function(lambda: executor.num_jobs)`.
 
     Waking the thread, and the loop again, costs more than stepping a small block. So jobs that are submitted in one
-    turn of the loop go to the thread together, and results come back together.
+    turn of the loop go to the thread together, and the loop takes all results that are there when it is woken.
     """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._submitted: list[_Job] = []  # in this turn of the loop
+        self._done: deque[_Job] = deque()
+        self._loop_is_called = False
         self._num_jobs = 0
         self._is_closed = False
 
@@ -99,30 +101,26 @@ class ComputeExecutor:
 
     def _start(self) -> None:
         if self._submitted:
-            self._pool.submit(_run_all, self._submitted)
+            self._pool.submit(self._run_all, self._submitted)
             self._submitted = []
+
+    def _run_all(self, jobs: list[_Job]) -> None:
+        """On the thread."""
+        for job in jobs:
+            job.run()
+            self._done.append(job)
+            if not self._loop_is_called:
+                self._loop_is_called = True
+                with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile, and nobody waits
+                    job.waiter.get_loop().call_soon_threadsafe(self._tell_all)
+
+    def _tell_all(self) -> None:
+        self._loop_is_called = False  # first: whatever is done from now on calls again
+        while self._done:
+            self._done.popleft().tell()
 
     def _job_done(self, _: asyncio.Future[R]) -> None:
         self._num_jobs -= 1
-
-
-def _run_all(jobs: list[_Job]) -> None:
-    """On the thread."""
-    loop = jobs[0].waiter.get_loop()
-    done: list[_Job] = []
-    begin = perf_counter()
-    for job in jobs:
-        job.run()
-        done.append(job)
-        if (now := perf_counter()) - begin > TELL_SECONDS or job is jobs[-1]:
-            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile, and nobody waits
-                loop.call_soon_threadsafe(_tell_all, done)
-            done, begin = [], now
-
-
-def _tell_all(jobs: list[_Job]) -> None:
-    for job in jobs:
-        job.tell()
 
 
 def _log_failure(job: asyncio.Future[R]) -> None:

@@ -105,11 +105,31 @@ def test_it_goes_with_the_asynchronous_mode(server: str) -> None:
         assert torch.allclose(actual, weight, atol=1e-6)  # alone, local SGD is the inner optimizer
 
 
+@pytest.mark.parametrize("mode", ["async", "ssp"])
+def test_where_nothing_is_averaged_each_trainer_moves_its_share(server: str, mode: str) -> None:
+    """All pull towards 1; if each moved the parameters by its whole difference, they would end far beyond."""
+
+    def work(session: Session) -> float:
+        weight = nn.Parameter(torch.zeros(20))
+        inner = torch.optim.SGD([("weight", weight)], lr=0.4)
+        optimizer = RemoteOptimizer(inner, session=session, local_steps=4)
+        for _ in range(40):
+            weight.grad = weight.detach() - 1
+            optimizer.step()
+        return weight[0].item()
+
+    with LocalCluster(pservers=2, trainers=4, server=server, mode=mode, min_block_size=4) as cluster:
+        for value in run_trainers(cluster.address, [work] * 4):
+            assert value == pytest.approx(1, abs=0.1)
+
+
 def test_what_does_not_go_together_is_refused(cluster: LocalCluster, server: str) -> None:
     def without_local_steps(session: Session) -> None:
         weight = nn.Parameter(torch.zeros(2))
         with pytest.raises(BadModel, match="has work only with local_steps"):
             RemoteOptimizer(make_inner(weight), session=session, outer=torch.optim.SGD([weight], lr=1.0))
+        with pytest.raises(BadModel, match="has work only with local_steps"):
+            RemoteOptimizer(make_inner(weight), session=session, outer_momentum=0.9)
         other = nn.Parameter(torch.zeros(2))
         with pytest.raises(BadModel, match="must have the parameters of the inner one"):
             RemoteOptimizer(make_inner(weight), session=session, local_steps=2, outer=torch.optim.SGD([other], lr=1.0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -26,8 +25,7 @@ from ps_protocol.errors import (
     StaleRun,
     TrainerLost,
 )
-from services.pserver import async_run
-from services.runtime.compute import TELL_SECONDS
+from services.pserver import async_run, reading
 
 from .oracle import make_options
 from .support import PARAMETERS, Bench, bench, decode, initial_values
@@ -71,6 +69,11 @@ def busy(pserver: Bench) -> Iterator[threading.Event]:
     finally:
         release.set()
         assert not job.cancelled()
+
+
+def taken(pserver: Bench) -> bool:
+    """Whether each worker has taken what was in its queue, and waits for the compute thread."""
+    return all(queue._queue.empty() for queue in pserver.run._queues.values())
 
 
 async def until(condition: Any) -> None:
@@ -135,6 +138,30 @@ async def test_a_push_is_in_all_its_queues_or_in_none() -> None:
             assert not held.done()
         assert (await held)["complete"]
         assert stepped(await pserver.get(1, 1, names=NAMES[1:]), by=1)
+
+
+@pytest.mark.asyncio
+async def test_a_push_that_waits_for_several_queues_is_not_overtaken_in_one() -> None:
+    """Else others could take turns in filling them, and there would never be room in all."""
+    async with asynchronous(3, max_queued=1) as pserver:
+        gate, reached = threading.Event(), threading.Event()
+        apply_block = pserver.run.shard.apply_block
+
+        def apply(name: str, *args: Any, **kwargs: Any) -> None:
+            if name == NAMES[1]:
+                reached.set()
+                gate.wait(10)
+            apply_block(name, *args, **kwargs)
+
+        pserver.run.shard.apply_block = apply
+        await pserver.push(1, 1, ones(1.0, NAMES[1:2]))
+        await until(reached.is_set)
+        both = asyncio.ensure_future(pserver.push(2, 1, ones(1.0, NAMES[:2])))
+        await until(lambda: pserver.metric("gradpost_held_pushes") == 1)
+        one = asyncio.ensure_future(pserver.push(0, 1, ones(1.0, NAMES[:1])))  # for which there is room
+        await until(lambda: pserver.metric("gradpost_held_pushes") == 2)
+        gate.set()
+        assert [(await push)["status"] for push in (both, one)] == ["staged", "staged"]
 
 
 @pytest.mark.asyncio
@@ -233,6 +260,19 @@ async def test_nobody_gets_further_ahead_than_max_staleness() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_get_that_nobody_repeats_waits_for_nobody_once_the_clocks_allow_it() -> None:
+    async with asynchronous(mode="ssp", max_staleness=0) as pserver:
+        await pserver.push(0, 1, ones())
+        with pytest.raises(RoundPending):
+            await pserver.get(0, 1, wait_seconds=0.02)
+        assert pserver.pserver.heartbeat().missing == (1,)
+        assert pserver.run.waiting_seconds > 0
+        await pserver.push(1, 1, ones())
+        await pserver.get(1, 1)
+        assert (pserver.pserver.heartbeat().missing, pserver.run.waiting_seconds) == ((), 0)
+
+
+@pytest.mark.asyncio
 async def test_who_is_behind_for_too_long_is_named() -> None:
     async with bench(2, consistency=Consistency(mode="ssp", max_staleness=0), round_timeout_seconds=0.1) as pserver:
         await pserver.get(0, 0)
@@ -277,8 +317,6 @@ async def read_in_the_middle(pserver: Bench) -> dict[str, float]:
 
     def apply(name: str, *args: Any, **kwargs: Any) -> None:
         apply_block(name, *args, **kwargs)
-        if name == NAMES[0]:
-            time.sleep(2 * TELL_SECONDS)  # its worker hears of it before the others are done
         if name == NAMES[1]:
             reached.set()
             gate.wait(10)
@@ -305,6 +343,38 @@ async def test_without_shard_consistency_a_get_may_see_half_a_contribution() -> 
 async def test_with_shard_consistency_it_sees_all_of_it_or_nothing() -> None:
     async with asynchronous(3, read_consistency="shard") as pserver:
         assert await read_in_the_middle(pserver) == dict.fromkeys(NAMES, 2)
+
+
+@pytest.mark.asyncio
+async def test_a_get_behind_an_update_that_fails_is_told_so() -> None:
+    async with asynchronous(3, read_consistency="shard", max_merged=2) as pserver:
+        apply_block = pserver.run.shard.apply_block
+
+        def apply(name: str, gradients: Any, *args: Any, **kwargs: Any) -> None:
+            assert gradients[0][0] != 7
+            apply_block(name, gradients, *args, **kwargs)
+
+        pserver.run.shard.apply_block = apply
+        with busy(pserver):
+            await pserver.push(2, 1, ones(1.0, NAMES[:1]))
+            await until(lambda: taken(pserver))
+            await pserver.push(0, 1, ones(7.0, NAMES[:1]))
+            before = pserver.run._reader._current
+            get = asyncio.ensure_future(pserver.get(1, 0))
+            await until(lambda: pserver.run._reader._current is not before)
+        with pytest.raises(ApplyFailed, match="has stopped"):
+            await asyncio.wait_for(get, 5)
+
+
+@pytest.mark.asyncio
+async def test_a_block_that_could_not_be_read_fails_the_get_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with asynchronous(read_consistency="shard") as pserver:
+        with monkeypatch.context() as patch:
+            patch.setattr(reading._Snapshot, "_copy", lambda *_: 1 / 0)
+            with pytest.raises(ApplyFailed, match="could not be read: division by zero"):
+                await asyncio.wait_for(pserver.get(1, 0), 5)
+        await pserver.push(0, 1, ones())
+        assert stepped(await pserver.get(0, 1), by=1)
 
 
 @pytest.mark.asyncio
@@ -352,6 +422,37 @@ async def test_staleness_is_measured_and_divides_the_rate() -> None:
             assert stepped(await pserver.get(rank, 1), by=moved)
         assert pserver.metric("gradpost_staleness_sum") == (0 + 1 + 2) * len(NAMES)
         assert pserver.metric("gradpost_staleness_count") == 3 * len(NAMES)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("read_consistency", ["none", "block", "shard"])
+async def test_staleness_counts_from_the_pull_that_a_gradient_was_computed_on(read_consistency: Any) -> None:
+    async with asynchronous(compensation="divide", read_consistency=read_consistency) as pserver:
+        await pserver.push(0, 1, ones())
+        await pserver.get(0, 1)
+        for step in (1, 2, 3):
+            await pserver.push(1, step, ones())
+            assert stepped(await pserver.get(1, step), by=1 + step)
+            if step == 2:
+                await pserver.get(0, 1)  # asked again, the newer answer counts
+        await pserver.push(0, 2, ones())  # one step of trainer 1 has come between, not three
+        assert stepped(await pserver.get(0, 2), by=5)
+        assert pserver.metric("gradpost_staleness_sum") == (0 + 1 + 0 + 0 + 1) * len(NAMES)
+
+
+@pytest.mark.asyncio
+async def test_a_merged_update_is_divided_by_the_largest_staleness() -> None:
+    async with asynchronous(3, compensation="divide", max_merged=2) as pserver:
+        for step in (1, 2):
+            await pserver.push(0, step, ones())
+            await pserver.get(0, step)
+        with busy(pserver):
+            await pserver.push(2, 1, ones())  # staleness 2
+            await until(lambda: taken(pserver))
+            await pserver.push(0, 3, ones())  # staleness 1
+            await pserver.push(1, 1, ones())  # staleness 3, which divides both
+        await pserver.get(0, 3)
+        assert stepped(await pserver.get(1, 1), by=2 + 1 / 2 + (1 + 1) / 3)
 
 
 @pytest.mark.asyncio

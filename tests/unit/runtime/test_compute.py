@@ -14,10 +14,6 @@ from services.runtime.logs import configure_logs
 pytestmark = pytest.mark.asyncio
 
 
-def time_passes(_: object) -> None:
-    time.sleep(0.005)
-
-
 async def test_jobs_run_one_after_another_in_order() -> None:
     executor = ComputeExecutor()
     order: list[str] = []
@@ -33,15 +29,24 @@ async def test_jobs_run_one_after_another_in_order() -> None:
     executor.close()
 
 
-async def test_a_result_does_not_wait_long_for_the_jobs_behind_it() -> None:
+async def test_a_result_does_not_wait_for_the_jobs_behind_it() -> None:
     """Though all of them went to the thread together."""
     executor = ComputeExecutor()
     gate = threading.Event()
-    first, second, third = (asyncio.create_task(executor.run(job, 5)) for job in (abs, time_passes, gate.wait))
-    assert await asyncio.wait_for(asyncio.gather(first, second), 2) == [5, None]
+    first, second, third = (asyncio.create_task(executor.run(job, 5)) for job in (abs, abs, gate.wait))
+    assert await asyncio.wait_for(asyncio.gather(first, second), 2) == [5, 5]
     assert not third.done()
     gate.set()
     assert await third
+    executor.close()
+
+
+async def test_an_exception_that_no_future_takes_hides_nobody_elses_result() -> None:
+    executor = ComputeExecutor()
+    first, second = asyncio.create_task(executor.run(next, iter(()))), asyncio.create_task(executor.run(abs, -5))
+    assert await asyncio.wait_for(second, 2) == 5
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await first
     executor.close()
 
 

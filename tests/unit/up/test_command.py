@@ -55,3 +55,8 @@ def test_trainers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_misspelt_setting_is_refused() -> None:
     with pytest.raises(SettingsError, match="did you mean GRADPOST_PLACEMENT"):
         make_environment({"GRADPOST_PLACEMNT": "hash"}, 2)
+
+
+def test_a_flag_hides_the_variable_from_the_trainers() -> None:
+    environ = {"GRADPOST_MODE": "sync", "GRADPOST_MAX_STALENESS": "2", "OMP_NUM_THREADS": "1"}
+    assert make_environment(environ, 2, ["mode"]) == {"GRADPOST_MAX_STALENESS": "2", "OMP_NUM_THREADS": "1"}
