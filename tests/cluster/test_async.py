@@ -281,7 +281,7 @@ def test_a_trainer_that_was_started_for_another_mode_is_told_the_difference(serv
 # ---------------------------------------------------------------------- a step that fails
 
 
-@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("delay", [pytest.param(0, marks=pytest.mark.extended), 2])
 def test_a_step_that_could_not_begin_or_is_refused_holds_nobody_up(
     server: str, delay: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,7 +66,7 @@ def train(session: Session, **arguments: object) -> Tensor:
     return weight.detach().clone()
 
 
-@pytest.mark.parametrize("local_steps", [1, 3])
+@pytest.mark.parametrize("local_steps", [pytest.param(1, marks=pytest.mark.extended), 3])
 def test_local_sgd_averages_parameters(cluster: LocalCluster, local_steps: int) -> None:
     def work(session: Session) -> Tensor:
         return train(session, local_steps=local_steps)
@@ -105,7 +105,7 @@ def test_it_goes_with_the_asynchronous_mode(server: str) -> None:
         assert torch.allclose(actual, weight, atol=1e-6)  # alone, local SGD is the inner optimizer
 
 
-@pytest.mark.parametrize("mode", ["async", "ssp"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("ssp", marks=pytest.mark.extended)])
 def test_where_nothing_is_averaged_each_trainer_moves_its_share(server: str, mode: str) -> None:
     """All pull towards 1; if each moved the parameters by its whole difference, they would end far beyond."""
 
