@@ -114,16 +114,16 @@ class RemoteOptimizer(Optimizer):
 
     def _share_work(self, optimizer: Optimizer, outer: Optimizer | None) -> tuple[Optimizer, LocalSteps | None]:
         """Which optimizer steps on the pservers, and what is done here before."""
-        settings = self._session.client.settings
+        settings, rules = self._session.client.settings, self._session.client.joined.consistency
         if settings.local_steps == 0:
             if outer is not None or settings.outer_is_set:
                 raise BadModel("an outer optimizer (outer, outer_lr, …) has work only with local_steps")
             return optimizer, None
-        if self._session.client.joined.consistency.max_delay:
+        if rules.max_delay:
             raise BadModel("local_steps with max_delay: what was stepped here meanwhile would be overwritten")
         if outer is None:
             # Where nothing is averaged, N trainers would move the parameters N times as far.
-            mean = 1 / self._session.world_size if self._session.client.joined.consistency.is_async else 1.0
+            mean = 1 / self._session.world_size if rules.is_async else 1.0
             outer = torch.optim.SGD(
                 list(self._named.values()),
                 lr=mean if settings.outer_lr is None else settings.outer_lr,

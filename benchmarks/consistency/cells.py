@@ -48,9 +48,7 @@ DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}
 Mode = tuple[str, dict[str, Any], dict[str, Any], float]
 SYNC: Mode = ("sync", {}, {}, 1.0)
 ASYNC: Mode = ("async", {"mode": "async"}, {}, ALONE)
-STALE: list[Mode] = [
-    (f"ssp {s}", {"mode": "ssp", "max_staleness": s}, {}, ALONE) for s in (0, 1, 2, 4, 8, 16)
-]  # fmt: skip
+STALE: list[Mode] = [(f"ssp {s}", {"mode": "ssp", "max_staleness": s}, {}, ALONE) for s in (0, 1, 2, 4, 8, 16)]
 DELAYED: list[Mode] = [(f"delay {k}", {"max_delay": k}, {}, 1.0) for k in range(1, 5)]  # delay 0 is sync
 LOCAL: list[Mode] = [(f"diloco {h}", {}, {"local_steps": h, **DILOCO}, 1.0) for h in (1, 10, 50)]
 AVERAGED: Mode = ("local sgd 50", {}, {"local_steps": 50}, 1.0)

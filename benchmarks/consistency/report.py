@@ -14,8 +14,7 @@ import matplotlib
 
 matplotlib.use("Agg")  # no screen
 import matplotlib.pyplot as plt
-from cells import ASYNC, FOR_EVER, LOCAL, LONG, MODES, QUESTIONS, SHORT, SLOWED, STALE, SYNC, Mode
-from cells import DELAYED as DELAYS
+from cells import ASYNC, AVERAGED, DELAYED, FOR_EVER, LOCAL, LONG, MODES, QUESTIONS, SHORT, SLOWED, STALE, SYNC, Mode
 from results import TARGETS, Run, read_runs
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +32,11 @@ IDLE: Column = ("idle, %", lambda run: 100 * run.idle_share, "{:.1f}")
 BYTES: Column = ("kB a step", lambda run: run.kilobytes_a_step, "{:.1f}")
 
 
+def names(modes: Iterable[Mode], prefix: str = "") -> list[str]:
+    """Of the cells in which these modes were run."""
+    return [prefix + name for name, *_ in modes]
+
+
 def spread(values: Iterable[float], form: str) -> str:
     """`median (lowest to highest)`, or one number if they print the same."""
     ordered = sorted(values)
@@ -41,10 +45,10 @@ def spread(values: Iterable[float], form: str) -> str:
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
-def table(runs: Runs, names: Sequence[str], columns: Sequence[Column]) -> str:
+def table(runs: Runs, rows: Sequence[str], columns: Sequence[Column]) -> str:
     """A row for each cell, in Markdown."""
     lines = ["| run | " + " | ".join(title for title, _, _ in columns) + " |", "|---" * (1 + len(columns)) + "|"]
-    for name in names:
+    for name in rows:
         cells = [spread(map(value, runs[name]), form) for _, value, form in columns]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -73,14 +77,14 @@ def write_runs(runs: Runs) -> None:
                 writer.writerow([name, run.seed, *(f"{value(run):.4g}" for _, value, _ in columns)])
 
 
-def plot_losses(runs: Runs, names: Sequence[str], file: str) -> None:
+def plot_losses(runs: Runs, shown: Sequence[str], file: str) -> None:
     """Each seed's held-out loss, over steps and over seconds."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
     for ax, over in zip(axes, ("steps", "seconds"), strict=True):
-        for color, name in enumerate(names):
+        for color, name in enumerate(shown):
             for number, run in enumerate(runs[name]):
                 ax.plot(*run.curve(over), color=f"C{color}", alpha=0.7, lw=1.2, label=None if number else name)
-        ax.axhline(TARGETS[runs[names[0]][0].workload], color="grey", lw=0.8, ls=":")
+        ax.axhline(TARGETS[runs[shown[0]][0].workload], color="grey", lw=0.8, ls=":")
         ax.set(xlabel="steps of trainer 0" if over == "steps" else "seconds", yscale="log")
         ax.grid(alpha=0.3, which="both")
     axes[0].set_ylabel("held-out loss")
@@ -91,9 +95,9 @@ def plot_losses(runs: Runs, names: Sequence[str], file: str) -> None:
 def plot_slowness(runs: Runs) -> None:
     """After OSDI'14, fig. 13: how the trainers' time is spent, and how much work is done, over the bound."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4))
-    names = [name for name, *_ in SLOWED]
+    slowed = names(SLOWED)
     for offset, word, modes in ((-0.2, "transient", SLOWED), (0.2, "persistent", FOR_EVER)):
-        places = [names.index(name) + offset for name, *_ in modes]
+        places = [slowed.index(name) + offset for name, *_ in modes]
         for ax, (_, value, _) in zip(axes, (IDLE, PACE), strict=True):
             seeds = [[value(run) for run in runs[f"{name}, {word}"]] for name, *_ in modes]
             middles = [statistics.median(values) for values in seeds]
@@ -101,7 +105,7 @@ def plot_slowness(runs: Runs) -> None:
                       [max(v) - m for m, v in zip(middles, seeds, strict=True)]]  # fmt: skip
             ax.bar(places, middles, 0.38, yerr=errors, capsize=2, label=word)
     for ax, label in zip(axes, ("idle, % of the trainers' time", "contributions a second"), strict=True):
-        ax.set_xticks(range(len(names)), names)
+        ax.set_xticks(range(len(slowed)), slowed)
         ax.set_ylabel(label)
         ax.grid(alpha=0.3, axis="y")
     axes[1].legend(title="slowness")
@@ -117,7 +121,6 @@ def save(figure: plt.Figure, file: str) -> None:
 def write_report() -> None:
     """Replace the tables of the page and all plots."""
     runs = read_runs()
-    names = lambda modes, prefix="": [prefix + name for name, *_ in modes]  # noqa: E731
     tables = {
         "modes": table(runs, names(MODES), (SECONDS, STEPS, LOSS, IDLE, BYTES)),
         "questions": table(runs, names([ASYNC, *QUESTIONS]), (SECONDS, LOSS, PACE, IDLE, BYTES)),
@@ -135,8 +138,8 @@ def write_report() -> None:
     write_runs(runs)
     PLOTS.mkdir(exist_ok=True)
     plot_losses(runs, names([SYNC, ASYNC, *STALE]), "staleness.png")
-    plot_losses(runs, names([SYNC, *DELAYS]), "delay.png")
-    plot_losses(runs, names([SYNC, *LOCAL, MODES[-1]]), "local-steps.png")
+    plot_losses(runs, names([SYNC, *DELAYED]), "delay.png")
+    plot_losses(runs, names([SYNC, *LOCAL, AVERAGED]), "local-steps.png")
     plot_losses(runs, names([*LONG, *SHORT], "characters, "), "characters.png")
     plot_slowness(runs)
 

@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import copy
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -45,7 +45,6 @@ class _Wait:
 
     step: Round
     since: float  # by the loop's clock
-    others: tuple[Rank, ...]
 
 
 class AsyncRun(PserverRun):
@@ -60,7 +59,7 @@ class AsyncRun(PserverRun):
         self._pulls = Pulls(self._rules.max_delay)
         self._queues: dict[str, BlockQueue] = {}  # none before version 0
         self._reader: Reader | None = None
-        self._held: list[Collection[str]] = []  # blocks of each push that waits for room, the longest waiting first
+        self._held: list[KeysView[str]] = []  # blocks of each push that waits for room, the longest waiting first
         self._waits: dict[Rank, _Wait] = {}
 
     @property
@@ -78,8 +77,8 @@ class AsyncRun(PserverRun):
         """Whom the longest waiting get waits for or, before version 0, for its values."""
         if not self.is_readable:
             return [self.install.uploader]
-        longest = min(self._open_waits(), key=lambda wait: wait.since, default=None)
-        return [] if longest is None else list(longest.others)
+        _, others = min(self._open_waits(), default=(0.0, ()))
+        return list(others)
 
     @property
     def waiting_seconds(self) -> float:
@@ -87,13 +86,13 @@ class AsyncRun(PserverRun):
         if not self.is_readable:
             return super().waiting_seconds
         now = asyncio.get_running_loop().time()
-        return max((now - wait.since for wait in self._open_waits()), default=0.0)
+        return max((now - since for since, _ in self._open_waits()), default=0.0)
 
-    def _open_waits(self) -> Iterator[_Wait]:
-        """Those that the clocks do not answer yet: who was sent away to ask again may never have come back."""
+    def _open_waits(self) -> Iterator[tuple[float, tuple[Rank, ...]]]:
+        """Since when, and for whom, as far as the clocks do not allow it yet: who was sent away may never come back."""
         for rank, wait in self._waits.items():
             if others := self._others(rank, self.clocks.waits_for(rank, wait.step)):
-                yield replace(wait, others=others)
+                yield wait.since, others
 
     @staticmethod
     def _others(rank: Rank, waits: Iterable[Rank]) -> tuple[Rank, ...]:
@@ -165,10 +164,10 @@ class AsyncRun(PserverRun):
                 self._condition.notify_all()  # who stood behind; and an empty contribution advances a clock
         self._metrics.held_seconds.observe(loop.time() - begin)
 
-    def _is_next(self, blocks: Collection[str]) -> bool:
+    def _is_next(self, blocks: KeysView[str]) -> bool:
         """Whether no push has waited longer for one of these blocks, which would else never find room in all of its."""
         earlier = itertools.takewhile(lambda held: held is not blocks, self._held)
-        return all(frozenset(blocks).isdisjoint(held) for held in earlier)
+        return all(blocks.isdisjoint(held) for held in earlier)
 
     def _take(self, rank: Rank) -> None:
         computed_on = self.clocks.staged(rank).computed_on
@@ -293,7 +292,7 @@ class AsyncRun(PserverRun):
         since = known.since if known is not None and known.step == fence.round else now
         patience = since + self.install.round_timeout_seconds
         if others:
-            self._waits[fence.rank] = _Wait(fence.round, since, others)
+            self._waits[fence.rank] = _Wait(fence.round, since)
             if now >= patience:
                 raise self.timed_out(others, f"let trainer {fence.rank} go on after step {fence.round}")
         else:
