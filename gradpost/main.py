@@ -18,7 +18,7 @@ from ps_protocol.environment import SettingsError
 from ps_protocol.errors import GradpostError
 from ps_protocol.plan import DEFAULT_PLACEMENT
 from ps_protocol.slicing import DEFAULT_MIN_BLOCK_SIZE
-from ps_protocol.vocabulary import Mode, NonfinitePolicy, Placement
+from ps_protocol.vocabulary import Durability, LossPolicy, Mode, NonfinitePolicy, Placement
 
 from .output import CommandError, exit_with
 
@@ -154,6 +154,32 @@ def up(
         float | None,
         typer.Option("--round-timeout", "--round-timeout-seconds", metavar="X", help="Longest wait for a trainer."),
     ] = None,
+    on_trainer_loss: Annotated[
+        LossPolicy | None,
+        typer.Option(help="What becomes of a trainer's loss [default: fail, or wait with --max-restarts]."),
+    ] = None,
+    min_trainers: Annotated[
+        int | None, typer.Option(metavar="N", help="With --on-trainer-loss continue: fewer than so many wait.")
+    ] = None,
+    rejoin_timeout: Annotated[
+        float | None,
+        typer.Option("--rejoin-timeout", "--rejoin-timeout-seconds", metavar="X", help="Longest wait for a lost one."),
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(metavar="N", min=0, help="How often each process that has died is started again.")
+    ] = 0,
+    durability: Annotated[Durability | None, typer.Option(help="What a pserver writes before a round counts.")] = None,
+    checkpoint_rounds: Annotated[
+        int | None, typer.Option(metavar="N", help="Rounds between checkpoints, at most.")
+    ] = None,
+    keep_checkpoints: Annotated[int | None, typer.Option(metavar="N", help="Checkpoints that are kept.")] = None,
+    checkpoints: Annotated[
+        str | None, typer.Option(metavar="URL", help="Where they are: a folder, or what fsspec can reach.")
+    ] = None,
+    state_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the services keep their state [default: .gradpost].")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where the newest run has stopped.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all that the services log.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON on stdout, and all else on stderr.")
@@ -185,8 +211,56 @@ def up(
         "nonfinite": nonfinite,
         "lease_seconds": lease,
         "round_timeout_seconds": round_timeout,
+        "on_trainer_loss": on_trainer_loss,
+        "min_trainers": min_trainers,
+        "rejoin_timeout_seconds": rejoin_timeout,
+        "durability": durability,
+        "checkpoint_rounds": checkpoint_rounds,
+        "keep_checkpoints": keep_checkpoints,
+        "checkpoints": checkpoints,
+        "state_dir": state_dir,
+        "resume": resume or None,
     }
-    sys.exit(run_up(command, pservers, trainers, settings, verbose=verbose, as_json=as_json))
+    sys.exit(run_up(command, pservers, trainers, settings, max_restarts=max_restarts, verbose=verbose, as_json=as_json))
+
+
+checkpoint_app = typer.Typer(help="Make, list and export checkpoints.", rich_markup_mode=None, no_args_is_help=True)
+app.add_typer(checkpoint_app, name="checkpoint")
+Place = Annotated[
+    str | None,
+    typer.Option("--checkpoints", metavar="URL", help="Where they are [default: those of the newest `up`]."),
+]
+
+
+@checkpoint_app.command()
+def create(coordinator: Coordinator = None, as_json: Json = False) -> None:
+    """Make a checkpoint of the run that trains, beside the training, and wait until it is complete."""
+    from .checkpoint import create_checkpoint
+
+    create_checkpoint(coordinator, as_json=as_json)
+
+
+@checkpoint_app.command("list")
+def list_(checkpoints: Place = None, as_json: Json = False) -> None:
+    """List complete checkpoints, newest first."""
+    from .checkpoint import default_place, list_checkpoints
+
+    list_checkpoints(checkpoints or default_place(), as_json=as_json)
+
+
+@checkpoint_app.command()
+def export(
+    file: Annotated[Path, typer.Argument(metavar="MODEL.safetensors", help="The file to write.")],
+    checkpoints: Place = None,
+    run: Annotated[str | None, typer.Option(metavar="NAME", help="Of this run [default: of any].")] = None,
+    round_: Annotated[
+        int | None, typer.Option("--round", metavar="N", help="Of this round [default: the newest].")
+    ] = None,
+) -> None:
+    """Write the model of a checkpoint for `safetensors.torch.load_file`: whole tensors, buffers and tied names."""
+    from .checkpoint import default_place, export_model
+
+    export_model(file, checkpoints or default_place(), run, round_)
 
 
 @app.command()

@@ -207,6 +207,12 @@ class DelayExceeded(Conflict):
     code = "delay_exceeded"
 
 
+class RolledBack(Conflict):
+    """The run went back to an earlier round, `round`: what was under way is lost, and training goes on after it."""
+
+    code = "rolled_back"
+
+
 class ContributionConflict(Conflict):
     """The same identity came with other bytes."""
 
@@ -314,6 +320,13 @@ class ApplyFailed(Ended):
 
     code = "apply_failed"
     status = 500
+
+
+class StorageFailed(Ended):
+    """A disk does not take what `durability` demands."""
+
+    code = "storage_failed"
+    status = 507
 
 
 class Unreachable(Ended):

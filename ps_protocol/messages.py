@@ -10,7 +10,16 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from .consistency import Consistency
-from .vocabulary import Incarnation, Mode, NonfinitePolicy, Placement, PserverIndex, Rank, Round
+from .vocabulary import (
+    Durability,
+    Incarnation,
+    Mode,
+    NonfinitePolicy,
+    Placement,
+    PserverIndex,
+    Rank,
+    Round,
+)
 
 PROGRESS = "loss"  # the reported number that shows how training goes; the others are results
 
@@ -28,6 +37,44 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
+class ShardFile(Message):
+    """One shard's file of a checkpoint, as its pserver wrote it; `digest` is the XXH3-128 of its bytes, in hex."""
+
+    pserver: PserverIndex
+    name: str
+    num_bytes: int
+    digest: str
+    round: Round
+    attempt: int
+    torch: str
+    cpu: str
+
+
+class FrozenRounds(Message):
+    """Where a pserver stands while members change: what is applied, and who is how far in the rounds after it.
+
+    `participants` are those whose contributions are in the newest applied rounds; `complete` those of whom a round's
+    whole contribution is here, `counted` those whose batch barrier is in.
+    """
+
+    applied: Round
+    is_readable: bool = Field(default=True, description="whether the initial values are complete")
+    participants: dict[Round, tuple[Rank, ...]] = {}
+    complete: dict[Round, tuple[Rank, ...]] = {}
+    counted: dict[Round, tuple[Rank, ...]] = {}
+    opens: dict[Rank, Round] = Field(default={}, description="asynchronous modes: the step that each would push next")
+
+
+class HeldRun(Message):
+    """What a pserver has found in its folder: a run, as far as it could be restored."""
+
+    run: str
+    attempt: int
+    plan: str = Field(description="digest of the slice plan")
+    rounds: FrozenRounds
+    restorable: tuple[tuple[Round, Round], ...] = Field(description="ranges of rounds, first and last")
+
+
 class RegisterPserver(Message):
     """A pserver offers itself. `instance` is the process's own random id, so that a retry gets the same answer."""
 
@@ -36,6 +83,8 @@ class RegisterPserver(Message):
     address: str = Field(description="base URL under which trainers reach it")
     http2: bool = Field(description="whether it answers HTTP/2 with prior knowledge")
     index: PserverIndex | None = Field(default=None, ge=0, description="None: the coordinator chooses")
+    previous: Incarnation = Field(default=0, description="the life that it follows, whose folder it has locked")
+    held: HeldRun | None = None
 
 
 class PserverRegistered(Message):
@@ -51,15 +100,25 @@ class PserverHeartbeat(Message):
 
     incarnation: Incarnation
     run: str | None
+    attempt: int = 0
     round: Round
     missing: tuple[Rank, ...] = Field(default=(), description="whom its open batch barrier waits for")
     waiting_seconds: float = 0.0
+    failure: dict[str, Any] | None = Field(default=None, description="what has ended the run here")
+    checkpoints: tuple[ShardFile, ...] = Field(default=(), description="its shards of checkpoints that are whole")
+    is_stopping: bool = Field(default=False, description="it has written down what it holds, and will be back")
 
 
 class PserverHeartbeatReply(Message):
-    """`stop` asks a pserver that was started with --exit-when-done to exit; `exit_code` tells how."""
+    """`stop` asks a pserver that was started with --exit-when-done to exit; `exit_code` tells how.
+
+    `complete` are the newest rounds of which there is a checkpoint of the whole model; `notice` says what will become
+    of those who are being waited for.
+    """
 
     members_number: int
+    complete: tuple[Round, ...] = ()
+    notice: str = ""
     stop: bool = False
     exit_code: int = 0
 
@@ -116,6 +175,7 @@ class DeclareModel(Message):
     slice_parameters: bool | None = None
     nonfinite: NonfinitePolicy | None = None
     local_steps: int = Field(default=0, ge=0, description="steps of the trainers' own optimizers between pushes")
+    aliases: dict[str, str] = Field(default={}, description="further names of tied tensors, for exported models")
 
 
 class PlanReady(Message):
@@ -126,6 +186,7 @@ class PlanReady(Message):
     plan: dict[str, Any]
     pservers: tuple[PserverInfo, ...]
     uploader: Rank
+    start: Round = Field(default=1, description="the first round, or step, that this trainer pushes for")
 
 
 class TrainerHeartbeat(Message):
@@ -134,14 +195,30 @@ class TrainerHeartbeat(Message):
     run: str
     incarnation: Incarnation
     round: Round
+    attempt: int = 0
     results: dict[str, float] = Field(default_factory=dict)
+    unreachable: dict[PserverIndex, tuple[Incarnation, float]] = Field(
+        default={}, description="pservers that do not answer this trainer, and for how many seconds"
+    )
+    ahead_of: dict[PserverIndex, Incarnation] = Field(
+        default={}, description="pservers that have lost a round which this trainer has pulled"
+    )
 
 
 class TrainerHeartbeatReply(Message):
-    """How the run stands; `failure` is the problem document that every waiter gets."""
+    """How the run stands; `failure` is the problem document that every waiter gets.
+
+    `attempt` goes up when the run is rolled back, to the round `resume` (the version to pull); `pservers` are those
+    that are here now.
+    """
 
     state: RunState
     failure: dict[str, Any] | None = None
+    attempt: int = 0
+    resume: Round = 0
+    uploader: Rank | None = Field(default=None, description="who pushes initial values, once more; None: nobody")
+    pservers: tuple[PserverInfo, ...] = ()
+    notice: str = ""
 
 
 class Leave(Message):
@@ -155,7 +232,12 @@ class Leave(Message):
 
 
 class InstallRun(Message):
-    """The coordinator starts a run on a pserver: what it will hold, and for whom."""
+    """The coordinator starts a run on a pserver: what it will hold, and for whom.
+
+    `restore` is the round that the shard is restored to, None if it begins with initial values. `starts` is the first
+    round of those members who have not been here from round 1; `sets` are, for open rounds, those whose contributions
+    are applied, where that is not simply every member who has started.
+    """
 
     run: str
     attempt: int
@@ -163,18 +245,54 @@ class InstallRun(Message):
     incarnation: Incarnation = Field(description="of the pserver that is meant")
     consistency: Consistency
     nonfinite: NonfinitePolicy
-    round_timeout_seconds: float
+    round_timeout_seconds: float = Field(description="after which those who wait are told who is missing, and fail")
+    durability: Durability = "none"
+    checkpoint_rounds: int = Field(default=0, ge=0, description="rounds between checkpoints; 0: none")
+    keep_checkpoints: int = Field(default=2, ge=1)
+    restore: Round | None = None
+    source: str | None = Field(default=None, description="run whose checkpoint is restored, if it is another")
     uploader: Rank
     number: int
     members: dict[Rank, Incarnation]
+    starts: dict[Rank, Round] = {}
+    sets: dict[Round, tuple[Rank, ...]] = {}
+
+
+class WantCheckpoint(Message):
+    """The coordinator names the round after which every pserver is to write a checkpoint."""
+
+    run: str
+    round: Round
+
+
+class CheckpointCreated(Message):
+    """There is a checkpoint of the whole model."""
+
+    run: str
+    round: Round
+    place: str
+
+
+class Freeze(Message):
+    """The coordinator is about to change the members: from now on no barrier counts until they are installed."""
+
+    run: str
+    attempt: int
+    number: int
 
 
 class InstallMembers(Message):
-    """A numbered change of members; an older number changes nothing. `failure` ends every wait."""
+    """A numbered change of members; an older number changes nothing. `failure` ends every wait.
+
+    `starts` and `sets` are those of InstallRun.
+    """
 
     run: str
+    attempt: int = 0
     number: int
     members: dict[Rank, Incarnation]
+    starts: dict[Rank, Round] = {}
+    sets: dict[Round, tuple[Rank, ...]] = {}
     failure: dict[str, Any] | None = None
 
 

@@ -12,7 +12,10 @@ BARRIER = "/v1/barrier"
 INITIAL = "/v1/initial"
 # pserver: control and inspection
 RUN = "/v1/run"
+FREEZE = "/v1/freeze"
 MEMBERS = "/v1/members"
+RESTORABLE = "/v1/restorable"
+WANT_CHECKPOINT = "/v1/checkpoint"
 STATE = "/v1/state"
 BLOCKS = "/v1/blocks"
 BUFFERS = "/v1/buffers"
@@ -31,6 +34,7 @@ SUMMARY = "/v1/summary"
 PARAMETERS = "/v1/parameters"
 PARAMETER = "/v1/parameters/{name:path}"
 TARGETS = "/v1/targets"
+CHECKPOINTS = "/v1/checkpoints"
 
 # "batch" or "fetch" on a barrier; "batch" on a get lets the batch barrier ride on it
 BARRIER_HEADER = "gradpost-barrier"

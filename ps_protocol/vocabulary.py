@@ -25,6 +25,8 @@ PserverIndex: TypeAlias = int  # from 0
 Mode: TypeAlias = Literal["sync", "async", "ssp"]
 Placement: TypeAlias = Literal["balanced", "round_robin", "hash"]
 NonfinitePolicy: TypeAlias = Literal["reject", "allow"]
+Durability: TypeAlias = Literal["none", "log", "fsync"]
+LossPolicy: TypeAlias = Literal["wait", "continue", "fail"]
 
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 

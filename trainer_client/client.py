@@ -15,7 +15,7 @@ from torch import Tensor
 from ps_protocol.errors import WrongDtype, WrongShape
 from ps_protocol.fence import Fence
 from ps_protocol.frames import encode_header
-from ps_protocol.messages import DeclareModel, RunSummary, TrainerJoined
+from ps_protocol.messages import DeclareModel, PserverInfo, RunSummary, TrainerJoined
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import COMPUTED_ON_KEY, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY
@@ -67,7 +67,9 @@ class ParameterClient:
         self._metrics_server: MetricsServer | None = None
         self._lag: asyncio.Task[None] | None = None
         self._control = make_control_client(self.settings.tls_ca)
-        self._bulk: list[httpx.AsyncClient] = []
+        self._bulk: dict[bool, httpx.AsyncClient] = {}
+        self.start: Round = 1  # the first round that this trainer pushes for
+        self.must_upload = False  # the initial values are this trainer's to push
         self.membership = Membership(self.settings, self._control)
 
     @property
@@ -108,8 +110,12 @@ class ParameterClient:
         parameters: Sequence[ParameterSpec],
         optimizer: OptimizerSpec,
         buffers: Sequence[tuple[str, tuple[int, ...], str]] = (),
+        aliases: Mapping[str, str] | None = None,
     ) -> SlicePlan:
-        """Say what will be trained; waits until all trainers said the same and the pservers have the plan."""
+        """Say what will be trained; waits until all trainers said the same and the pservers have the plan.
+
+        `aliases` are further names of tied tensors (alias -> name), under which exported models have them, too.
+        """
         settings = self.settings
         ready = await self.membership.guard(
             self.membership.declare(
@@ -125,16 +131,18 @@ class ParameterClient:
                     slice_parameters=settings.slice_parameters,
                     nonfinite=settings.nonfinite,
                     local_steps=settings.local_steps,
+                    aliases=dict(aliases or {}),
                 )
             )
         )
         self.plan = SlicePlan.from_json(ready.plan)
         self.uploader = ready.uploader
-        transports: dict[bool, httpx.AsyncClient] = {}
+        self.must_upload = ready.uploader == self.joined.rank and ready.start == 1
+        self.start = ready.start
+        self.membership.round = ready.start - 1
+        news = self.membership.news
+        news.attempt = news.newest_attempt = ready.attempt
         for info in ready.pservers:
-            if info.http2 not in transports:
-                transport = BulkTransport(http2=info.http2, tls_ca=settings.tls_ca)
-                transports[info.http2] = httpx.AsyncClient(transport=transport, timeout=None, trust_env=False)
             fence = Fence(
                 protocol=PROTOCOL_VERSION,
                 run=ready.run,
@@ -150,17 +158,39 @@ class ParameterClient:
                 PserverClient(
                     info,
                     fence,
-                    transports[info.http2],
+                    self._bulk_client,
                     self.metrics,
+                    news,
                     retry_seconds=settings.retry_seconds,
                     deadline_seconds=self.joined.round_timeout_seconds + 30,
                     may_be_newer=self.joined.consistency.max_delay > 0,
                 )
             )
-        self._bulk = list(transports.values())
         self.is_declared = True
         await self._on_all(lambda pserver: pserver.warm_up())
         return self.plan
+
+    def _bulk_client(self, info: PserverInfo) -> httpx.AsyncClient:
+        """The connections for tensors: one kind for pservers with HTTP/2, another for those without."""
+        if info.http2 not in self._bulk:
+            transport = BulkTransport(http2=info.http2, tls_ca=self.settings.tls_ca)
+            self._bulk[info.http2] = httpx.AsyncClient(transport=transport, timeout=None, trust_env=False)
+        return self._bulk[info.http2]
+
+    async def go_back(self) -> Round:
+        """After RolledBack: follow the run to its newest attempt; returns the version to pull, which comes next.
+
+        Nothing may be under way. `must_upload` says whether it is to be pushed by this trainer first.
+        """
+        news = self.membership.news
+        news.follow()
+        for pserver in self.pservers:
+            pserver.go_back(news.attempt)
+        if news.uploader is not None:
+            self.uploader = news.uploader
+        self._begun_round = self._sent_round = self.membership.round = news.resume
+        self.must_upload = news.uploader == self.joined.rank
+        return news.resume
 
     async def finish(self) -> None:
         """Wait until every step that has begun is pulled, or has failed."""
@@ -177,7 +207,7 @@ class ParameterClient:
         if outcome == "done" and self._begun_round > max(over, self.membership.round):
             outcome, reason = "failed", f"it left in the middle of round {self._begun_round}"
         await self.membership.leave(outcome, reason)
-        for client in (self._control, *self._bulk):
+        for client in (self._control, *self._bulk.values()):
             await client.aclose()
         if self._lag is not None:
             self._lag.cancel()

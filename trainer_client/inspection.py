@@ -12,14 +12,23 @@ import httpx
 from pydantic import ValidationError
 
 from ps_protocol.errors import NotFound, Unreachable
-from ps_protocol.messages import ClusterStatus, Leave, Message, PserverState, RunSummary, TrainerStatus
-from ps_protocol.routes import LEAVE, STATE, STATUS, SUMMARY
+from ps_protocol.messages import (
+    CheckpointCreated,
+    ClusterStatus,
+    Leave,
+    Message,
+    PserverState,
+    RunSummary,
+    TrainerStatus,
+)
+from ps_protocol.routes import CHECKPOINTS, LEAVE, STATE, STATUS, SUMMARY
 
 from .membership import read_problem
 
 M = TypeVar("M", bound=Message)
 
 TIMEOUT_SECONDS = 10.0
+CHECKPOINT_SECONDS = 300.0  # the coordinator ends the wait before that
 OPENAPI = "/openapi.json"
 
 
@@ -47,6 +56,11 @@ class ClusterView:
     def summary(self) -> RunSummary:
         """The run in a few numbers, as the servers saw it."""
         return self._get(RunSummary, self.coordinator + SUMMARY)
+
+    def create_checkpoint(self) -> CheckpointCreated:
+        """Make a checkpoint of the whole model; blocks until it is complete."""
+        body = self._request("POST", self.coordinator + CHECKPOINTS, timeout=CHECKPOINT_SECONDS)
+        return CheckpointCreated.model_validate_json(body)
 
     def protocol_version(self) -> str:
         """The version of the protocol that the coordinator speaks."""
@@ -96,10 +110,13 @@ class ClusterView:
         except ValidationError as error:
             raise _something_else(url) from error
 
-    def _request(self, method: str, url: str, message: Message | None = None) -> bytes:
+    def _request(self, method: str, url: str, message: Message | None = None, timeout: float | None = None) -> bytes:
         body = None if message is None else message.model_dump_json()
         try:
-            response = self._http.request(method, url, content=body, headers={"content-type": "application/json"})
+            response = self._http.request(
+                method, url, content=body, headers={"content-type": "application/json"},
+                timeout=httpx.USE_CLIENT_DEFAULT if timeout is None else timeout,
+            )  # fmt: skip
             if response.is_error:
                 raise read_problem(response)
         except (httpx.TransportError, httpx.InvalidURL) as error:

@@ -37,6 +37,7 @@ from ps_protocol.routes import (
 from ps_protocol.vocabulary import PROTOCOL_VERSION, Round
 
 from .logs import make_log
+from .news import News
 from .settings import TrainerSettings
 
 T = TypeVar("T")
@@ -53,6 +54,7 @@ class Membership:
         self.round: Round = 0  # the newest round that was pulled from every pserver
         self.results: dict[str, float] = {}
         self.failure: asyncio.Future[GradpostError] | None = None
+        self.news = News()
         self._settings = settings
         self._http = http
         self._coordinator = settings.coordinator.rstrip("/")
@@ -118,14 +120,20 @@ class Membership:
 
     def _heartbeat(self) -> TrainerHeartbeat:
         return TrainerHeartbeat(
-            run=self.joined.run, incarnation=self.joined.incarnation, round=self.round, results=dict(self.results)
+            run=self.joined.run,
+            incarnation=self.joined.incarnation,
+            round=self.round,
+            attempt=self.news.attempt,
+            results=dict(self.results),
+            unreachable=self.news.unreachable(asyncio.get_running_loop().time()),
+            ahead_of=dict(self.news.ahead_of),
         )
 
     async def _send_heartbeats(self) -> None:
         path = TRAINER_HEARTBEAT.format(rank=self.joined.rank)
         period = heartbeat_period(self.joined.lease_seconds)
         while True:
-            await asyncio.sleep(period)
+            await self.news.wait_until_wanted(period)
             try:
                 reply = TrainerHeartbeatReply.model_validate_json(await self._request("POST", path, self._heartbeat()))
             except httpx.TransportError as error:
@@ -140,6 +148,8 @@ class Membership:
                 self._fail(error)
                 return
             self._said.pop("heartbeats", None)
+            self._say("notice", reply.notice)
+            self.news.heard(reply, asyncio.get_running_loop().time())
             if reply.failure is not None:
                 self._fail(error_from_problem(reply.failure))
                 return
@@ -212,7 +222,8 @@ class Membership:
     def _say(self, topic: str, line: str) -> None:
         if line != self._said.get(topic):
             self._said[topic] = line
-            self.log.info(line)
+            if line:
+                self.log.info(line)
 
     async def _request(
         self, method: str, path: str, message: Message | None = None, params: dict[str, Any] | None = None

@@ -76,9 +76,11 @@ class Pipeline:
             for one in landing
         ]
 
-    def pull_initial(self) -> None:
-        """Pull version 0 into the first landing set."""
-        self._io.run(self._client.pull(0, self._destinations[0], with_batch_barrier=False))
+    def pull_start(self, version: Round) -> None:
+        """Begin after this version: pull it into its landing set. Nothing may be under way."""
+        self._give_up()
+        self._io.run(self._client.pull(version, self._destinations[self.slot(version)], with_batch_barrier=False))
+        self.newest = version
 
     def begin(
         self, step: Round, gradients: Mapping[str, Tensor], numbers: list[HyperParameters], computed_on: Round

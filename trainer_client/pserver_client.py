@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import TypeVar
 
 import httpx
 import tenacity
 
-from ps_protocol.errors import GradpostError, RoundPending, TryAgain, Unreachable
+from ps_protocol.errors import (
+    ContributionMissing,
+    FutureRound,
+    GradpostError,
+    RolledBack,
+    RoundPending,
+    StalePserver,
+    StaleRun,
+    TryAgain,
+    Unreachable,
+)
 from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE, FrameLimits
 from ps_protocol.messages import BarrierAnswer, PserverInfo, PushAnswer
@@ -20,12 +31,16 @@ from ps_protocol.vocabulary import Round
 from .frame_sink import FrameSink
 from .membership import read_problem
 from .metrics import TrainerMetrics
+from .news import News
 from .transport import BODY_EXTENSION
 
 T = TypeVar("T")
 
 WAIT_SECONDS = 10.0  # how long a pserver holds a get back before it says who is missing
 PAUSE_SECONDS = 0.02  # a get waits at the pserver; this is for answers that come at once
+NEWS_SECONDS = 2.0  # how long a request that met another life waits for news of it before it tries again
+MAX_REPUSHES = 5  # of one round, for one request
+MAX_KEPT_ROUNDS = 8
 
 
 class PserverClient:
@@ -38,8 +53,9 @@ class PserverClient:
         self,
         info: PserverInfo,
         fence: Fence,
-        http: httpx.AsyncClient,
+        http: Callable[[PserverInfo], httpx.AsyncClient],
         metrics: TrainerMetrics,
+        news: News,
         *,
         retry_seconds: float,
         deadline_seconds: float,
@@ -48,8 +64,11 @@ class PserverClient:
         self.info = info
         self.applied = 0  # asynchronous modes: contributions of all trainers, as of the last pull
         self._fence = fence
-        self._http = http
+        self._http_of = http
         self._metrics = metrics
+        self._news = news
+        self._first_life = info.incarnation
+        self._kept: dict[Round, list[memoryview]] = {}  # pushed, and not pulled yet: a pserver may lose it
         self._retry_seconds = retry_seconds
         self._deadline_seconds = deadline_seconds
         self._may_be_newer = may_be_newer
@@ -59,12 +78,23 @@ class PserverClient:
         """Open the connection: the first frames are small until the server's settings arrive."""
         await self._repeat(HEALTH, lambda: self._http.get(self.info.address + HEALTH))
 
+    @property
+    def _http(self) -> httpx.AsyncClient:
+        return self._http_of(self.info)
+
+    def go_back(self, attempt: int) -> None:
+        """Follow the run to its newest attempt; what was under way is forgotten."""
+        self._fence = replace(self._fence, attempt=attempt)
+        self._kept.clear()
+
     async def push(self, round_: Round, body: memoryview, *, initial: bool = False) -> PushAnswer:
         """Push one encoded bucket. `body` must not change until this returns."""
         path = INITIAL if initial else SEND
-        headers = {**self._fence.at_round(round_).to_headers(), "content-type": CONTENT_TYPE}
+        if not initial:
+            self._keep(round_, body)
 
         async def attempt() -> PushAnswer:
+            headers = {**self._fence.at_round(round_).to_headers(), "content-type": CONTENT_TYPE}
             response = await self._http.post(
                 self.info.address + path, headers=headers, extensions={BODY_EXTENSION: body}
             )
@@ -75,16 +105,28 @@ class PserverClient:
         self._metrics.pushed_bytes.inc(len(body))
         return answer
 
+    def _keep(self, round_: Round, body: memoryview) -> None:
+        for old in sorted(self._kept)[:-MAX_KEPT_ROUNDS]:
+            del self._kept[old]  # of a caller that pushes and never pulls
+        frames = self._kept.setdefault(round_, [])
+        if not any(frame is body for frame in frames):
+            frames.append(body)
+
+    def _forget(self, round_: Round) -> None:
+        """It is in the parameters that were pulled."""
+        for old in [known for known in self._kept if known <= round_]:
+            del self._kept[old]
+
     async def barrier(self, round_: Round, kind: str) -> BarrierAnswer:
         """Send a batch or fetch barrier."""
-        headers = {**self._fence.at_round(round_).to_headers(), BARRIER_HEADER: kind}
 
         async def attempt() -> BarrierAnswer:
+            headers = {**self._fence.at_round(round_).to_headers(), BARRIER_HEADER: kind}
             response = await self._http.post(self.info.address + BARRIER, headers=headers)
             _raise_for_problem(response)
             return BarrierAnswer.model_validate_json(response.content)
 
-        return await self._repeat(BARRIER, attempt)
+        return await self._repeat(BARRIER, attempt, round_)
 
     async def get(
         self,
@@ -98,18 +140,20 @@ class PserverClient:
 
         Without `names` the whole shard is fetched and every block of it needs a destination.
         """
-        headers = {**self._fence.at_round(round_).to_headers(), WAIT_HEADER: f"{WAIT_SECONDS:g}"}
+        headers = {WAIT_HEADER: f"{WAIT_SECONDS:g}"}
         if with_batch_barrier:
             headers[BARRIER_HEADER] = "batch"
         asked = perf_counter()
-        metadata, answered = await self._fetch("POST", GET, headers, destinations, names)
+        metadata, answered = await self._fetch("POST", GET, round_, headers, destinations, names)
         self._metrics.barrier_wait.observe(answered - asked)
         self.applied = int(metadata.get(APPLIED_KEY, 0))
         self._check_version(metadata, round_)
+        if not names:
+            self._forget(round_)
 
     async def get_buffers(self, destinations: Mapping[str, memoryview]) -> None:
         """Fetch the buffers that live there, which no round changes."""
-        metadata, _ = await self._fetch("GET", BUFFERS, self._fence.at_round(0).to_headers(), destinations, ())
+        metadata, _ = await self._fetch("GET", BUFFERS, 0, {}, destinations, ())
         self._check_version(metadata, 0)
 
     def _check_version(self, metadata: Mapping[str, str], round_: Round) -> None:
@@ -123,7 +167,8 @@ class PserverClient:
         self,
         method: str,
         path: str,
-        headers: Mapping[str, str],
+        round_: Round,
+        extra: Mapping[str, str],
         destinations: Mapping[str, memoryview],
         names: Sequence[str],
     ) -> tuple[Mapping[str, str], float]:
@@ -131,6 +176,7 @@ class PserverClient:
 
         async def attempt() -> tuple[Mapping[str, str], float]:
             sink = FrameSink(destinations, self._limits)
+            headers = {**self._fence.at_round(round_).to_headers(), **extra}
             request = self._http.build_request(
                 method, self.info.address + path, headers=headers, json=list(names) if names else None
             )
@@ -147,15 +193,21 @@ class PserverClient:
                 await response.aclose()
             return sink.finish(), answered
 
-        return await self._repeat(path, attempt)
+        return await self._repeat(path, attempt, round_)
 
     # ------------------------------------------------------------------ retries
 
-    async def _repeat(self, route: str, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Repeat while the pserver asks for it, and while it cannot be reached for up to `retry_seconds`."""
+    async def _repeat(self, route: str, attempt: Callable[[], Awaitable[T]], round_: Round = 0) -> T:
+        """Repeat until it is answered: while the pserver asks for it, while it is away, and in its next life.
+
+        It is away for `retry_seconds` at most, or as long as the coordinator expects it back. Raises RolledBack when
+        the whole run has gone back meanwhile.
+        """
         loop = asyncio.get_running_loop()
         give_up = loop.time() + self._deadline_seconds
+        repushed = 0
         while True:
+            self._look_around()
             try:
                 return await self._reach(route, attempt)
             except TryAgain as answer:
@@ -164,6 +216,36 @@ class PserverClient:
                     raise
                 self._metrics.retries.labels(answer.code).inc()
                 await asyncio.sleep(PAUSE_SECONDS)
+            except ContributionMissing as answer:
+                if round_ not in self._kept or repushed == MAX_REPUSHES:
+                    raise
+                repushed += 1
+                self._metrics.retries.labels(answer.code).inc()
+                await self._push_again(round_)
+            except (StalePserver, StaleRun, FutureRound) as answer:
+                has_lost_rounds = isinstance(answer, FutureRound)
+                if loop.time() > give_up or (has_lost_rounds and self.info.incarnation == self._first_life):
+                    raise
+                if has_lost_rounds:
+                    self._news.ahead_of[self.info.index] = self.info.incarnation
+                self._metrics.retries.labels(answer.code).inc()
+                await self._news.wait(NEWS_SECONDS)
+
+    def _look_around(self) -> None:
+        """Take over where the pserver is now. Raises RolledBack if this request belongs to an attempt that is over."""
+        if self._news.newest_attempt > self._fence.attempt:
+            round_ = self._news.resume
+            raise RolledBack(f"the run went back to round {round_}", round=round_)
+        info = self._news.pservers.get(self.info.index, self.info)
+        if info.incarnation > self.info.incarnation:
+            self._news.failing.pop(info.index, None)
+        if info.incarnation >= self.info.incarnation:
+            self.info = info
+            self._fence = replace(self._fence, pserver_incarnation=info.incarnation)
+
+    async def _push_again(self, round_: Round) -> None:
+        """A pserver has come back without what was staged there: it gets the same bytes again."""
+        await asyncio.gather(*(self.push(round_, frame) for frame in list(self._kept[round_])))
 
     async def _reach(self, route: str, attempt: Callable[[], Awaitable[T]]) -> T:
         loop = asyncio.get_running_loop()
@@ -172,11 +254,19 @@ class PserverClient:
         def has_failed_for_long(state: tenacity.RetryCallState) -> bool:
             nonlocal failing_since
             failing_since = failing_since or loop.time()
-            return loop.time() - failing_since >= self._retry_seconds
+            self._news.failing.setdefault(self.info.index, (self.info.incarnation, loop.time()))
+            is_expected = self._news.is_in_touch(loop.time(), self._retry_seconds)
+            return loop.time() - failing_since >= self._retry_seconds and not is_expected
+
+        async def pause(seconds: float) -> None:
+            await self._news.wait(seconds)
+            await asyncio.sleep(min(seconds, PAUSE_SECONDS))
+            self._look_around()
 
         policy = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type((httpx.TransportError, TimeoutError)),
             wait=tenacity.wait_random_exponential(multiplier=0.05, max=2),
+            sleep=pause,
             stop=has_failed_for_long,
             before_sleep=lambda state: self._metrics.retries.labels(_reason(state)).inc(),
         )
@@ -186,7 +276,13 @@ class PserverClient:
             metrics.requests.labels(route).inc()
             with metrics.in_flight.labels(route).track_inprogress(), metrics.request_seconds.labels(route).time():
                 async with asyncio.timeout(self._deadline_seconds):
-                    return await attempt()
+                    try:
+                        result = await attempt()
+                    except GradpostError:
+                        self._news.failing.pop(self.info.index, None)  # it has answered
+                        raise
+                self._news.failing.pop(self.info.index, None)
+                return result
 
         try:
             return await policy(bounded)

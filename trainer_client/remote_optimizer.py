@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ps_protocol.errors import BadModel
+from ps_protocol.errors import BadModel, RolledBack
 from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import ParameterSpec, Round
 
@@ -66,6 +66,7 @@ class RemoteOptimizer(Optimizer):
         self.param_groups = optimizer.param_groups  # the very same list: schedulers may hold either
         self._named, num_unnamed = _name_parameters(optimizer, model)
         self._stored = _stored_tensors(model, self._named)
+        self._aliases = _find_aliases(model, self._named | self._stored)
         self._session = _use_session(session, arguments)
         self._remote, self._local = self._share_work(optimizer, outer)
         self.spec = describe_optimizer(self._remote)
@@ -82,6 +83,7 @@ class RemoteOptimizer(Optimizer):
         self._num_steps = 0
         self._applied = 0  # contributions of all trainers, when it was counted last
         self._change_was_said = False
+        self._has_buffers = False  # those of the run, which no round changes
         self._start()
 
     @property
@@ -91,7 +93,12 @@ class RemoteOptimizer(Optimizer):
 
     @property
     def round(self) -> Round:
-        """The newest completed round (asynchronous: step); without `max_delay` the next `step()` is `round + 1`."""
+        """The newest completed round (asynchronous: step); without `max_delay` the next `step()` is `round + 1`.
+
+        Not 0 at the start if this trainer was started again, or the run was resumed: a script whose data and random
+        state are functions of (seed, rank, round) goes on where it was. It may go down in `step()`, with a warning,
+        when the run is rolled back.
+        """
         return self._session.round
 
     @property
@@ -140,18 +147,31 @@ class RemoteOptimizer(Optimizer):
             ParameterSpec(name, tuple(p.shape), wire_dtype(name, p), groups[id(p)]) for name, p in self._named.items()
         ]
         stored = [(name, tuple(t.shape), wire_dtype(name, t)) for name, t in self._stored.items()]
-        io.run(client.declare(parameters, self.spec, stored))
-        if self._session.rank == client.uploader:
-            values = {name: t.detach().to("cpu") for name, t in (self._named | self._stored).items()}
-            io.run(client.send_initial(values))
+        io.run(client.declare(parameters, self.spec, stored, self._aliases))
         self._pipeline = Pipeline(client, io, len(self._remote.param_groups))
         self._bind()
-        self._pipeline.pull_initial()
-        self._land(self._named, self._landing[0])
-        if self._stored:
-            landing = _landing_of(self._stored)
-            io.run(client.pull_buffers({name: writable_bytes(tensor) for name, tensor in landing.items()}))
-            self._land(self._stored, landing)
+        self._begin_after(client.start - 1)
+
+    def _begin_after(self, version: Round) -> None:
+        """Take the parameters of this version, or of another if the run goes back meanwhile, as those to go on with."""
+        client, io = self._session.client, self._session.io
+        while True:
+            try:
+                if client.must_upload:
+                    values = {name: t.detach().to("cpu") for name, t in (self._named | self._stored).items()}
+                    io.run(client.send_initial(values))
+                self._pipeline.pull_start(version)
+                self._land(self._named, self._landing[self._pipeline.slot(version)])
+                if self._stored and not self._has_buffers:
+                    landing = _landing_of(self._stored)
+                    io.run(client.pull_buffers({name: writable_bytes(tensor) for name, tensor in landing.items()}))
+                    self._land(self._stored, landing)
+                    self._has_buffers = True
+            except RolledBack:
+                version = io.run(client.go_back())
+            else:
+                self._begun = self._landed = version
+                return
 
     def _bind(self) -> None:
         """Find the memory that pulls are written to: the parameters' own, if nobody computes with them meanwhile."""
@@ -236,12 +256,24 @@ class RemoteOptimizer(Optimizer):
         """Wait for a step's parameters, and take the newest that are there."""
         try:
             newest = self._pipeline.wait(step)
+        except RolledBack as error:
+            self._go_back(error)
+            return
         except BaseException:
             self._begun = self._pipeline.newest  # a step that fails takes those behind it along
             raise
         if newest > self._landed:
             self._landed = newest
             self._land(self._named, self._landing[self._pipeline.slot(newest)])
+
+    def _go_back(self, error: RolledBack) -> None:
+        client, before = self._session.client, self._begun
+        version = self._session.io.run(client.go_back())
+        client.log.warning(
+            f"{error.detail}: {before - version} steps of this trainer are lost and have to be taken again; "
+            f"the next one is {version + 1}"
+        )
+        self._begin_after(version)
 
     def _land(self, tensors: dict[str, Tensor], landing: dict[str, Tensor]) -> None:
         """Copy what was pulled to where it could not be written directly: other devices, other memory formats."""
@@ -319,6 +351,15 @@ def _stored_tensors(model: nn.Module | None, trained: dict[str, Tensor]) -> dict
     frozen = {name: p for name, p in model.named_parameters() if id(p) not in in_groups}
     state = model.state_dict(keep_vars=True)
     return {**frozen, **{name: buffer for name, buffer in model.named_buffers() if name in state}}
+
+
+def _find_aliases(model: nn.Module | None, known: dict[str, Tensor]) -> dict[str, str]:
+    """Further names that the model's state_dict has for tied tensors: alias -> the name that they are known by."""
+    if model is None:
+        return {}
+    names = {id(tensor): name for name, tensor in known.items()}
+    state = model.state_dict(keep_vars=True)
+    return {alias: names[id(t)] for alias, t in state.items() if alias not in known and id(t) in names}
 
 
 def _landing_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

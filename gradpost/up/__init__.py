@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from ps_protocol.environment import PREFIX
 from services.coordinator.settings import CoordinatorSettings
 from services.pserver.settings import PserverSettings
 
 from ..settings import read_settings
 from .local_run import LocalRun
+from .state_folder import named_root, new_folder, resume_folder
 
 
 def run_up(
@@ -18,6 +22,7 @@ def run_up(
     num_trainers: int,
     settings: dict[str, Any],
     *,
+    max_restarts: int = 0,
     verbose: bool,
     as_json: bool,
 ) -> int:
@@ -26,8 +31,14 @@ def run_up(
     Raises CommandError or SettingsError before anything is started.
     """
     given = {name: value for name, value in settings.items() if value is not None}
+    if not max_restarts and f"{PREFIX}ON_TRAINER_LOSS" not in os.environ:
+        given.setdefault("on_trainer_loss", "fail")  # nobody would come back
     # The services would refuse them just the same, but in their own logs.
     read_settings(CoordinatorSettings, given)
     read_settings(PserverSettings, {"server": given.get("server")})
-    run = LocalRun(command, num_pservers, num_trainers, given, verbose=verbose, as_json=as_json)
+    root = Path(given.pop("state_dir", named_root()))
+    given["state_dir"] = resume_folder(root) if given.get("resume") else new_folder(root)
+    run = LocalRun(
+        command, num_pservers, num_trainers, given, max_restarts=max_restarts, verbose=verbose, as_json=as_json
+    )
     return run.run()

@@ -7,6 +7,7 @@ import os
 import queue
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -46,6 +47,7 @@ class LocalRun:
         num_trainers: int,
         settings: Mapping[str, Any],
         *,
+        max_restarts: int,
         verbose: bool,
         as_json: bool,
     ) -> None:
@@ -60,6 +62,7 @@ class LocalRun:
             environ=make_environment(os.environ, num_trainers, settings),
             **settings,
         )
+        self._restarts_left: defaultdict[str, int] = defaultdict(lambda: max_restarts)  # by the child's name
         self._ending: Ending | None = None
         self._codes: dict[int, int] = {}  # of scripts that have ended
         self._ended_at: dict[int, float] = {}
@@ -103,7 +106,7 @@ class LocalRun:
                 "dim",
             )
             for rank in range(cluster.num_trainers):
-                cluster.start_trainer(rank, self._command, trainer_environment(rank, cluster.num_trainers))
+                self._start_script(rank)
         except RuntimeError:
             if self._signals.empty():
                 self._report_death(self._cluster.coordinator, "did not start")
@@ -113,6 +116,10 @@ class LocalRun:
             reason = f"{self._command[0]} cannot be run: {error.strerror}"
             self._ending = Ending(EXIT_NOT_EXECUTABLE, reason, now)
         return self._ending is None
+
+    def _start_script(self, rank: int) -> None:
+        environment = trainer_environment(rank, self._cluster.num_trainers)
+        self._cluster.start_trainer(rank, self._command, environment)
 
     # ------------------------------------------------------------------ while it runs
 
@@ -140,10 +147,14 @@ class LocalRun:
 
     def _handle_end(self, rank: int, code: int) -> None:
         now = time.monotonic()
+        if rank not in self._ended_by_us:
+            self._leave_for(rank, None if code == 0 else f"its process {describe_end(code)}")
+            if code != 0 and self._may_restart(f"trainer {rank}", describe_end(code)):
+                self._start_script(rank)
+                return
         self._codes[rank], self._ended_at[rank] = code, now
         if rank in self._ended_by_us:
             return
-        self._leave_for(rank, None if code == 0 else f"its process {describe_end(code)}")
         if code != 0 and self._ending is None:
             status = self._ask(self._cluster.status)
             others_know = status is not None and status.failure is not None
@@ -158,9 +169,25 @@ class LocalRun:
 
     def _look_for_dead_services(self) -> None:
         for service in self._cluster.services:
-            if not service.is_running:
-                self._report_death(service, describe_end(service.wait()))
+            if service.is_running:
+                continue
+            how = describe_end(service.wait())
+            if not self._may_restart(service.name, how):
+                self._report_death(service, how)
                 return
+            try:
+                self._cluster.restart(service)
+            except RuntimeError:
+                self._report_death(service, "did not start again")
+                return
+
+    def _may_restart(self, name: str, how: str) -> bool:
+        """Take one of the restarts that this process has left, and say so."""
+        if self._ending is not None or self._restarts_left[name] == 0:
+            return False
+        self._restarts_left[name] -= 1
+        self._screen.say(f"{name} {how}; starting it again ({self._restarts_left[name]} restarts left)", "yellow")
+        return True
 
     def _look_for_missed_scripts(self) -> None:
         """A script that ended well without taking part leaves others waiting for it for ever."""

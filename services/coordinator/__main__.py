@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from services.runtime.failpoints import arm_failpoints
 from services.runtime.logs import configure_logs
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.peers import make_peer_client
@@ -19,12 +20,14 @@ from .settings import CoordinatorSettings
 def main(settings: CoordinatorSettings) -> int:
     """Serve until stopped or, with exit_when_done, until the run is over; returns the exit code."""
     configure_logs("coordinator", settings.log_format, settings.log_level)
+    arm_failpoints(settings.failpoints)
     return run_service(lambda stop: _serve(settings, stop))
 
 
 async def _serve(settings: CoordinatorSettings, stop: asyncio.Event) -> int:
     async with make_peer_client(settings) as http, asyncio.TaskGroup() as tasks:
         coordinator = Coordinator(settings, http)
+        await coordinator.recall()
         metrics = ServiceMetrics("coordinator")
         measure_cluster(coordinator.cluster, metrics.registry)
         app = make_coordinator_app(coordinator, metrics)

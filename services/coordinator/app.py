@@ -9,6 +9,7 @@ from fastapi import FastAPI, Query, Response
 from ps_protocol import routes
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import (
+    CheckpointCreated,
     ClusterStatus,
     DeclareModel,
     JoinTrainer,
@@ -27,6 +28,7 @@ from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank
 from services.runtime.app import make_app
 from services.runtime.metrics import ServiceMetrics
 
+from .checkpointing import create_checkpoint
 from .coordinator import Coordinator
 from .inspection import describe_parameters, describe_status, read_parameter
 from .targets import describe_targets
@@ -46,6 +48,7 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
         """A pserver offers itself and learns its index and incarnation."""
         answer = cluster.register_pserver(request, coordinator.now())
         coordinator.changed()
+        await coordinator.keep()  # no other process gets this incarnation, whatever happens here
         return answer
 
     @app.post(routes.PSERVER_HEARTBEAT, tags=["membership"])
@@ -60,6 +63,7 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
         """A trainer takes its place and learns its rank, incarnation and the mode."""
         answer = cluster.join_trainer(request, coordinator.now())
         coordinator.changed()
+        await coordinator.keep()
         return answer
 
     @app.post(routes.DECLARE_MODEL, tags=["membership"], status_code=204)
@@ -81,9 +85,9 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
     @app.post(routes.TRAINER_HEARTBEAT, tags=["membership"])
     async def trainer_heartbeat(rank: Rank, message: TrainerHeartbeat) -> TrainerHeartbeatReply:
         """A trainer renews its lease and learns whether the run has failed."""
-        run = cluster.run
-        run.heartbeat(rank, message, coordinator.now())
-        return TrainerHeartbeatReply(state=run.state, failure=run.failure.to_problem() if run.failure else None)
+        reply = cluster.trainer_heartbeat(rank, message, coordinator.now())
+        coordinator.changed()
+        return reply
 
     @app.post(routes.LEAVE, tags=["membership"], status_code=204)
     async def leave(rank: Rank, message: Leave) -> None:
@@ -95,6 +99,17 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
     async def status() -> ClusterStatus:
         """Who is here, how far they are, and what is being waited for."""
         return describe_status(coordinator)
+
+    @app.post(routes.CHECKPOINTS, tags=["control"])
+    async def make_checkpoint() -> CheckpointCreated:
+        """Make a checkpoint of the whole model, and wait until it is complete."""
+        return await create_checkpoint(coordinator)
+
+    @app.get(routes.CHECKPOINTS, tags=["inspection"])
+    async def checkpoints() -> list[CheckpointCreated]:
+        """The complete checkpoints of the run that are kept, newest first."""
+        run = cluster.run.name
+        return [CheckpointCreated(run=run, round=r, place=coordinator.place.url) for r in cluster.complete_checkpoints]
 
     @app.get(routes.SUMMARY, tags=["inspection"])
     async def summary() -> RunSummary:

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ps_protocol.errors import NotReady, PserverLost, RoundTimeout, RunOver, UnsupportedProtocol
+from ps_protocol.errors import (
+    ModelMismatch,
+    NotReady,
+    PserverLost,
+    RoundTimeout,
+    RunOver,
+    TrainerLost,
+    UnsupportedProtocol,
+    error_from_problem,
+)
 from ps_protocol.messages import (
+    HeldRun,
     InstallMembers,
     InstallRun,
     JoinTrainer,
@@ -16,12 +26,17 @@ from ps_protocol.messages import (
     PserverInfo,
     PserverRegistered,
     RegisterPserver,
+    TrainerHeartbeat,
+    TrainerHeartbeatReply,
     TrainerJoined,
 )
 from ps_protocol.vocabulary import PROTOCOL_VERSION, Incarnation, PserverIndex, Rank, Round
+from services.runtime.checkpoints import Manifest
 
+from .defaults import RunDefaults
+from .model import check_same_tensors
 from .pservers import PserverRegistry
-from .run import Run, RunDefaults
+from .run import Run
 
 
 class Cluster:
@@ -41,42 +56,64 @@ class Cluster:
         self.exit_when_done = exit_when_done
         self._defaults = defaults
         self._name_run = name_run
-        self._trainer_incarnations: dict[Rank, Incarnation] = {}
-        self._run_incarnations: dict[PserverIndex, Incarnation] = {}  # of the pservers that hold the run
+        self.trainer_incarnations: dict[Rank, Incarnation] = {}
+        self.run_incarnations: dict[PserverIndex, Incarnation] = {}  # of the pservers that hold the run
+        self.complete_checkpoints: list[Round] = []  # of the run, newest first
+        self.installed_members: dict[Rank, Incarnation] = {}  # whom every pserver counts on
+        self._beginning: Manifest | None = None
         self._recorded_run = ""
         self._told_to_stop: set[PserverIndex] = set()
         self.run = self._new_run()
 
     def _new_run(self) -> Run:
-        return Run(self._name_run(), self._defaults, self._trainer_incarnations)
+        return Run(self._name_run(), self._defaults, self.trainer_incarnations)
+
+    def begin_with(self, manifest: Manifest) -> None:
+        """The next run begins with this checkpoint instead of initial values."""
+        self._beginning = manifest
 
     # ------------------------------------------------------------------ pservers
 
     def register_pserver(self, request: RegisterPserver, now: float) -> PserverRegistered:
-        """Let a pserver in. One that comes back during a run has lost its shard, which ends the run."""
+        """Let a pserver in. One that comes back during a run brings its shard along, or ends the run."""
         _check_protocol(request.protocol)
         answer = self.registry.register(request, now)
-        if (
-            self.run.plan is not None
-            and not self.run.is_over
-            and answer.incarnation != self._run_incarnations[answer.index]
-        ):
-            self.run.fail(
-                PserverLost(f"pserver {answer.index} was restarted and lost its shard", pserver=answer.index), now
-            )
+        run = self.run
+        if run.plan is None or run.is_over or answer.incarnation == self.run_incarnations.get(answer.index):
+            return answer
+        run.number += 1  # all agree anew on who is how far
+        if not self._may_come_back(request.held):
+            run.fail(PserverLost(f"pserver {answer.index} was restarted and lost its shard", pserver=answer.index), now)
         return answer
 
+    def _may_come_back(self, held: HeldRun | None) -> bool:
+        """Whether there is something on a disk that a pserver without its memory can go on with."""
+        run = self.run
+        assert run.plan is not None
+        is_ours = held is not None and (held.run, held.plan) == (run.name, run.plan.digest)
+        return is_ours or bool(self._defaults.checkpoint_interval(run.plan))
+
     def pserver_heartbeat(self, index: PserverIndex, message: PserverHeartbeat, now: float) -> PserverHeartbeatReply:
-        """Renew a pserver's lease; fails the run if its barrier has waited beyond the round time-out."""
+        """Renew a pserver's lease; those for whom its barrier has waited beyond the round time-out count as lost."""
         self.registry.heartbeat(index, message, now)
-        if message.run == self.run.name and message.waiting_seconds > self._defaults.round_timeout_seconds:
-            self._fail_for_timeout(message.round + 1, message.missing, now)
+        if message.run == self.run.name and message.failure is not None:
+            self.run.fail(error_from_problem(message.failure), now)
+        if message.run == self.run.name:
+            self.run.unstuck({rank for member in self.registry.members.values() for rank in member.missing})
+            if message.waiting_seconds > self._defaults.round_timeout_seconds:
+                self._time_out(message.round + 1, message.missing, now)
         stop = self.exit_when_done and self.run.is_deserted and self._recorded_run == self.run.name
         if stop:
             self._told_to_stop.add(index)
-        return PserverHeartbeatReply(members_number=self.run.number, stop=stop, exit_code=self.exit_code)
+        return PserverHeartbeatReply(
+            members_number=self.run.number,
+            complete=tuple(self.complete_checkpoints),
+            notice=self.notice(),
+            stop=stop,
+            exit_code=self.exit_code,
+        )
 
-    def _fail_for_timeout(self, round_: Round, missing: Sequence[Rank], now: float) -> None:
+    def _time_out(self, round_: Round, missing: Sequence[Rank], now: float) -> None:
         if missing:
             names = ", ".join(f"trainer {rank}" for rank in missing)
             limit = self._defaults.round_timeout_seconds
@@ -84,7 +121,7 @@ class Cluster:
             if self._defaults.consistency.is_async:
                 owed = "take the step that others wait for"
             text = f"{names} did not {owed} within the round time-out of {limit:g} s, though alive"
-            self.run.fail(RoundTimeout(text, missing=list(missing)), now)
+            self.run.stuck(list(missing), RoundTimeout(text, missing=list(missing)), now)
 
     # ------------------------------------------------------------------ trainers
 
@@ -102,8 +139,7 @@ class Cluster:
                     waiting_for=", ".join(f"trainer {rank} to leave" for rank in sorted(self.run.members)),
                 )
             self.run = self._new_run()
-        elif not known and self.run.plan is not None:
-            raise NotReady(f"run {self.run.name} is under way", waiting_for=f"run {self.run.name} to end")
+            self.complete_checkpoints.clear()
         trainer = self.run.join(request, now)
         return TrainerJoined(
             run=self.run.name,
@@ -115,6 +151,35 @@ class Cluster:
             round_timeout_seconds=self._defaults.round_timeout_seconds,
         )
 
+    def trainer_heartbeat(self, rank: Rank, message: TrainerHeartbeat, now: float) -> TrainerHeartbeatReply:
+        """Renew a trainer's lease. What it says of pservers that lost a round, or that it cannot reach, has effect."""
+        run = self.run
+        run.heartbeat(rank, message, now)
+        if run.state == "training":
+            self._go_back_for(message)
+            for index, (incarnation, seconds) in message.unreachable.items():
+                if seconds > self.lease_seconds and self.registry.is_steady(index, incarnation, now):
+                    text = f"trainer {rank} has not reached pserver {index} for {seconds:.1f} s, though both are alive"
+                    run.stuck([rank], TrainerLost(text, ranks=[rank]), now)
+        return TrainerHeartbeatReply(
+            state=run.state,
+            failure=run.failure.to_problem() if run.failure else None,
+            attempt=run.attempt,
+            resume=run.resume or 0,
+            uploader=run.uploader if run.resume is None else None,
+            pservers=self.pserver_infos,
+            notice=self.notice(),
+        )
+
+    def _go_back_for(self, message: TrainerHeartbeat) -> None:
+        """A pserver that came back has lost a round which a trainer has pulled: only going back helps."""
+        for index, incarnation in message.ahead_of.items():
+            member = self.registry.members.get(index)
+            is_news = message.attempt == self.run.attempt and self.run.rollback_to is None
+            if is_news and member is not None and member.info.incarnation == incarnation:
+                self.run.rollback_to = message.round
+                self.run.number += 1
+
     def leave_trainer(self, rank: Rank, message: Leave, now: float) -> None:
         """A trainer goes. If it fails because it waited too long for others, it is those who ended the run."""
         self.run.member(rank, message.run, message.incarnation)
@@ -124,72 +189,137 @@ class Cluster:
                 waits = pserver.run == self.run.name and pserver.waiting_seconds > 0 and rank not in pserver.missing
                 waited = pserver.waiting_seconds + now - pserver.seen_at
                 if waits and waited > self._defaults.round_timeout_seconds:
-                    self._fail_for_timeout(pserver.round + 1, pserver.missing, now)
+                    self._time_out(pserver.round + 1, pserver.missing, now)
         self.run.leave(rank, message, now)
 
     # ------------------------------------------------------------------ the start of a run
 
     @property
     def waiting_for(self) -> list[str]:
-        """What keeps the run from starting, in words; empty once it trains or is over."""
-        if self.run.state != "gathering":
+        """Who keeps the run from starting, or from going on, in words; empty while it trains and once it is over."""
+        run = self.run
+        if run.is_over:
             return []
         absent = [i for i in range(self.registry.num_pservers) if i not in self.registry.members]
         waits = [f"pserver {index}" for index in absent]
-        for rank in self.run.missing_ranks:
-            joined = rank in self.run.trainers
+        if run.state == "training":
+            return waits + [f"trainer {trainer.rank}" for trainer in run.awaited]
+        for rank in run.missing_ranks:
+            joined = rank in run.trainers
             waits.append(f"trainer {rank} to declare its model" if joined else f"trainer {rank}")
         return waits or ["the pservers to install the plan"]
 
-    def start_run_if_complete(self) -> bool:
+    def prospects(self, now: float) -> list[tuple[str, float]]:
+        """Who was lost and is waited for, in words, and in how many seconds the run fails if nobody comes back."""
+        if self.run.state != "training":
+            return []
+        limit = self._defaults.rejoin_timeout_seconds
+        lost = [m for _, m in sorted(self.registry.lost.items())]
+        gone = [(f"pserver {m.info.index} at {m.info.address} is silent", m.seen_at) for m in lost]
+        gone += [(trainer.why, trainer.gone_at) for trainer in self.run.awaited]
+        return [(text, max(0.0, limit - (now - since))) for text, since in gone]
+
+    def notice(self) -> str:
+        """The same in one line that stays the same as long as nothing changes."""
+        texts = [text for text, _ in self.prospects(0.0)]
+        limit = self._defaults.rejoin_timeout_seconds
+        return f"{'; '.join(texts)}: the run fails unless it comes back within {limit:g} s" if texts else ""
+
+    def start_run_if_complete(self, now: float = 0.0) -> bool:
         """Make the plan as soon as everybody is here; the installations must then be carried out."""
         run = self.run
         if run.state != "gathering" or run.plan is not None:
             return False
         if not (self.registry.is_complete and run.is_declared):
             return False
-        run.start(self.registry.num_pservers)
-        self._run_incarnations = {i: m.info.incarnation for i, m in self.registry.members.items()}
+        plan = run.start(self.registry.num_pservers)
+        if self._beginning is not None:
+            try:
+                check_same_tensors(plan, self._beginning.slice_plan(), f"the checkpoint of run {self._beginning.run}")
+            except ModelMismatch as error:
+                run.fail(error, now)
+                return False
+            run.resume, run.source = self._beginning.round, self._beginning.run
+            self._beginning = None
+        self.installed_members = {}
+        self.run_incarnations = {i: m.info.incarnation for i, m in self.registry.members.items()}
         return True
 
-    def installation(self, index: PserverIndex) -> InstallRun:
-        """What pserver `index` must be told to serve the run."""
+    def installation(self, index: PserverIndex, number: int, restore: Round | None) -> InstallRun:
+        """What pserver `index` must be told to serve the run, in the change of this number.
+
+        `restore` is the round that it has to be at; None: it begins with initial values.
+        """
         run = self.run
         assert run.plan is not None
-        declaration = run.trainers[run.uploader].declaration
-        assert declaration is not None
+        assert run.declaration is not None
+        defaults = self._defaults
+        patience = defaults.round_timeout_seconds
+        if defaults.on_trainer_loss != "fail":  # the coordinator decides; this is for when it is gone, too
+            patience += defaults.rejoin_timeout_seconds + self.lease_seconds
         return InstallRun(
             run=run.name,
-            attempt=0,
+            attempt=run.attempt,
             plan=run.plan.to_json(),
-            incarnation=self._run_incarnations[index],
-            consistency=self._defaults.consistency,
-            nonfinite=declaration.nonfinite or self._defaults.nonfinite,
-            round_timeout_seconds=self._defaults.round_timeout_seconds,
+            incarnation=self.run_incarnations[index],
+            consistency=defaults.consistency,
+            nonfinite=run.declaration.nonfinite or defaults.nonfinite,
+            round_timeout_seconds=patience,
+            durability=defaults.durability,
+            checkpoint_rounds=defaults.checkpoint_interval(run.plan),
+            keep_checkpoints=defaults.keep_checkpoints,
+            restore=restore,
+            source=run.source,
             uploader=run.uploader,
-            number=run.number,
-            members=run.members,
+            number=number,
+            members=run.membership.members,
+            starts=run.membership.starts,
+            sets=run.membership.sets,
         )
 
-    def members_message(self) -> InstallMembers:
-        """The run's current members or failure, for all pservers."""
+    def members_message(self, number: int) -> InstallMembers:
+        """The members as they were decided, or the run's failure, for all pservers."""
         run = self.run
-        failure = run.failure.to_problem() if run.failure else None
-        return InstallMembers(run=run.name, number=run.number, members=run.members, failure=failure)
+        return InstallMembers(
+            run=run.name,
+            attempt=run.attempt,
+            number=number,
+            members=run.membership.members,
+            starts=run.membership.starts,
+            sets=run.membership.sets,
+            failure=run.failure.to_problem() if run.failure else None,
+        )
 
-    def plan_ready(self) -> PlanReady | None:
-        """What a trainer needs to begin, once training has begun."""
+    def members_installed(self, now: float) -> None:
+        """Every pserver has taken what was decided last."""
         run = self.run
-        if run.plan is None or run.state == "gathering":
+        if run.state == "gathering":
+            run.installed(now)
+            run.source = None  # from now on what it has begun with is on its own disks
+        self.installed_members = dict(run.membership.members)
+        for rank, trainer in run.trainers.items():
+            if trainer.state == "declared" and self.installed_members.get(rank) == trainer.incarnation:
+                trainer.is_awaited = False
+
+    def plan_ready(self, rank: Rank, incarnation: Incarnation) -> PlanReady | None:
+        """What a trainer needs to begin, once the pservers count on it."""
+        run = self.run
+        if run.plan is None or run.state == "gathering" or self.installed_members.get(rank) != incarnation:
             return None
-        pservers: list[PserverInfo] = [m.info for _, m in sorted(self.registry.members.items())]
         return PlanReady(
             run=run.name,
-            attempt=0,
+            attempt=run.attempt,
             plan=run.plan.to_json(),
-            pservers=tuple(pservers),
+            pservers=self.pserver_infos,
             uploader=run.uploader,
+            start=run.membership.starts.get(rank, (run.resume or 0) + 1),
         )
+
+    @property
+    def pserver_infos(self) -> tuple[PserverInfo, ...]:
+        """The pservers that hold the run, as trainers need them."""
+        here = [m.info for _, m in sorted((self.registry.members | self.registry.lost).items())]
+        return tuple(info for info in here if info.incarnation == self.run_incarnations.get(info.index))
 
     # ------------------------------------------------------------------ time and end
 
@@ -202,18 +332,21 @@ class Cluster:
 
     def expire(self, now: float) -> None:
         """Act on leases that have run out."""
-        for lost in self.registry.expire(now):
-            if self.run.plan is not None:
-                age = now - lost.seen_at
-                self.run.fail(
-                    PserverLost(
-                        f"pserver {lost.info.index} at {lost.info.address} was lost: no heartbeat for {age:.1f} s "
-                        f"(lease {self.lease_seconds:g} s)",
-                        pserver=lost.info.index,
-                    ),
-                    now,
-                )
-        self.run.expire(now, self.lease_seconds)
+        run = self.run
+        self.registry.expire(now)
+        for lost in self.registry.lost.values():
+            if run.plan is None or run.is_over:
+                break
+            age, limit = now - lost.seen_at, self._defaults.rejoin_timeout_seconds
+            text = f"pserver {lost.info.index} at {lost.info.address} was lost: no heartbeat for {age:.1f} s"
+            if not self._defaults.checkpoint_interval(run.plan) and not lost.is_stopping:
+                text = f"{text} (lease {self.lease_seconds:g} s)"
+            elif age > limit:
+                text = f"{text}, and it did not come back within the rejoin time-out of {limit:g} s"
+            else:
+                continue
+            run.fail(PserverLost(text, pserver=lost.info.index), now)
+        run.expire(now, self.lease_seconds)
 
     def run_recorded(self) -> None:
         """The summary of the deserted run has been taken, so its pservers may exit."""

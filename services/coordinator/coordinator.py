@@ -11,22 +11,28 @@ from typing import TypeVar
 
 import httpx
 
-from ps_protocol.errors import Conflict, NotReady, PserverLost, error_from_problem
-from ps_protocol.messages import Message, PlanReady, PserverState, RunSummary, ShardSummary
-from ps_protocol.routes import MEMBERS, RUN, STATE
-from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank
+from ps_protocol.errors import GradpostError, NotReady, StorageFailed
+from ps_protocol.messages import PlanReady, PserverState, RunSummary, ShardSummary
+from ps_protocol.routes import STATE
+from ps_protocol.vocabulary import Incarnation, Rank
 from services.runtime.logs import bind_facts, get_logger
+from services.runtime.places import open_place
 
 from .cluster import Cluster
+from .control import TIMEOUT_SECONDS, want_checkpoint
+from .installer import Installer
+from .manifests import Manifests, newest_checkpoint
 from .pservers import PserverMember
+from .record import ClusterRecord, RecordFile, describe_cluster, recall_cluster, recall_numbers, resume_run
 from .run import Run
 from .settings import CoordinatorSettings
 
 log = get_logger()
 T = TypeVar("T")
 
-PSERVER_TIMEOUT_SECONDS = 5.0
 RETRY_SECONDS = 0.2
+RESULT_SECONDS = 10.0  # for the checkpoint of a finished run
+HEARTBEAT_CHECK_SECONDS = 0.05
 
 
 class Coordinator:
@@ -41,11 +47,16 @@ class Coordinator:
             name_run=lambda: secrets.token_hex(6),
         )
         self.http = http
+        self._settings = settings
         self._condition = asyncio.Condition()
         self._wake = asyncio.Event()
-        # What each pserver has acknowledged: its incarnation, the run, and the number of the members.
-        self._acknowledged: dict[PserverIndex, tuple[Incarnation, str, int]] = {}
+        self._installer = Installer(self.cluster, http, self.now, self.keep)
         self._last_summary: RunSummary | None = None
+        self._recorded: Run | None = None  # its summary and its last checkpoint have been taken
+        self.place = open_place(settings.checkpoints or str(settings.state_dir / "checkpoints"))
+        self._manifests = Manifests(self.cluster, self.place, settings.keep_checkpoints)
+        self._file = RecordFile(settings.state_dir)
+        self._keeping = asyncio.Lock()
 
     def now(self) -> float:
         """The monotonic clock that leases run on."""
@@ -54,6 +65,50 @@ class Coordinator:
     def changed(self) -> None:
         """Something was decided: let the reconciler carry it out."""
         self._wake.set()
+
+    # ------------------------------------------------------------------ durable state
+
+    async def recall(self) -> None:
+        """Take up what an earlier life of this coordinator has left. Raises OSError if it is damaged."""
+        record = await asyncio.to_thread(self._file.read)
+        if self._settings.resume:
+            await self._resume(record)
+        elif record is not None:
+            recall_cluster(self.cluster, record, self.now())
+            run = self.cluster.run
+            if run.plan is not None:
+                await self._manifests.find()
+                log.info("the coordinator is back", run=run.name, state=run.state, attempt=run.attempt)
+
+    async def _resume(self, record: ClusterRecord | None) -> None:
+        """Go on where a run has stopped, with other processes: with what they find on their disks, or a checkpoint.
+
+        Another number of pservers cannot take over their disks, and begins with the newest checkpoint.
+        """
+        now = self.now()
+        if record is not None:
+            recall_numbers(self.cluster, record)
+            if record.run is not None and record.run.num_pservers == self._settings.num_pservers:
+                resume_run(self.cluster, record, now)
+                log.info("resuming", run=self.cluster.run.name, attempt=self.cluster.run.attempt)
+                return
+        manifest = await asyncio.to_thread(newest_checkpoint, self.place)
+        if manifest is None:
+            log.warning(
+                "there is nothing to resume: neither a run nor a checkpoint; a new run begins", place=self.place.url
+            )
+            return
+        self.cluster.begin_with(manifest)
+        log.info("resuming from a checkpoint", run=manifest.run, round=manifest.round)
+
+    async def keep(self) -> None:
+        """Write down what the cluster is now, so that it outlives this process."""
+        async with self._keeping:
+            record = describe_cluster(self.cluster)  # taken while nobody else writes: a newer one is never overwritten
+            try:
+                await asyncio.to_thread(self._file.write, record)
+            except OSError as error:
+                raise StorageFailed(f"the coordinator's state cannot be written: {error}") from error
 
     # ------------------------------------------------------------------ background
 
@@ -83,9 +138,12 @@ class Coordinator:
         while not stop.is_set():
             await self._wake.wait()
             self._wake.clear()
-            if not await self._reconcile():
+            self.cluster.start_run_if_complete(self.now())
+            await self.keep()
+            if not await self._installer.reconcile():
                 await asyncio.sleep(RETRY_SECONDS)
                 self._wake.set()
+            await self._manifests.update()
             async with self._condition:
                 self._condition.notify_all()
             said = self._say_news(said)
@@ -107,87 +165,65 @@ class Coordinator:
         return news
 
     async def _record_run(self) -> None:
+        """Take the summary of a run that is over, and a checkpoint of what it has trained; then pservers may exit."""
         run = self.cluster.run
-        await self.summary()
+        if self._recorded is run:
+            return
+        await self._take_summary()
+        if run.state == "finished" and run.plan is not None and run.defaults.checkpoint_interval(run.plan):
+            await self._keep_result()
         if self.cluster.run is run:  # else the next one has begun meanwhile
+            self._recorded = run
             self.cluster.run_recorded()
-
-    async def _reconcile(self) -> bool:
-        """Bring every pserver to what was decided; False if one of them did not take it."""
-        cluster = self.cluster
-        cluster.start_run_if_complete()
-        run = cluster.run
-        if run.plan is None:
-            return True
-        members = [member for _, member in sorted(cluster.registry.members.items())]
-        results = await asyncio.gather(*(self._reconcile_pserver(run, member) for member in members))
-        complete = all(results) and len(results) == cluster.registry.num_pservers
-        if complete and run.state == "gathering" and cluster.run is run:
-            run.installed(self.now())
-            log.info("plan installed", plan=run.plan.digest, trainers=len(run.members))
-        return all(results)
-
-    async def _reconcile_pserver(self, run: Run, member: PserverMember) -> bool:
-        index, incarnation = member.info.index, member.info.incarnation
-        if self._acknowledged.get(index, (0, "", -1))[:2] != (incarnation, run.name):
-            if run.is_over or self.cluster.run is not run:
-                return True  # it never took part in this run
-            number = run.number
-            if not await self._put(run, member, RUN, self.cluster.installation(index)):
-                return False
-            self._acknowledged[index] = (incarnation, run.name, number)
-        # The next run may have begun meanwhile; then nobody is left in this one.
-        if self.cluster.run is run and self._acknowledged[index][2] != run.number:
-            number = run.number
-            if not await self._put(run, member, MEMBERS, self.cluster.members_message()):
-                return False
-            self._acknowledged[index] = (incarnation, run.name, number)
-        return True
-
-    async def _put(self, run: Run, member: PserverMember, route: str, message: Message) -> bool:
-        try:
-            response = await self.http.put(
-                member.info.address + route, content=message.model_dump_json(), timeout=PSERVER_TIMEOUT_SECONDS,
-                headers={"content-type": "application/json"},
-            )  # fmt: skip
-            problem = error_from_problem(response.json()) if response.is_error else None
-        except (httpx.TransportError, ValueError) as error:
-            log.warning("a pserver did not take an installation", pserver=member.info.index, error=repr(error))
-            return False
-        if problem is None:
-            return True
-        log.warning("a pserver refused an installation", pserver=member.info.index, error=repr(problem))
-        # A conflict is over soon: such as that it has not read yet who it is now.
-        if not problem.may_be_retried and not isinstance(problem, Conflict):
-            reason = f"pserver {member.info.index} cannot serve the run: {problem}"
-            run.fail(PserverLost(reason, pserver=member.info.index), self.now())
-        return False
 
     # ------------------------------------------------------------------ waiting
 
-    async def wait_for_plan(self, rank: Rank, run: str, incarnation: Incarnation, wait_seconds: float) -> PlanReady:
-        """Wait for the run to start; NotReady says what it waits for, the run's failure who is to blame."""
-
-        def ready() -> bool:
-            return self.cluster.run.name != run or self.cluster.run.state != "gathering"
-
+    async def wait_until(self, is_so: Callable[[], bool], seconds: float) -> None:
+        """Wait until something is so, looking whenever something has changed, up to some seconds."""
         async with self._condition:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._condition.wait_for(ready), wait_seconds)
+                await asyncio.wait_for(self._condition.wait_for(is_so), seconds)
+
+    async def wait_for_plan(self, rank: Rank, run: str, incarnation: Incarnation, wait_seconds: float) -> PlanReady:
+        """Wait until the pservers count on a trainer; NotReady says what that waits for, Ended who is to blame."""
+
+        def ready() -> bool:
+            current = self.cluster.run
+            return current.name != run or current.is_over or self.cluster.plan_ready(rank, incarnation) is not None
+
+        await self.wait_until(ready, wait_seconds)
         current = self.cluster.run
         current.member(rank, run, incarnation)
         if current.failure is not None:
             raise copy.copy(current.failure)  # every waiter its own: a raised exception collects frames
-        plan = self.cluster.plan_ready()
+        plan = self.cluster.plan_ready(rank, incarnation)
         if plan is None:
-            waits = self.cluster.waiting_for
+            waits = self.cluster.waiting_for or ["the pservers to take this trainer in"]
             raise NotReady(f"the cluster waits for {', '.join(waits)}", waiting_for=waits)
         return plan
 
     # ------------------------------------------------------------------ summary
 
+    async def _keep_result(self) -> None:
+        rounds = {member.round for member in self.cluster.registry.members.values()}
+        try:
+            async with asyncio.timeout(RESULT_SECONDS):
+                for member in self.cluster.registry.members.values():
+                    await want_checkpoint(self.http, member, self.cluster.run.name, max(rounds))
+                while max(rounds) not in self.cluster.complete_checkpoints:
+                    await asyncio.sleep(HEARTBEAT_CHECK_SECONDS)  # they tell of it in their heartbeats
+                    await self._manifests.update()
+        except (TimeoutError, httpx.HTTPError, GradpostError, ValueError) as error:
+            log.warning("there is no checkpoint of the run's last round", error=repr(error))
+
     async def summary(self) -> RunSummary:
-        """The current run in a few numbers; that of a finished run is kept, since its pservers may exit."""
+        """The current run in a few numbers. Once it is over, what stays of it is on the disk when this is answered."""
+        run = self.cluster.run
+        if run.is_deserted:
+            await self.wait_until(lambda: self._recorded is run or self.cluster.run is not run, RESULT_SECONDS)
+        return await self._take_summary()
+
+    async def _take_summary(self) -> RunSummary:
         run = self.cluster.run
         if self._last_summary is not None and self._last_summary.run == run.name and run.is_over:
             return self._last_summary
@@ -221,7 +257,7 @@ class Coordinator:
         return summary
 
     async def _state_of(self, member: PserverMember) -> PserverState:
-        response = await self.http.get(member.info.address + STATE, timeout=PSERVER_TIMEOUT_SECONDS)
+        response = await self.http.get(member.info.address + STATE, timeout=TIMEOUT_SECONDS)
         response.raise_for_status()
         return PserverState.model_validate_json(response.content)
 

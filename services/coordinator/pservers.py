@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ps_protocol.errors import IndexTaken, StalePserver, WorldMismatch
-from ps_protocol.messages import PserverHeartbeat, PserverInfo, PserverRegistered, RegisterPserver
+from ps_protocol.messages import (
+    HeldRun,
+    PserverHeartbeat,
+    PserverInfo,
+    PserverRegistered,
+    RegisterPserver,
+    ShardFile,
+)
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 
 
@@ -20,16 +27,22 @@ class PserverMember:
     round: Round = 0
     missing: tuple[Rank, ...] = ()
     waiting_seconds: float = 0.0
+    attempt: int = 0
+    checkpoints: dict[Round, ShardFile] = field(default_factory=dict)
+    is_stopping: bool = False  # it has said that it will be back
+    held: HeldRun | None = None  # what it brought along when it registered
+    here_since: float = 0.0
 
 
 class PserverRegistry:
-    """At most `num_pservers` living members, one for each index."""
+    """At most `num_pservers` living members, one for each index; those that are lost may come back."""
 
     def __init__(self, num_pservers: int, lease_seconds: float) -> None:
         self.num_pservers = num_pservers
         self.lease_seconds = lease_seconds
         self.members: dict[PserverIndex, PserverMember] = {}
-        self._incarnations: dict[PserverIndex, Incarnation] = {}
+        self.lost: dict[PserverIndex, PserverMember] = {}
+        self.incarnations: dict[PserverIndex, Incarnation] = {}
 
     @property
     def is_complete(self) -> bool:
@@ -37,25 +50,30 @@ class PserverRegistry:
         return len(self.members) == self.num_pservers
 
     def register(self, request: RegisterPserver, now: float) -> PserverRegistered:
-        """Give the process an index and an incarnation; the same process again gets the same answer."""
+        """Give the process an index and an incarnation; the same process again gets the same answer.
+
+        One that has locked the folder of the current life is its successor, and need not wait for the lease to end.
+        """
         index = self._choose_index(request)
         member = self.members.get(index)
         if member is None or member.instance != request.instance:
-            self._incarnations[index] = self._incarnations.get(index, 0) + 1
+            self.incarnations[index] = max(self.incarnations.get(index, 0), request.previous) + 1
+            self.lost.pop(index, None)
         info = PserverInfo(
             index=index,
             address=request.address.rstrip("/"),
-            incarnation=self._incarnations[index],
+            incarnation=self.incarnations[index],
             http2=request.http2,
         )
-        self.members[index] = PserverMember(info, request.instance, now)
+        self.members[index] = PserverMember(info, request.instance, now, held=request.held, here_since=now)
         return PserverRegistered(index=index, incarnation=info.incarnation, lease_seconds=self.lease_seconds)
 
     def _choose_index(self, request: RegisterPserver) -> PserverIndex:
         for index, member in self.members.items():
             if member.instance == request.instance:
                 return index
-        free = [index for index in range(self.num_pservers) if index not in self.members]
+        taken = {index for index, member in self.members.items() if not self._succeeds(request, member)}
+        free = [index for index in range(self.num_pservers) if index not in taken]
         if request.index is None:
             if not free:
                 raise IndexTaken(
@@ -75,21 +93,35 @@ class PserverRegistry:
             raise IndexTaken(f"a living pserver at {holder} has index {request.index}", current=holder)
         return request.index
 
+    def _succeeds(self, request: RegisterPserver, member: PserverMember) -> bool:
+        return request.index == member.info.index and request.previous == member.info.incarnation
+
     def heartbeat(self, index: PserverIndex, message: PserverHeartbeat, now: float) -> None:
         """Renew a lease and take over the progress; StalePserver tells the sender to register again."""
-        member = self.members.get(index)
+        member = self.members.get(index) or self.lost.get(index)
         if member is None or member.info.incarnation != message.incarnation:
             raise StalePserver(
                 f"pserver {index} incarnation {message.incarnation} is not a member; register again",
                 current=member.info.incarnation if member else None,
             )
+        if self.lost.pop(index, None):
+            member.here_since = now
+        self.members[index] = member  # silent for longer than its lease, but nobody has taken its place
         member.seen_at = now
         member.run, member.round = message.run, message.round
         member.missing, member.waiting_seconds = message.missing, message.waiting_seconds
+        member.checkpoints = {file.round: file for file in message.checkpoints}
+        member.attempt, member.is_stopping = message.attempt, message.is_stopping
+
+    def is_steady(self, index: PserverIndex, incarnation: Incarnation, now: float) -> bool:
+        """Whether this life of a pserver has been here for a lease at least, so that whoever can has reached it."""
+        member = self.members.get(index)
+        is_here = member is not None and member.info.incarnation == incarnation
+        return is_here and member is not None and now - member.here_since > self.lease_seconds
 
     def expire(self, now: float) -> list[PserverMember]:
-        """Drop and return those whose lease has run out."""
+        """Move those whose lease has run out to the lost ones, and return them."""
         lost = [member for member in self.members.values() if now - member.seen_at > self.lease_seconds]
         for member in lost:
-            del self.members[member.info.index]
+            self.lost[member.info.index] = self.members.pop(member.info.index)
         return lost

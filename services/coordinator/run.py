@@ -1,19 +1,22 @@
 """One run as the coordinator sees it: who takes part, what they train, how it ends. Pure, without a clock.
 
 gathering ──all pservers here, all trainers declared the same model──► training ──all left──► finished
-    └──────────────────────────── a trainer or pserver fails ────────────┴──────────────────► failed
+    └─────────────────── a trainer or pserver is lost for good ──────────┴──────────────────► failed
+
+What becomes of a trainer's loss is the policy's: its rank is kept free for another life of it (`wait`), the others go
+on without it (`continue`), or the run fails (`fail`). Before the training begins its place is simply free again.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Literal
 
-from ps_protocol.consistency import Consistency
 from ps_protocol.errors import (
     GradpostError,
     ModelMismatch,
     ModeMismatch,
+    NotReady,
     RankTaken,
     RoundTimeout,
     StaleRun,
@@ -22,62 +25,31 @@ from ps_protocol.errors import (
     WorldMismatch,
 )
 from ps_protocol.messages import DeclareModel, JoinTrainer, Leave, RunState, TrainerHeartbeat
-from ps_protocol.optimizers import check_optimizer
-from ps_protocol.plan import SlicePlan, make_plan
-from ps_protocol.vocabulary import (
-    Incarnation,
-    Mode,
-    NonfinitePolicy,
-    ParameterSpec,
-    Placement,
-    Rank,
-    Round,
-)
+from ps_protocol.plan import SlicePlan
+from ps_protocol.vocabulary import Incarnation, Mode, Rank, Round
 
-
-@dataclass(frozen=True, slots=True)
-class RunDefaults:
-    """What a run is when its trainers do not say otherwise."""
-
-    num_trainers: int
-    consistency: Consistency
-    min_block_size: int
-    placement: Placement
-    slice_parameters: bool
-    nonfinite: NonfinitePolicy
-    round_timeout_seconds: float
-
-
-@dataclass(slots=True)
-class TrainerMember:
-    """One trainer of the run, living or gone."""
-
-    rank: Rank
-    incarnation: Incarnation
-    instance: str
-    seen_at: float  # by the monotonic clock
-    metrics_address: str | None
-    state: Literal["joined", "declared", "done", "failed", "lost"] = "joined"
-    declaration: DeclareModel | None = None
-    round: Round = 0
-    results: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it holds its rank."""
-        return self.state in ("joined", "declared")
+from .decision import Membership
+from .defaults import RunDefaults
+from .model import check_same_model, plan_model
+from .trainers import TrainerMember
 
 
 class Run:
-    """Trainers and state of one run. Every change of members or of the failure raises `number`."""
+    """Trainers and state of one run. Whatever the pservers must be told of raises `number`."""
 
     def __init__(self, name: str, defaults: RunDefaults, incarnations: dict[Rank, Incarnation]) -> None:
         self.name = name
         self.defaults = defaults
         self.state: RunState = "gathering"
         self.trainers: dict[Rank, TrainerMember] = {}
+        self.declaration: DeclareModel | None = None  # what the plan was made for
         self.plan: SlicePlan | None = None
         self.uploader: Rank = 0  # who pushes the initial values: the lowest rank when the plan was made
+        self.membership = Membership()  # as decided last
+        self.attempt = 0  # goes up when the run is rolled back
+        self.resume: Round | None = None  # the round that this attempt began with; None: with initial values
+        self.rollback_to: Round | None = None  # pservers have lost what trainers have pulled: back to here at least
+        self.source: str | None = None  # the run whose checkpoint this one has begun with
         self.failure: GradpostError | None = None
         self.number = 0
         self.started_at: float | None = None  # by the monotonic clock, when training began
@@ -92,8 +64,24 @@ class Run:
 
     @property
     def members(self) -> dict[Rank, Incarnation]:
-        """Those who take part in rounds."""
+        """Those who are here."""
         return {t.rank: t.incarnation for t in self.trainers.values() if t.is_here}
+
+    @property
+    def awaited(self) -> list[TrainerMember]:
+        """Those who were lost and are to come back."""
+        return [t for _, t in sorted(self.trainers.items()) if t.is_awaited and not t.is_here]
+
+    @property
+    def targets(self) -> dict[Rank, Incarnation]:
+        """Whom the pservers are to count on: who has declared its model, and the last life of those who are awaited."""
+        targets = {}
+        for rank, trainer in sorted(self.trainers.items()):
+            if trainer.state == "declared":
+                targets[rank] = trainer.incarnation
+            elif trainer.is_awaited and rank in self.membership.members:
+                targets[rank] = self.membership.members[rank]
+        return targets
 
     @property
     def round(self) -> Round:
@@ -125,10 +113,14 @@ class Run:
             if rank not in self.trainers or self.trainers[rank].state != "declared"
         ]
 
-    # ------------------------------------------------------------------ events
+    # ------------------------------------------------------------------ joining
 
     def join(self, request: JoinTrainer, now: float) -> TrainerMember:
-        """Give the process a rank and an incarnation; the same process again gets the same answer."""
+        """Give the process a rank and an incarnation; the same process again gets the same answer.
+
+        Once the run has begun there is room in the places of those who were lost. Raises RankTaken, NotReady (the
+        run goes on with all of its trainers), and what `check_expectations` does.
+        """
         self.check_expectations(request)
         for trainer in self.trainers.values():
             if trainer.instance == request.instance and trainer.is_here:
@@ -136,7 +128,10 @@ class Run:
                 return trainer
         rank = self._choose_rank(request.rank)
         self._incarnations[rank] = self._incarnations.get(rank, 0) + 1
+        before = self.trainers.get(rank)
         trainer = TrainerMember(rank, self._incarnations[rank], request.instance, now, request.metrics_address)
+        if before is not None:
+            trainer.round, trainer.is_awaited = before.round, before.is_awaited
         self.trainers[rank] = trainer
         self.number += 1
         return trainer
@@ -165,7 +160,10 @@ class Run:
             )
 
     def _choose_rank(self, wanted: Rank | None) -> Rank:
-        free = [r for r in range(self.defaults.num_trainers) if r not in self.trainers]
+        taken = {rank for rank, t in self.trainers.items() if t.is_here or t.state == "done"}
+        free = [rank for rank in range(self.defaults.num_trainers) if rank not in taken]
+        if self.plan is not None and (not free or (wanted in taken and not self.trainers[wanted].is_here)):
+            raise NotReady(f"run {self.name} is under way", waiting_for=f"run {self.name} to end")
         if wanted is None:
             if not free:
                 raise RankTaken(f"all {self.defaults.num_trainers} ranks are taken by living trainers")
@@ -184,27 +182,33 @@ class Run:
                 f"trainer {rank} incarnation {incarnation} is not a member",
                 current=trainer.incarnation if trainer else None,
             )
+        if trainer.state == "lost" and not trainer.is_awaited and not self.is_over:
+            raise StaleTrainer(f"trainer {rank} was lost, and the others go on without it: {trainer.why}")
         return trainer
 
     def declare(self, rank: Rank, message: DeclareModel) -> None:
         """Take a trainer's model; raises UnsupportedOptimizer, BadModel, or ModelMismatch with the difference."""
         trainer = self.member(rank, message.run, message.incarnation)
-        self._make_plan(message, num_pservers=1)  # refuses what cannot be planned, before anybody waits for it
-        if self.plan is not None and message != trainer.declaration:
-            raise ModelMismatch(f"trainer {rank} declares another model than the run was planned for")
+        plan_model(message, self.defaults, num_pservers=1)  # refuses what cannot be planned, before anybody waits
+        if self.declaration is not None:
+            check_same_model(rank, message, f"run {self.name}", self.declaration)
         for other in self.trainers.values():
             if other.declaration is not None and other.rank != rank and other.is_here:
-                _check_same_model(rank, message, other.rank, other.declaration)
+                check_same_model(rank, message, f"trainer {other.rank}", other.declaration)
+        if trainer.declaration is not None and self.plan is not None and message != trainer.declaration:
+            raise ModelMismatch(f"trainer {rank} declares another model than the run was planned for")
         trainer.declaration = message
         if trainer.state == "joined":
             trainer.state = "declared"
+            self.number += 1
 
     def start(self, num_pservers: int) -> SlicePlan:
         """Make the plan of a complete run; training begins once every pserver has installed it."""
         self.uploader = min(self.members)
-        declaration = self.trainers[self.uploader].declaration
-        assert declaration is not None
-        self.plan = self._make_plan(declaration, num_pservers)
+        self.declaration = self.trainers[self.uploader].declaration
+        assert self.declaration is not None
+        self.plan = plan_model(self.declaration, self.defaults, num_pservers)
+        self.membership = Membership(self.members)
         return self.plan
 
     def installed(self, now: float) -> None:
@@ -212,55 +216,88 @@ class Run:
         if self.state == "gathering":
             self.state, self.started_at = "training", now
 
+    # ------------------------------------------------------------------ heartbeats, losses
+
     def heartbeat(self, rank: Rank, message: TrainerHeartbeat, now: float) -> None:
-        """Renew a lease and take over progress and results."""
+        """Renew a lease and take over progress and results. One that was lost too soon is back with it."""
         trainer = self.member(rank, message.run, message.incarnation)
         trainer.seen_at = now
         trainer.round = message.round
         trainer.results = dict(message.results)
+        if trainer.state == "lost" and trainer.is_awaited and not trainer.is_stuck:
+            trainer.revive()
+
+    def lose(self, trainer: TrainerMember, failure: GradpostError, now: float) -> None:
+        """A trainer is gone, or counts as gone: what follows is the policy's."""
+        self.number += 1
+        state: Literal["failed", "lost"] = "failed" if trainer.state == "failed" else "lost"
+        if self.state == "gathering" and self.plan is None:
+            trainer.state = state
+            del self.trainers[trainer.rank]  # the run has not begun: its place is free again
+            return
+        policy = self.defaults.on_trainer_loss
+        enough = len(self.members) - trainer.is_here >= self.defaults.min_trainers
+        is_awaited = not self.is_over and (policy == "wait" or (policy == "continue" and not enough))
+        trainer.lose(state, failure.detail, now, is_awaited=is_awaited)
+        if policy == "fail":
+            self.fail(failure, now)
+        self._end_if_deserted(now)
 
     def leave(self, rank: Rank, message: Leave, now: float) -> None:
-        """A trainer goes. One that is done is not waited for any more; one that failed ends the run."""
+        """A trainer goes. One that is done is not waited for any more; one that failed is lost."""
         trainer = self.member(rank, message.run, message.incarnation)
         if not trainer.is_here:
             return
         trainer.round = message.round
-        trainer.state = message.outcome
-        if self.state == "gathering" and self.plan is None:
-            del self.trainers[rank]  # the run has not begun: its place is free again
-        elif message.outcome == "failed":
+        if message.outcome == "failed":
             reason = message.reason or "no reason was given"
-            self.fail(TrainerLost(f"trainer {rank} failed: {reason}", ranks=[rank]), now)
-        elif not self.members and not self.is_over:
-            self.state, self.ended_at = "finished", now
+            trainer.state = "failed"
+            self.lose(trainer, TrainerLost(f"trainer {rank} failed: {reason}", ranks=[rank]), now)
+            return
+        trainer.state = "done"
         self.number += 1
+        if self.state == "gathering" and self.plan is None:
+            del self.trainers[rank]
+        self._end_if_deserted(now)
+
+    def _end_if_deserted(self, now: float) -> None:
+        if self.plan is not None and not self.members and not self.awaited and not self.is_over:
+            self.state, self.ended_at = "finished", now
+            self.number += 1
 
     def expire(self, now: float, lease_seconds: float) -> None:
-        """Trainers whose lease has run out are lost; before the start their place is free again."""
+        """Trainers whose lease has run out are lost; those who did not come back in time end the run."""
         for trainer in list(self.trainers.values()):
             age = now - trainer.seen_at
-            if not trainer.is_here or age <= lease_seconds:
-                continue
-            trainer.state = "lost"
-            self.number += 1
-            if self.state == "gathering" and self.plan is None:
-                del self.trainers[trainer.rank]
-            else:
-                self.fail(
-                    TrainerLost(
-                        f"trainer {trainer.rank} was lost: no heartbeat for {age:.1f} s (lease {lease_seconds:g} s)",
-                        ranks=[trainer.rank],
-                    ),
-                    now,
-                )
-
+            if trainer.is_here and age > lease_seconds:
+                text = f"trainer {trainer.rank} was lost: no heartbeat for {age:.1f} s (lease {lease_seconds:g} s)"
+                self.lose(trainer, TrainerLost(text, ranks=[trainer.rank]), now)
+        limit = self.defaults.rejoin_timeout_seconds
+        for trainer in self.awaited:
+            if now - trainer.gone_at > limit:
+                text = f"{trainer.why}; it did not come back within the rejoin time-out of {limit:g} s"
+                self.fail(TrainerLost(text, ranks=[trainer.rank]), now)
         self._expire_declarations(now)
+
+    def stuck(self, ranks: list[Rank], failure: GradpostError, now: float) -> None:
+        """Others have waited for these for the round time-out: they count as lost, though they live."""
+        for rank in ranks:
+            trainer = self.trainers.get(rank)
+            if trainer is not None and trainer.is_here and not self.is_over:
+                trainer.is_stuck = True
+                self.lose(trainer, failure, now)
+
+    def unstuck(self, missing: set[Rank]) -> None:
+        """Those who are not missing any more go on, if nobody has taken their place."""
+        for trainer in self.awaited:
+            if trainer.is_stuck and trainer.rank not in missing:
+                trainer.revive()
 
     def _expire_declarations(self, now: float) -> None:
         """Those who have joined, and live, must say what they train once somebody waits for them."""
         declared = any(trainer.state == "declared" for trainer in self.trainers.values())
         all_joined = len(self.members) == self.defaults.num_trainers
-        if self.state != "gathering" or not (declared and all_joined and self.missing_ranks):
+        if self.is_over or not (declared and all_joined and self.missing_ranks):
             self._complete_since = None
         elif self._complete_since is None:
             self._complete_since = now
@@ -275,43 +312,3 @@ class Run:
         if not self.is_over:
             self.state, self.failure, self.ended_at = "failed", failure, now
             self.number += 1
-
-    # ------------------------------------------------------------------ plan
-
-    def _make_plan(self, model: DeclareModel, num_pservers: int) -> SlicePlan:
-        defaults = self.defaults
-        return make_plan(
-            [ParameterSpec(*fields) for fields in model.parameters],
-            num_pservers,
-            min_block_size=model.min_block_size or defaults.min_block_size,
-            placement=model.placement or defaults.placement,
-            slice_parameters=defaults.slice_parameters if model.slice_parameters is None else model.slice_parameters,
-            buffers=model.buffers,
-            optimizer=check_optimizer(model.optimizer, model.group_flags),
-        )
-
-
-def _check_same_model(rank: Rank, mine: DeclareModel, other_rank: Rank, theirs: DeclareModel) -> None:
-    for name in DeclareModel.model_fields:
-        if name in ("run", "incarnation", "parameters", "buffers"):
-            continue
-        if getattr(mine, name) != getattr(theirs, name):
-            raise ModelMismatch(
-                f"trainer {rank} and trainer {other_rank} disagree on {name}",
-                expected=getattr(theirs, name),
-                actual=getattr(mine, name),
-            )
-    for name, a, b in (("parameters", mine.parameters, theirs.parameters), ("buffers", mine.buffers, theirs.buffers)):
-        if len(a) != len(b):
-            raise ModelMismatch(
-                f"trainer {rank} and trainer {other_rank} have different numbers of {name}",
-                expected=len(b),
-                actual=len(a),
-            )
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            if x != y:
-                raise ModelMismatch(
-                    f"trainer {rank} and trainer {other_rank} differ in {name[:-1]} {i}",
-                    expected=list(y),
-                    actual=list(x),
-                )

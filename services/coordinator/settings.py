@@ -11,10 +11,10 @@ from ps_protocol.consistency import Compensation, Consistency, ReadConsistency, 
 from ps_protocol.errors import BadModel
 from ps_protocol.plan import DEFAULT_PLACEMENT
 from ps_protocol.slicing import DEFAULT_MIN_BLOCK_SIZE
-from ps_protocol.vocabulary import Mode, NonfinitePolicy, Placement
+from ps_protocol.vocabulary import Durability, LossPolicy, Mode, NonfinitePolicy, Placement
 from services.runtime.settings import ServiceSettings
 
-from .run import RunDefaults
+from .defaults import RunDefaults
 
 
 class CoordinatorSettings(ServiceSettings):
@@ -38,6 +38,18 @@ class CoordinatorSettings(ServiceSettings):
     slice_parameters: bool = True
     nonfinite: NonfinitePolicy = "reject"
     round_timeout_seconds: float = Field(default=300.0, gt=0)
+    on_trainer_loss: LossPolicy = Field(
+        default="wait", description="wait for another life of the trainer, continue without it, or fail"
+    )
+    min_trainers: int = Field(default=1, ge=1, description="continue: with fewer the run waits")
+    rejoin_timeout_seconds: float = Field(default=300.0, gt=0, description="how long a lost process is waited for")
+    durability: Durability | None = Field(
+        default=None, description="of applied updates: none, log or fsync; none given: log, in async and ssp none"
+    )
+    checkpoint_rounds: int | None = Field(default=None, ge=1, description="rounds between checkpoints at most")
+    max_log_bytes: int | None = Field(default=None, ge=1, description="of a pserver; none: 4 shards, 64 MiB at least")
+    keep_checkpoints: int = Field(default=2, ge=1)
+    resume: bool = Field(default=False, description="go on with the run in state_dir, or from its newest checkpoint")
 
     @property
     def consistency(self) -> Consistency:
@@ -50,6 +62,8 @@ class CoordinatorSettings(ServiceSettings):
             _ = self.consistency
         except BadModel as error:
             raise ValueError(error.detail) from None
+        if self.mode != "sync" and (self.durability not in (None, "none") or self.checkpoint_rounds):
+            raise ValueError(f"durability and checkpoint_rounds are not available in mode {self.mode} yet")
         return self
 
     @property
@@ -63,4 +77,11 @@ class CoordinatorSettings(ServiceSettings):
             slice_parameters=self.slice_parameters,
             nonfinite=self.nonfinite,
             round_timeout_seconds=self.round_timeout_seconds,
+            on_trainer_loss=self.on_trainer_loss,
+            min_trainers=self.min_trainers,
+            rejoin_timeout_seconds=self.rejoin_timeout_seconds,
+            durability=self.durability or ("none" if self.consistency.is_async else "log"),
+            checkpoint_rounds=self.checkpoint_rounds,
+            max_log_bytes=self.max_log_bytes,
+            keep_checkpoints=self.keep_checkpoints,
         )

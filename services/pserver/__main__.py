@@ -8,12 +8,14 @@ import sys
 import torch
 
 from services.runtime.compute import ComputeExecutor
+from services.runtime.failpoints import arm_failpoints
 from services.runtime.logs import configure_logs
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.peers import make_peer_client
 from services.runtime.server import run_service, serve
 
 from .app import make_pserver_app
+from .durable.disk import Disk
 from .metrics import PserverMetrics
 from .pserver import Pserver
 from .registration import Registration
@@ -23,6 +25,7 @@ from .settings import PserverSettings
 def main(settings: PserverSettings) -> int:
     """Serve until stopped or until the run is over; returns the exit code."""
     configure_logs("pserver", settings.log_format, settings.log_level)
+    arm_failpoints(settings.failpoints)
     torch.set_num_threads(settings.threads)
     return run_service(lambda stop: _serve(settings, stop))
 
@@ -30,7 +33,8 @@ def main(settings: PserverSettings) -> int:
 async def _serve(settings: PserverSettings, stop: asyncio.Event) -> int:
     compute = ComputeExecutor()
     metrics = ServiceMetrics("pserver")
-    pserver = Pserver(compute, PserverMetrics(metrics.registry, compute), settings.frame_limits)
+    disk = Disk(settings.state_dir, settings.checkpoints)
+    pserver = Pserver(compute, PserverMetrics(metrics.registry, compute), settings.frame_limits, disk)
     app = make_pserver_app(pserver, metrics)
     async with make_peer_client(settings) as http, asyncio.TaskGroup() as tasks:
         registration = Registration(pserver, settings, http)

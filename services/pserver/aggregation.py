@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .layout import BlockPlace, ShardLayout
+from .tensors import view_bytes
 
 PIECE = 1 << 18  # elements: what is summed before it is scaled, so that it is still in the cache
 
@@ -52,6 +53,24 @@ class Aggregator:
             begin = end
         self._scale(begin, end, scale)
         return self._gradient, tuple(present)
+
+    def encode(self, present: Sequence[str] | None) -> list[memoryview]:
+        """The bytes of the newest gradient, not copied: of all of it, or of these blocks in the given order."""
+        if present is None:
+            return [view_bytes(self._gradient)]
+        return [view_bytes(self._views[name]) for name in present]
+
+    def decode(self, data: memoryview, present: Sequence[str] | None) -> Tensor:
+        """Take over a gradient that was encoded so; returns ours, which holds until the next call."""
+        logged = torch.frombuffer(data, dtype=torch.float32) if len(data) else torch.empty(0)
+        if present is None:
+            return self._gradient.copy_(logged)
+        begin = 0
+        for name in present:
+            view = self._views[name]
+            view.copy_(logged[begin : begin + len(view)])
+            begin += len(view)
+        return self._gradient
 
     def sum_block(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         """Sum gradients of one block, in the given order, and return the gradient, which holds until the next call.

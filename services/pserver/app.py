@@ -8,7 +8,8 @@ from fastapi import FastAPI, Query, Response
 
 from ps_protocol import routes
 from ps_protocol.frames import CONTENT_TYPE
-from ps_protocol.messages import InstallMembers, InstallRun, PserverState
+from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRun, PserverState, WantCheckpoint
+from ps_protocol.vocabulary import Round
 from services.runtime.app import add_raw_route, make_app
 from services.runtime.metrics import ServiceMetrics
 
@@ -40,6 +41,21 @@ def make_pserver_app(pserver: Pserver, metrics: ServiceMetrics, lifespan: Any = 
     async def install_run(message: InstallRun) -> None:
         """The coordinator starts a run here."""
         await pserver.install_run(message)
+
+    @app.put(routes.FREEZE, tags=["control"])
+    async def freeze(message: Freeze) -> FrozenRounds:
+        """The members are about to change: hold every barrier back, and say how far everybody is."""
+        return await pserver.freeze(message)
+
+    @app.get(routes.RESTORABLE, tags=["control"])
+    async def restorable() -> list[tuple[Round, Round]]:
+        """Ranges of rounds to which this shard can go back, the first and the last of each."""
+        return await pserver.restorable()
+
+    @app.put(routes.WANT_CHECKPOINT, tags=["control"], status_code=204)
+    async def want_checkpoint(message: WantCheckpoint) -> None:
+        """Write this shard's part of a checkpoint after a round."""
+        await pserver.want_checkpoint(message)
 
     @app.put(routes.MEMBERS, tags=["control"], status_code=204)
     async def install_members(message: InstallMembers) -> None:

@@ -19,7 +19,7 @@ import xxhash
 
 from ps_protocol.errors import GradpostError, ModeMismatch, QueueFull, RoundPending
 from ps_protocol.fence import Fence
-from ps_protocol.messages import BarrierAnswer, InstallRun, PushAnswer
+from ps_protocol.messages import BarrierAnswer, FrozenRounds, InstallMembers, InstallRun, PushAnswer
 from ps_protocol.routes import APPLIED_KEY
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
@@ -29,6 +29,7 @@ from .block_queue import BlockQueue, Update
 from .bodies import Body
 from .clocks import Clocks
 from .compensation import compensate_gradients, divide_rates
+from .durable.storage import Restored, RunStorage
 from .metrics import PserverMetrics
 from .pulls import Pulls
 from .pushes import read_blocks, read_completion, read_computed_on
@@ -51,9 +52,15 @@ class AsyncRun(PserverRun):
     """Decisions are made by `Clocks`. In this mode a request's round is its trainer's step."""
 
     def __init__(
-        self, install: InstallRun, index: PserverIndex, compute: ComputeExecutor, metrics: PserverMetrics
+        self,
+        install: InstallRun,
+        index: PserverIndex,
+        compute: ComputeExecutor,
+        metrics: PserverMetrics,
+        storage: RunStorage | None = None,
+        restored: Restored | None = None,
     ) -> None:
-        super().__init__(install, index, compute, metrics)
+        super().__init__(install, index, compute, metrics, storage, restored)
         self._rules = install.consistency
         self.clocks: Clocks[StagedBlock] = Clocks(install.members, self._rules)
         self._pulls = Pulls(self._rules.max_delay)
@@ -315,13 +322,25 @@ class AsyncRun(PserverRun):
 
     # ------------------------------------------------------------------ members and the end
 
-    def members_changed(self, members: Mapping[Rank, Incarnation]) -> None:
+    async def _finish_apply(self) -> None:
+        await self._compute.run(lambda: None)  # jobs run in order: those before it are done
+
+    async def want_checkpoint(self, round_: Round) -> None:
+        """Not yet: raises ModeMismatch."""
+        raise ModeMismatch("checkpoints are made in the synchronous mode", expected="sync", actual=self._rules.mode)
+
+    async def _freeze(self) -> FrozenRounds:
+        """Nothing has to stand still: each contribution is applied by itself."""
+        return FrozenRounds(applied=self.clocks.applied, is_readable=self.is_readable, opens=self.clocks.opens)
+
+    def members_changed(self, message: InstallMembers | InstallRun) -> None:
         """Take over a newer set of members: nobody waits any more for those who are gone."""
+        members = message.members
         for rank, incarnation in self.clocks.members.items():
             if members.get(rank) != incarnation:
                 self._pulls.forget(rank)
                 self._waits.pop(rank, None)
-        self.clocks.members_changed(members)
+        self.clocks.members_changed(members, message.starts)
 
     async def end(self, reason: GradpostError) -> None:
         """End the workers, too; what is queued is dropped."""

@@ -61,6 +61,11 @@ class Clocks(Generic[Payload]):
         """Completed steps of each member."""
         return {rank: self._steps[rank].clock for rank in sorted(self.members)}
 
+    @property
+    def opens(self) -> dict[Rank, Round]:
+        """The step that each member pushes next."""
+        return {rank: self._steps[rank].open for rank in sorted(self.members)}
+
     def staged(self, rank: Rank) -> Contribution[Payload]:
         """What a member has staged for its open step."""
         return self._steps[rank].staged
@@ -138,12 +143,20 @@ class Clocks(Generic[Payload]):
             waits |= {other for other in self.members if self._steps[other].clock < needed}
         return sorted(waits)
 
-    def members_changed(self, members: Mapping[Rank, Incarnation]) -> None:
-        """Install a set of members; what those who are gone have staged is dropped, what was taken stays queued."""
+    def members_changed(self, members: Mapping[Rank, Incarnation], starts: Mapping[Rank, Round] | None = None) -> None:
+        """Install a set of members; what those who are gone have staged is dropped, what was taken stays queued.
+
+        A new life of a rank goes on at its start, which may be behind what the old one has pushed here (then those
+        steps count as taken) or ahead of it.
+        """
         for rank, incarnation in self.members.items():
             if members.get(rank) != incarnation:
                 self._steps[rank].staged = Contribution()
         for rank, incarnation in members.items():
             if self.members.get(rank) != incarnation:
-                self._steps[rank] = TrainerSteps()
+                start = (starts or {}).get(rank)
+                known = self._steps.get(rank)
+                if start is None or known is None or known.open < start:
+                    start = start or 1
+                    self._steps[rank] = TrainerSteps(open=start, clock=start - 1)
         self.members = dict(members)

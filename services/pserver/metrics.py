@@ -48,6 +48,19 @@ class PserverMetrics:
             buckets=buckets,
             registry=registry,
         )
+        self.checkpoint_seconds = Histogram(
+            "gradpost_checkpoint_seconds", "Writing one shard of a checkpoint.", buckets=buckets, registry=registry
+        )
+        self.checkpoint_failures = Counter(
+            "gradpost_checkpoint_failures", "Checkpoints that could not be written.", registry=registry
+        )
+        self.checkpoint_round = Gauge(
+            "gradpost_checkpoint_round", "Round of this shard's newest checkpoint.", registry=registry
+        )
+        self.log_bytes = Gauge("gradpost_log_bytes", "Log since the newest checkpoint began.", registry=registry)
+        self.log_failures = Counter(
+            "gradpost_log_failures", "Tries to write an update to the log that failed.", registry=registry
+        )
         self.nonfinite = Counter("gradpost_nonfinite_pushes", "Pushes refused for NaN or infinity.", registry=registry)
         self.disagreements = Counter(
             "gradpost_hyper_parameter_disagreements", "Contributions whose numbers were ignored.", registry=registry

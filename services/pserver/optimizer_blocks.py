@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -83,6 +83,21 @@ class OptimizerBlocks:
     def states(self) -> dict[str, StepState]:
         """The step state of every block, by block name."""
         return dict(self._states)
+
+    def counted(self) -> dict[tuple[Hashable, str], StepState]:
+        """The step states of those who count for themselves, by counter and block name."""
+        return dict(self._counted)
+
+    def load(
+        self,
+        slots: Mapping[str, Tensor],
+        states: Mapping[str, StepState],
+        counted: Mapping[tuple[Hashable, str], StepState],
+    ) -> None:
+        """Take over slots, which are copied, and all counts."""
+        self._slots = {name: slot.clone() for name, slot in slots.items()}
+        self._states = dict(states)
+        self._counted = dict(counted)
 
     @property
     def num_bytes(self) -> int:

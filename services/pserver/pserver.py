@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 
-from ps_protocol.errors import BadModel, Conflict, GradpostError, NotReady, StalePserver, StaleRun
+from ps_protocol.errors import BadModel, Conflict, Ended, GradpostError, NotReady, StalePserver, StaleRun, StorageFailed
 from ps_protocol.frames import FrameLimits
-from ps_protocol.messages import InstallMembers, InstallRun, PserverHeartbeat, PserverRegistered, PserverState
+from ps_protocol.messages import (
+    Freeze,
+    FrozenRounds,
+    HeldRun,
+    InstallMembers,
+    InstallRun,
+    PserverHeartbeat,
+    PserverHeartbeatReply,
+    PserverRegistered,
+    PserverState,
+    WantCheckpoint,
+)
 from ps_protocol.plan import SlicePlan
-from ps_protocol.vocabulary import Incarnation, PserverIndex
+from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 from services.runtime.compute import ComputeExecutor
+from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import bind_facts
 
 from .async_run import AsyncRun
 from .bodies import BufferPool
+from .durable.disk import Disk
+from .durable.storage import Restored, RunStorage
 from .metrics import PserverMetrics
 from .run import PserverRun
 from .sync_run import SyncRun
@@ -24,7 +39,14 @@ FRAME_ROOM_BYTES = 1024  # what a frame needs beside the one block in it
 class Pserver:
     """Who this process is (assigned by the coordinator) and what it holds. Lives on the event loop."""
 
-    def __init__(self, compute: ComputeExecutor, metrics: PserverMetrics, limits: FrameLimits) -> None:
+    def __init__(
+        self,
+        compute: ComputeExecutor,
+        metrics: PserverMetrics,
+        limits: FrameLimits,
+        disk: Disk | None = None,
+    ) -> None:
+        self.disk = disk
         self.instance = secrets.token_hex(16)  # of the process, so that a registration can be retried
         self.index: PserverIndex | None = None
         self.incarnation: Incarnation | None = None
@@ -33,6 +55,9 @@ class Pserver:
         self._compute = compute
         self._metrics = metrics
         self._run: PserverRun | None = None
+        self._installing = asyncio.Lock()
+        self._is_stopping = False
+        self.has_news = asyncio.Event()  # for the next heartbeat, which should come at once
         self._ended_runs: set[str] = set()  # of this process, so that a late installation brings none of them back
         metrics.staged_bytes.set_function(lambda: self.pool.used_bytes)
         metrics.pooled_bytes.set_function(lambda: self.pool.idle_bytes)
@@ -47,22 +72,43 @@ class Pserver:
             raise NotReady("this pserver has no run yet", waiting_for="the cluster to be complete")
         return self._run
 
+    async def look_into_folder(self, index: PserverIndex | None) -> HeldRun | None:
+        """Before a registration: end what is served, take the folder, and restore what it holds.
+
+        Raises FolderTaken if another process holds it, StorageFailed if the disk cannot be used.
+        """
+        await self._replace_run(None, StalePserver("this pserver is registered anew"))
+        if self.disk is None:
+            return None
+        try:
+            await asyncio.to_thread(self.disk.open, self.index if index is None else index)
+        except OSError as error:
+            raise StorageFailed(f"the folder for the pserver's state cannot be used: {error} (state_dir)") from error
+        return self.disk.held
+
     async def registered(self, answer: PserverRegistered) -> None:
-        """Take the identity that the coordinator gave; a run of an earlier identity is dropped."""
+        """Take the identity that the coordinator gave; a run of an earlier identity is dropped.
+
+        Raises FolderTaken if another process holds the folder of this index, OSError if the disk cannot be used.
+        """
         if (self.index, self.incarnation) != (answer.index, answer.incarnation):
             self.index, self.incarnation = answer.index, answer.incarnation
             bind_facts(pserver=answer.index)
+            if self.disk is not None:
+                await asyncio.to_thread(self.disk.register, answer.index, answer.incarnation)
             identity = f"pserver {answer.index} incarnation {answer.incarnation}"
             await self._replace_run(None, StalePserver("this pserver was registered anew", current=identity))
 
     async def _replace_run(self, run: PserverRun | None, reason: GradpostError) -> None:
         """Whoever still sends to the old run or waits in it is told the reason, also in the middle of a body."""
         old, self._run = self._run, run
+        if run is not None:
+            run.has_news = self.has_news
         bind_facts(run=run.install.run if run else None)
         self.pool.forget_idle()
         if old is not None:
-            self._ended_runs.add(old.install.run)
             await old.end(reason)
+            await old.finish()  # nothing of it writes to the disk any more
 
     async def install_run(self, message: InstallRun) -> None:
         """Start serving a run; the same installation again changes nothing, except that newer members are taken."""
@@ -71,20 +117,51 @@ class Pserver:
                 "this installation was meant for another life of this pserver",
                 expected=self.incarnation, actual=message.incarnation,
             )  # fmt: skip
+        async with self._installing:
+            await self._install_run(message)
+
+    async def _install_run(self, message: InstallRun) -> None:
         current = self._run
-        if current is not None and current.install.run == message.run:
+        if current is not None and (current.install.run, current.install.attempt) == (message.run, message.attempt):
             if current.install.plan != message.plan:
                 raise Conflict("this run was installed with another plan")
-            members = InstallMembers(run=message.run, number=message.number, members=message.members)
-            await current.install_members(members)
+            await current.install_members(
+                InstallMembers(
+                    run=message.run,
+                    attempt=message.attempt,
+                    number=message.number,
+                    members=message.members,
+                    starts=message.starts,
+                    sets=message.sets,
+                )
+            )
             return
+        if current is not None and current.install.run == message.run and message.attempt < current.install.attempt:
+            raise StaleRun("this attempt has been rolled back", current=current.install.attempt)
+        assert self.index is not None
         if message.run in self._ended_runs:
             raise StaleRun("this run has ended here", current=current.install.run if current else None)
-        self._check_size(SlicePlan.from_json(message.plan), self.index)  # before the shard takes memory
+        plan = SlicePlan.from_json(message.plan)
+        self._check_size(plan, self.index)  # before the shard takes memory
+        if current is not None and current.install.run != message.run:
+            self._ended_runs.add(current.install.run)
+        del current  # its shard goes before another is made
+        await self._replace_run(None, StaleRun("this pserver serves another run now", current=message.run))
+        storage, restored = await self._open_storage(message)
         make_run = AsyncRun if message.consistency.is_async else SyncRun
-        run: PserverRun = make_run(message, self.index, self._compute, self._metrics)
+        run: PserverRun = make_run(message, self.index, self._compute, self._metrics, storage, restored)
         await self._replace_run(run, StaleRun("this pserver serves another run now", current=message.run))
         await run.publish_initial()
+
+    async def _open_storage(self, message: InstallRun) -> tuple[RunStorage | None, Restored | None]:
+        if self.disk is None:
+            if message.restore is not None or message.durability != "none":
+                raise StorageFailed("this pserver has no folder for its state (GRADPOST_STATE_DIR)")
+            return None, None
+        try:
+            return await asyncio.to_thread(self.disk.open_run, message)
+        except OSError as error:
+            raise StorageFailed(f"pserver {self.index} cannot keep the state of the run: {error}") from error
 
     def _check_size(self, plan: SlicePlan, index: PserverIndex) -> None:
         """Refuse a plan with something that no frame could bring here."""
@@ -102,7 +179,48 @@ class Pserver:
     async def install_members(self, message: InstallMembers) -> None:
         """Pass a change of members to the run it belongs to."""
         if self._run is not None:
+            reach_failpoint("install.before")
             await self._run.install_members(message)
+            reach_failpoint("install.after")
+
+    async def freeze(self, message: Freeze) -> FrozenRounds:
+        """Begin a change of members: see `PserverRun.freeze`. Raises StaleRun if it is about another run or attempt."""
+        reach_failpoint("freeze.before")
+        if self._run is None:
+            frozen = self._freeze_held(message)
+        else:
+            install = self._run.install
+            if install.run != message.run:
+                raise NotReady(f"this pserver serves run {install.run}", waiting_for="an installation")
+            if install.attempt != message.attempt:
+                raise StaleRun("this pserver serves another attempt", current=install.attempt)
+            frozen = await self._run.freeze(message.number)
+        reach_failpoint("freeze.after")
+        return frozen
+
+    def _freeze_held(self, message: Freeze) -> FrozenRounds:
+        """Where the run stands that was found on the disk: nothing is staged, and nothing counts yet."""
+        held = None if self.disk is None else self.disk.held
+        if held is None or held.run != message.run:
+            raise NotReady("this pserver holds nothing of the run", waiting_for="an installation")
+        if held.attempt != message.attempt:
+            raise StaleRun("this pserver holds another attempt", current=held.attempt)
+        return held.rounds
+
+    async def restorable(self) -> list[tuple[Round, Round]]:
+        """Ranges of rounds to which the run, served or found on the disk, can go back here."""
+        if self._run is None:
+            held = None if self.disk is None else self.disk.held
+            return [] if held is None else list(held.restorable)
+        storage = self._run.storage
+        return [] if storage is None else await asyncio.to_thread(storage.restorable)
+
+    async def want_checkpoint(self, message: WantCheckpoint) -> None:
+        """Write a checkpoint after a round: now if it is the newest. Raises StaleRound if it is over."""
+        run = self.run
+        if run.install.run != message.run:
+            raise StaleRun("this pserver serves another run", current=run.install.run)
+        await run.want_checkpoint(message.round)
 
     def readiness(self) -> str | None:
         """What is missing before this process can serve, or None."""
@@ -114,10 +232,25 @@ class Pserver:
         return PserverHeartbeat(
             incarnation=self.incarnation or 0,
             run=run.install.run if run else None,
+            attempt=run.install.attempt if run else 0,
             round=run.round if run else 0,
             missing=tuple(run.missing) if run and run.waiting_seconds else (),
             waiting_seconds=run.waiting_seconds if run else 0.0,
+            failure=run.failure.to_problem() if run and isinstance(run.failure, Ended) else None,
+            checkpoints=tuple(run.storage.checkpoints.values()) if run and run.storage else (),
+            is_stopping=self._is_stopping,
         )
+
+    async def stop(self) -> None:
+        """Before the process ends: answer whoever waits, and write down what is held."""
+        self._is_stopping = True
+        if self._run is not None:
+            await self._run.stop()
+
+    def heard(self, reply: PserverHeartbeatReply) -> None:
+        """Take over what the coordinator says of the run."""
+        if self._run is not None:
+            self._run.complete_checkpoints = reply.complete
 
     async def state(self, *, with_digest: bool) -> PserverState:
         """A picture for inspection; the digest reads the whole shard and is made on request only."""

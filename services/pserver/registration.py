@@ -26,6 +26,7 @@ log = get_logger()
 
 RETRY_SECONDS = 0.5
 TIMEOUT_SECONDS = 5.0
+GOODBYE_SECONDS = 1.0
 
 
 class Registration:
@@ -40,18 +41,28 @@ class Registration:
 
     async def run(self, address: str, stop: asyncio.Event) -> None:
         """Register `address`, then send heartbeats, three in a lease; register again when we are not known any more."""
+        answer = None
         while not stop.is_set():
             answer = await self._register(address, stop)
             if answer is not None:
                 await self._send_heartbeats(answer, stop)
+        await self._pserver.stop()
+        if answer is not None:
+            with contextlib.suppress(httpx.TransportError, GradpostError, TimeoutError):  # its lease ends anyhow
+                path = PSERVER_HEARTBEAT.format(index=answer.index)
+                await asyncio.wait_for(self._post(path, self._pserver.heartbeat()), GOODBYE_SECONDS)
 
     async def _register(self, address: str, stop: asyncio.Event) -> PserverRegistered | None:
+        held = await self._pserver.look_into_folder(self._settings.pserver_index)
+        disk = self._pserver.disk
         request = RegisterPserver(
             protocol=PROTOCOL_VERSION,
             instance=self._pserver.instance,
             address=address,
             http2=self._settings.server == "granian",
-            index=self._settings.pserver_index,
+            index=self._settings.pserver_index if disk is None or disk.index is None else disk.index,
+            previous=0 if disk is None else disk.previous,
+            held=held,
         )
         said = ""
         while not stop.is_set():
@@ -73,12 +84,14 @@ class Registration:
             if problem != said:
                 said = problem
                 log.info(problem)
-            await _sleep(RETRY_SECONDS, stop)
+            await _wait(RETRY_SECONDS, stop)
         return None
 
     async def _send_heartbeats(self, registered: PserverRegistered, stop: asyncio.Event) -> None:
         path = PSERVER_HEARTBEAT.format(index=registered.index)
+        is_silent = False
         while not stop.is_set():
+            self._pserver.has_news.clear()
             try:
                 body = await self._post(path, self._pserver.heartbeat())
                 reply = PserverHeartbeatReply.model_validate_json(body)
@@ -86,12 +99,16 @@ class Registration:
                 log.warning("the coordinator does not know this pserver any more", reason=str(error))
                 return
             except (httpx.TransportError, GradpostError) as error:
-                log.warning("a heartbeat failed", error=repr(error))
+                if not is_silent:
+                    log.warning("heartbeats fail; training goes on without the coordinator", error=repr(error))
+                is_silent = True
             else:
+                is_silent = False
+                self._pserver.heard(reply)
                 if reply.stop and self._settings.exit_when_done:
                     self.exit_code = reply.exit_code
                     stop.set()
-            await _sleep(heartbeat_period(registered.lease_seconds), stop)
+            await _wait(heartbeat_period(registered.lease_seconds), stop, self._pserver.has_news)
 
     async def _post(self, path: str, message: Message) -> bytes:
         response = await self._http.post(
@@ -107,6 +124,11 @@ class Registration:
         return response.content
 
 
-async def _sleep(seconds: float, stop: asyncio.Event) -> None:
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(stop.wait(), seconds)
+async def _wait(seconds: float, *events: asyncio.Event) -> None:
+    """Until the first of these is set, and so many seconds at most."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

@@ -10,14 +10,9 @@ from torch import Tensor
 from ps_protocol.vocabulary import DTYPE_BYTES
 
 from .layout import BlockPlace
-from .tensors import TORCH_DTYPES
+from .tensors import TORCH_DTYPES, view_bytes
 
 CHUNK_BYTES = 1 << 20
-
-
-def view_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous 1-D tensor, not copied; valid and changing as long as the tensor."""
-    return tensor.view(torch.uint8).numpy().data
 
 
 class ChunkEncoder:

@@ -4,8 +4,9 @@
                                        ▲                                                     │
                                        └───────────── r + 1 is applied only after ───────────┘
 
-Barriers are sets of ranks, so one that is sent twice counts once. Nothing here waits, knows a clock or touches a
-tensor: a staged block is an opaque payload that can be compared with another.
+Barriers are sets of ranks, so one that is sent twice counts once. While members change, between freeze and install,
+barriers are held back: they count, or not, once it is known who takes part. Nothing here waits, knows a clock or
+touches a tensor: a staged block is an opaque payload that can be compared with another.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic
 
-from ps_protocol.errors import ContributionMissing, FutureRound
+from ps_protocol.errors import ContributionMissing, FutureRound, StaleRound
+from ps_protocol.messages import FrozenRounds
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
@@ -24,7 +26,10 @@ from .contribution import Contribution, Payload
 
 @dataclass(frozen=True, slots=True)
 class Apply(Generic[Payload]):
-    """Order to aggregate these contributions, which stand in rank order, and step the optimizer once."""
+    """Order to aggregate these contributions, which stand in rank order, and step the optimizer once.
+
+    Without any the round is passed over: its version is that of the round before.
+    """
 
     round: Round
     ranks: tuple[Rank, ...]
@@ -33,6 +38,8 @@ class Apply(Generic[Payload]):
     @property
     def hyper_parameters(self) -> list[HyperParameters]:
         """Those of the lowest rank: the same set on every pserver, so the same choice."""
+        if not self.contributions:
+            return []
         chosen = self.contributions[0].hyper_parameters
         assert chosen is not None  # a complete contribution has them
         return chosen
@@ -45,11 +52,23 @@ class Rounds(Generic[Payload]):
     applied strictly one after another.
     """
 
-    def __init__(self, members: Mapping[Rank, Incarnation], max_delay: int = 0) -> None:
+    def __init__(
+        self,
+        members: Mapping[Rank, Incarnation],
+        max_delay: int = 0,
+        *,
+        applied: Round = 0,
+        participants: Mapping[Round, tuple[Rank, ...]] | None = None,
+    ) -> None:
         self.members = dict(members)
         self.max_delay = max_delay
-        self.applied: Round = 0
+        self.applied = applied
+        self.participants = dict(participants or {})  # whose contributions are in the newest k + 1 applied rounds
         self.applying: Apply[Payload] | None = None
+        self.is_frozen = False
+        self._starts: dict[Rank, Round] = {}  # of those who have not been here from round 1
+        self._sets: dict[Round, frozenset[Rank]] = {}  # of open rounds, where it was decided
+        self._held: dict[tuple[Rank, Round], Incarnation] = {}  # batch barriers that came while frozen
         self._staged: dict[Round, dict[Rank, Contribution[Payload]]] = {}
         self._batch_barriers: dict[Round, set[Rank]] = {}
         self._fetched: dict[Rank, Round] = {}  # the newest version that a member is known to have read
@@ -77,10 +96,18 @@ class Rounds(Generic[Payload]):
     @property
     def missing(self) -> list[Rank]:
         """Whom the open batch barrier waits for."""
-        return sorted(self.members.keys() - self.batch_barriers)
+        held = {rank for rank, round_ in self._held if round_ == self.open}
+        return sorted(self.required(self.open) - self.batch_barriers - held)
+
+    def required(self, round_: Round) -> frozenset[Rank]:
+        """Whose contributions an open round takes: what was decided, or every member who has started by then."""
+        if (decided := self._sets.get(round_)) is not None:
+            return decided
+        return frozenset(rank for rank in self.members if self._starts.get(rank, 1) <= round_)
 
     def __repr__(self) -> str:
-        state = "applying" if self.applying else f"batch barriers: {len(self.batch_barriers)} of {len(self.members)}"
+        state = f"batch barriers: {len(self.batch_barriers)} of {len(self.required(self.open))}"
+        state = "applying" if self.applying else "frozen" if self.is_frozen else state
         waiting = ", ".join(f"trainer {rank}" for rank in self.missing) or "nobody"
         return f"<Round {self.open} [{state} | waiting for: {waiting}]>"
 
@@ -91,12 +118,21 @@ class Rounds(Generic[Payload]):
                 yield round_, rank, contribution
 
     def admit(self, rank: Rank, incarnation: Incarnation, round_: Round) -> Admission:
-        """Say where a message belongs, or raise StaleTrainer or FutureRound. Changes nothing.
+        """Say where a message belongs, or raise StaleTrainer, StaleRound or FutureRound. Changes nothing.
 
         Called at a request's headers and again after its last byte, because rounds go on meanwhile.
         """
         check_member(self.members, rank, incarnation)
-        return admit(round_, self.open, self.open + self.max_delay)
+        admission = admit(round_, self.open, self.open + self.max_delay)
+        start = self._starts.get(rank, 1)
+        if admission == "open" and round_ < start:
+            raise StaleRound(f"trainer {rank} takes part from round {start} on", current=start)
+        return admission
+
+    def admit_get(self, rank: Rank, incarnation: Incarnation, round_: Round) -> None:
+        """Check a get of version `round_`; raises StaleTrainer or FutureRound. Who joins may get what is open yet."""
+        check_member(self.members, rank, incarnation)
+        admit(round_, self.open, max(self.open + self.max_delay, self._starts.get(rank, 1) - 1))
 
     def blocks_arrived(
         self,
@@ -136,9 +172,15 @@ class Rounds(Generic[Payload]):
                 expected="an unknown number of blocks" if staged is None else staged.num_blocks,
                 actual=0 if staged is None else len(staged.blocks),
             )
+        if self.is_frozen:
+            self._held[rank, round_] = incarnation
+            return None
+        self._count(rank, round_)
+        return self._start_apply()
+
+    def _count(self, rank: Rank, round_: Round) -> None:
         self._batch_barriers.setdefault(round_, set()).add(rank)
         self._has_fetched(rank, round_ - 1 - self.max_delay)
-        return self._start_apply()
 
     def fetch_barrier_arrived(self, rank: Rank, incarnation: Incarnation, round_: Round) -> Apply[Payload] | None:
         """Count a trainer's fetch barrier of an applied round."""
@@ -149,34 +191,77 @@ class Rounds(Generic[Payload]):
         self._has_fetched(rank, round_)
         return self._start_apply()
 
-    def members_changed(self, members: Mapping[Rank, Incarnation]) -> Apply[Payload] | None:
-        """Install a set of members; what those who are gone have staged is dropped, unless it is being applied."""
-        gone = [rank for rank, incarnation in self.members.items() if members.get(rank) != incarnation]
-        self.members = dict(members)
-        for rank in gone:
-            self._fetched.pop(rank, None)
-            for contributions in self._staged.values():
-                contributions.pop(rank, None)
-            for barriers in self._batch_barriers.values():
-                barriers.discard(rank)
+    # ------------------------------------------------------------------ members
+
+    def freeze(self) -> FrozenRounds:
+        """Hold back every barrier from now on, and say how far everybody is. No apply may be running."""
+        assert self.applying is None
+        self.is_frozen = True
+        complete: dict[Round, list[Rank]] = {}
+        for round_, rank, contribution in self.staged():
+            if contribution.is_complete:
+                complete.setdefault(round_, []).append(rank)
+        return FrozenRounds(
+            applied=self.applied,
+            participants=self.participants,
+            complete={round_: tuple(ranks) for round_, ranks in complete.items()},
+            counted={round_: tuple(sorted(ranks)) for round_, ranks in sorted(self._batch_barriers.items()) if ranks},
+        )
+
+    def members_changed(
+        self,
+        members: Mapping[Rank, Incarnation],
+        starts: Mapping[Rank, Round] | None = None,
+        sets: Mapping[Round, tuple[Rank, ...]] | None = None,
+    ) -> Apply[Payload] | None:
+        """Install a set of members, for each decided round those whose contributions it takes, and end the freeze.
+
+        What those who are gone have staged stays where it was decided that it counts, and is dropped elsewhere.
+        """
+        before, self.members, self._starts = self.members, dict(members), dict(starts or {})
+        self._sets = {round_: frozenset(ranks) for round_, ranks in (sets or {}).items() if round_ > self.applied}
+        self.is_frozen = False
+        for rank in [rank for rank, incarnation in before.items() if members.get(rank) != incarnation]:
+            self._remove(rank)
+        held, self._held = self._held, {}
+        for (rank, round_), incarnation in held.items():
+            if members.get(rank) == incarnation and rank in self.required(round_):
+                self._count(rank, round_)
         return self._start_apply()
+
+    def _remove(self, rank: Rank) -> None:
+        """A life of this rank has ended. Its successor, if there is one, answers for the rounds from its start on."""
+        self._fetched.pop(rank, None)
+        start = self._starts.get(rank, 1) if rank in self.members else None
+        for round_ in {*self._staged, *self._batch_barriers, *self._sets}:
+            stays = rank in self._sets.get(round_, ()) and (start is None or round_ < start)
+            if stays and self.is_complete(rank, round_):
+                self._batch_barriers.setdefault(round_, set()).add(rank)
+            elif not stays:
+                self._staged.get(round_, {}).pop(rank, None)
+                self._batch_barriers.get(round_, set()).discard(rank)
 
     def round_applied(self) -> Apply[Payload] | None:
         """The apply is done: its round becomes readable. Returns the next one if it is complete already."""
         assert self.applying is not None
         self.applied = self.applying.round
+        self.participants[self.applied] = self.applying.ranks
+        self.participants.pop(self.applied - self.max_delay - 1, None)
         self.applying = None
-        self._staged.pop(self.applied, None)
-        self._batch_barriers.pop(self.applied, None)
+        for rounds in (self._staged, self._batch_barriers, self._sets):
+            rounds.pop(self.applied, None)
         return self._start_apply()
 
     def _start_apply(self) -> Apply[Payload] | None:
-        if self.applying or not self.members or self.missing:
+        if self.applying or self.is_frozen or self.missing:
             return None
-        # What a round's gradients were computed on has been read by then, by everybody.
+        ranks = tuple(sorted(self.required(self.open)))
+        if not ranks and self.open not in self._sets:
+            return None  # nobody is here; an empty set that was decided is another thing
+        # What a round's gradients were computed on has been read by then, by everybody who is still here.
         needed = self.open - 1 - self.max_delay
-        if any(self._fetched.get(rank, -1) < needed for rank in self.members):
+        here = [rank for rank in ranks if rank in self.members and self._starts.get(rank, 1) <= self.open]
+        if any(self._fetched.get(rank, -1) < needed for rank in here):
             return None
-        ranks = tuple(sorted(self.members))
         self.applying = Apply(self.open, ranks, tuple(self.contributions[rank] for rank in ranks))
         return self.applying

@@ -10,23 +10,26 @@ from __future__ import annotations
 import asyncio
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import xxhash
 
 from ps_protocol.errors import (
+    Conflict,
     GradpostError,
     NonFiniteGradient,
     NotReady,
     RoundTimeout,
     StaleTrainer,
+    StorageFailed,
+    TryAgain,
     UnknownBlock,
     error_from_problem,
 )
 from ps_protocol.fence import Fence
-from ps_protocol.messages import BarrierAnswer, InstallMembers, InstallRun, PushAnswer
+from ps_protocol.messages import BarrierAnswer, FrozenRounds, InstallMembers, InstallRun, PushAnswer
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
@@ -34,6 +37,7 @@ from services.runtime.logs import get_logger
 
 from .admission import Admission, check_member
 from .bodies import Body
+from .durable.storage import Restored, RunStorage
 from .metrics import PserverMetrics
 from .pushes import read_blocks, read_buffers
 from .shard import Shard
@@ -61,12 +65,19 @@ class PserverRun(ABC):
     """Everything a pserver holds for one run. Lives on the event loop; tensors are touched on `compute` only."""
 
     def __init__(
-        self, install: InstallRun, index: PserverIndex, compute: ComputeExecutor, metrics: PserverMetrics
+        self,
+        install: InstallRun,
+        index: PserverIndex,
+        compute: ComputeExecutor,
+        metrics: PserverMetrics,
+        storage: RunStorage | None = None,
+        restored: Restored | None = None,
     ) -> None:
         self.install = install
         self.index = index
         self.plan = SlicePlan.from_json(install.plan)
-        self.shard = Shard(self.plan, index)
+        self.shard = restored.shard if restored else Shard(self.plan, index)
+        self.storage = storage
         self.members_number = install.number
         self.failure: GradpostError | None = None
         self.is_readable = False  # every initial value is here
@@ -78,9 +89,13 @@ class PserverRun(ABC):
         self.pushed_bytes = 0
         self.pulled_bytes = 0
         self.transports: set[str] = set()  # HTTP versions of the data requests
+        self.complete_checkpoints: tuple[Round, ...] = ()  # of the whole model, as the coordinator says
         self._condition = asyncio.Condition()
         self._compute = compute
         self._metrics = metrics
+        self.has_news = asyncio.Event()  # that the coordinator should hear of at once
+        self._publishing = asyncio.Lock()
+        self._checkpointing: asyncio.Task[None] | None = None
         # Since when, by the loop's clock, somebody waits for the missing ones.
         self._waiting_since: float | None = None
 
@@ -128,7 +143,11 @@ class PserverRun(ABC):
         """The parameters that belong to a request's round, waiting up to `wait_seconds` for them."""
 
     @abstractmethod
-    def members_changed(self, members: Mapping[Rank, Incarnation]) -> None:
+    async def _freeze(self) -> FrozenRounds:
+        """Let a running apply end, and from then on count no barrier until members are installed."""
+
+    @abstractmethod
+    def members_changed(self, message: InstallMembers | InstallRun) -> None:
         """Take over a newer set of members."""
 
     @abstractmethod
@@ -154,6 +173,10 @@ class PserverRun(ABC):
             pserver=self.index,
             pserver_incarnation=self.install.incarnation,
         )
+        self.check_failure()
+
+    def check_failure(self) -> None:
+        """Raise the failure that ended the run, if one did."""
         if self.failure is not None:
             raise copy.copy(self.failure)  # its traceback would collect the frames, and bodies, of every request
 
@@ -209,9 +232,12 @@ class PserverRun(ABC):
 
     async def publish_initial(self) -> None:
         """Make version 0 readable once every value is here; a shard without blocks is so from the start."""
-        if self.is_readable:
-            return
-        reply = await self._compute.run(self._encode_initial)
+        async with self._publishing:
+            if self.is_readable:
+                return
+            reply = await self._compute.run(self._encode_initial)
+            if reply is not None and self.storage is not None:
+                await self._keep_initial(self.storage)
         async with self._condition:
             if reply is not None and not self.is_readable:
                 self.is_readable = True
@@ -220,8 +246,21 @@ class PserverRun(ABC):
             self._condition.notify_all()
 
     def _encode_initial(self) -> Reply | None:
-        ready = self.shard.is_initialised and self.shard.version == 0
-        return self._encode(0) if ready else None
+        # A restored shard begins with what it was restored to.
+        return self._encode(self.shard.version) if self.shard.is_initialised else None
+
+    async def _keep_initial(self, storage: RunStorage) -> None:
+        """The initial values are checkpoint 0: it is on the disk before anybody has seen them."""
+        if self.shard.version == 0 and 0 not in storage.checkpoints:
+            try:
+                await asyncio.to_thread(await self._compute.run(storage.snapshot, self.shard, {}))
+            except OSError as error:
+                await self.fail(self.storage_failed("write checkpoint 0", error))
+                self.check_failure()
+
+    def storage_failed(self, what: str, error: OSError) -> StorageFailed:
+        """The error for a disk that does not take what durability demands."""
+        return StorageFailed(f"pserver {self.index} cannot {what}: {error}", pserver=self.index)
 
     def _encode(self, round_: Round) -> Reply:
         return Reply(round_, self.shard.encode(metadata=self._metadata(round_)))
@@ -244,15 +283,23 @@ class PserverRun(ABC):
 
     # ------------------------------------------------------------------ members and the end
 
+    async def freeze(self, number: int) -> FrozenRounds:
+        """Stand still until the members of this number, or a later one, are installed. Raises Conflict if they are."""
+        self.check_failure()
+        if number <= self.members_number:
+            raise Conflict("this change of members is over", current=self.members_number, actual=number)
+        return await self._freeze()
+
     async def install_members(self, message: InstallMembers) -> None:
         """Take over a newer set of members, or the failure that ends every wait; an older number changes nothing."""
-        if message.run != self.install.run or message.number <= self.members_number:
+        is_ours = (message.run, message.attempt) == (self.install.run, self.install.attempt)
+        if not is_ours or message.number <= self.members_number:
             return
         self.members_number = message.number
         if message.failure is not None:
             await self.fail(error_from_problem(message.failure))
             return
-        self.members_changed(message.members)
+        self.members_changed(message)
         async with self._condition:
             self._condition.notify_all()
 
@@ -286,6 +333,66 @@ class PserverRun(ABC):
         limit = self.install.round_timeout_seconds
         text = f"{name_trainers(ranks)} did not {owed} within the round time-out of {limit:g} s"
         return RoundTimeout(text, missing=list(ranks), **facts)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @abstractmethod
+    async def want_checkpoint(self, round_: Round) -> None:
+        """Write a checkpoint after this round: at once if it is the newest. Raises StaleRound if it is over."""
+
+    async def stop(self) -> None:
+        """The process is about to end: whoever waits here is sent away, and what is held is written down."""
+        if self.failure is not None:
+            return
+        await self.end(TryAgain("this pserver stops; it may be back"))
+        await self._finish_apply()
+        await self._finish_checkpoint()
+        if self.storage is None or not self.is_readable or self.shard.version in self.storage.checkpoints:
+            return
+        try:
+            write = await self._compute.run(self.storage.snapshot, self.shard, self._participants())
+            await asyncio.to_thread(write)
+        except OSError as error:
+            log.error("the last checkpoint could not be written", error=str(error))
+
+    @abstractmethod
+    async def _finish_apply(self) -> None:
+        """Wait for what is being applied."""
+
+    def _participants(self) -> dict[Round, tuple[Rank, ...]]:
+        """Whose contributions are in the newest rounds, for those who go on from a checkpoint."""
+        return {}
+
+    async def _finish_checkpoint(self) -> None:
+        if self._checkpointing is not None:
+            await asyncio.wait([self._checkpointing])
+
+    def _begin_checkpoint(self, write: Callable[[], object]) -> None:
+        """Write a copy of the shard beside serving. The one before is done: `_is_checkpointing` was asked."""
+        self._checkpointing = asyncio.create_task(self._write_checkpoint(write), name="checkpoint")
+
+    @property
+    def _is_checkpointing(self) -> bool:
+        return self._checkpointing is not None and not self._checkpointing.done()
+
+    async def _write_checkpoint(self, write: Callable[[], object]) -> None:
+        assert self.storage is not None
+        try:
+            with self._metrics.checkpoint_seconds.time():
+                await asyncio.to_thread(write)
+            await asyncio.to_thread(self.storage.prune, self.complete_checkpoints)
+            self.has_news.set()
+        except OSError as error:
+            # The log goes back to the checkpoint before, so that nothing is lost.
+            self._metrics.checkpoint_failures.inc()
+            log.error("a checkpoint could not be written; training goes on", error=str(error))
+
+    async def finish(self) -> None:
+        """After the end: wait until nothing of this run is computed or written any more."""
+        await self._finish_apply()
+        await self._finish_checkpoint()
+        if self.storage is not None:
+            self.storage.close()
 
     # ------------------------------------------------------------------ inspection
 

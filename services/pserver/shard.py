@@ -24,8 +24,10 @@ from ps_protocol.vocabulary import PserverIndex
 from .aggregation import Aggregator
 from .layout import ShardLayout
 from .optimizer_blocks import OptimizerBlocks
-from .reply_chunks import ChunkEncoder, view_bytes
-from .tensors import TORCH_DTYPES
+from .optimizer_rules import StepState
+from .reply_chunks import ChunkEncoder
+from .shard_state import ShardState
+from .tensors import TORCH_DTYPES, view_bytes
 
 
 class Shard:
@@ -115,6 +117,42 @@ class Shard:
         """Step one block once with the sum of these gradients, tensors of shape (num_elements,), only read."""
         gradient = self._aggregator.sum_block(name, gradients)
         self.apply(gradient, (name,), hyper_parameters, counter=counter)
+
+    def encode_gradient(self, present: Sequence[str] | None) -> list[memoryview]:
+        """The bytes of the newest aggregate, for the log; see `Aggregator.encode`."""
+        return self._aggregator.encode(present)
+
+    def replay(
+        self, gradient: memoryview, present: Sequence[str] | None, hyper_parameters: list[HyperParameters]
+    ) -> None:
+        """Apply a logged gradient, with the very same bits as the first time."""
+        names = tuple(place.name for place in self.layout.places) if present is None else present
+        self.apply(self._aggregator.decode(gradient, present), names, hyper_parameters)
+
+    def copy_state(self) -> ShardState:
+        """A copy of everything, for a checkpoint."""
+        optimizer = self.optimizer
+        return ShardState(
+            version=self.version,
+            values=self.values.clone(),
+            slots={name: slot.clone() for name, slot in optimizer.slots().items()} if optimizer else {},
+            states=optimizer.states() if optimizer else {},
+            versions=dict(self.versions),
+            counted={(str(c), name): s for (c, name), s in optimizer.counted().items()} if optimizer else {},
+            buffers=dict(self._buffers),
+        )
+
+    def load_state(self, state: ShardState) -> None:
+        """Become what a copy was of; its tensors are only read."""
+        self.values.copy_(state.values)
+        self.version, self.versions = state.version, dict(state.versions)
+        if self.optimizer is not None:
+            counted: dict[tuple[Hashable, str], StepState] = {
+                (int(counter), name): s for (counter, name), s in state.counted.items()
+            }
+            self.optimizer.load(state.slots, state.states, counted)
+        self._buffers = dict(state.buffers)
+        self._initialised = set(self.layout.place)
 
     def encode(
         self,

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import xxhash
 
-from ps_protocol.errors import ApplyFailed, GradpostError, NotReady, RoundPending, StaleRound
+from ps_protocol.errors import ApplyFailed, FutureRound, GradpostError, NotReady, RoundPending, StaleRound
 from ps_protocol.fence import Fence
-from ps_protocol.messages import BarrierAnswer, InstallRun, PushAnswer
+from ps_protocol.messages import BarrierAnswer, FrozenRounds, InstallMembers, InstallRun, PushAnswer
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
+from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 
 from .admission import Admission
 from .bodies import Body
+from .durable.storage import Restored, RunStorage
+from .durable.update_log import Update
 from .metrics import PserverMetrics
 from .pushes import read_blocks, read_completion
 from .rounds import Apply, Rounds
@@ -26,18 +29,35 @@ from .tensors import StagedBlock, digest_contribution
 
 log = get_logger()
 
+LOG_RETRY_SECONDS = 0.5  # between tries to write to a full disk
+MAX_ROUNDS_AHEAD = 10_000  # that a checkpoint may be wanted for
+MAX_WANTED_CHECKPOINTS = 4
+
 
 class SyncRun(PserverRun):
     """Decisions are made by `Rounds`. One reply is kept: that of the applied round, the same bytes for everyone."""
 
     def __init__(
-        self, install: InstallRun, index: PserverIndex, compute: ComputeExecutor, metrics: PserverMetrics
+        self,
+        install: InstallRun,
+        index: PserverIndex,
+        compute: ComputeExecutor,
+        metrics: PserverMetrics,
+        storage: RunStorage | None = None,
+        restored: Restored | None = None,
     ) -> None:
-        super().__init__(install, index, compute, metrics)
-        self.rounds: Rounds[StagedBlock] = Rounds(install.members, install.consistency.max_delay)
+        super().__init__(install, index, compute, metrics, storage, restored)
+        self.rounds: Rounds[StagedBlock] = Rounds(
+            install.members,
+            install.consistency.max_delay,
+            applied=restored.round if restored else 0,
+            participants=restored.participants if restored else {},
+        )
+        self.members_changed(install)
         self._reply: Reply | None = None  # of the applied round, once it may be read
         self._apply_task: asyncio.Task[None] | None = None
         self._disagreement_was_said = False
+        self._wanted_checkpoints: set[Round] = set()
 
     @property
     def round(self) -> Round:
@@ -102,9 +122,18 @@ class SyncRun(PserverRun):
         self._start(apply)
         return BarrierAnswer(round=self.rounds.open, missing=tuple(self.rounds.missing))
 
-    def members_changed(self, members: Mapping[Rank, Incarnation]) -> None:
+    async def _freeze(self) -> FrozenRounds:
+        """Let a running apply end, and from then on count no barrier until members are installed."""
+        async with self._condition:
+            self.rounds.is_frozen = True  # so that no apply follows the one that is running
+            while self.rounds.applying is not None:
+                self.check_failure()
+                await self._condition.wait()
+            return self.rounds.freeze().model_copy(update={"is_readable": self.is_readable})
+
+    def members_changed(self, message: InstallMembers | InstallRun) -> None:
         """Take over a newer set of members, which may complete the barrier."""
-        self._start(self.rounds.members_changed(members))
+        self._start(self.rounds.members_changed(message.members, message.starts, message.sets))
         if not self.rounds.batch_barriers:
             self._waiting_since = None  # those who waited have left
 
@@ -121,7 +150,10 @@ class SyncRun(PserverRun):
     async def _apply(self, apply: Apply[StagedBlock]) -> None:
         try:
             with self._metrics.apply_seconds.time():
-                reply = await self._compute.run(self._step, apply)
+                reply = await self._step_when_logged(apply)
+        except GradpostError as error:
+            await self.fail(error)
+            return
         except Exception as error:
             log.exception("apply failed", round=apply.round)
             await self.fail(
@@ -138,12 +170,73 @@ class SyncRun(PserverRun):
             self._condition.notify_all()
         self._metrics.rounds.inc()
 
-    def _step(self, apply: Apply[StagedBlock]) -> Reply:
-        """On the compute thread: aggregate in rank order, step, and encode what everybody will get."""
+    async def _step_when_logged(self, apply: Apply[StagedBlock]) -> Reply:
+        """Step as soon as the disk takes the update; a full one gets the round time-out to be emptied."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.install.round_timeout_seconds
+        while True:
+            try:
+                reply, write = await self._compute.run(self._step, apply)
+            except OSError as error:
+                self._metrics.log_failures.inc()
+                if loop.time() >= deadline or self.failure is not None:
+                    raise self.storage_failed(f"log round {apply.round}", error) from error
+                log.error("the log cannot be written; the round waits", round=apply.round, error=str(error))
+                await asyncio.sleep(LOG_RETRY_SECONDS)
+            else:
+                if write is not None:
+                    self._begin_checkpoint(write)
+                return reply
+
+    def _step(self, apply: Apply[StagedBlock]) -> tuple[Reply, Callable[[], object] | None]:
+        """On the compute thread: aggregate in rank order, log, step, and encode what everybody will get.
+
+        With the reply comes what writes a checkpoint, if one is due. Raises OSError before anything has changed.
+        """
         contributions = [{name: b.tensor() for name, b in c.blocks.items()} for c in apply.contributions]
         gradient, present = self.shard.aggregate(contributions)
-        self.shard.apply(gradient, present, apply.hyper_parameters)
-        return self._encode(apply.round)
+        numbers = apply.hyper_parameters
+        if self.storage is not None:
+            logged = None if len(present) == len(self.shard.layout.places) else present
+            update = Update(apply.round, apply.ranks, numbers, logged)
+            self.storage.append(update, self.shard.encode_gradient(logged))
+        reach_failpoint("apply.before")
+        self.shard.apply(gradient, present, numbers)
+        reach_failpoint("apply.after")
+        return self._encode(apply.round), self._snapshot_if_due(apply)
+
+    def _snapshot_if_due(self, apply: Apply[StagedBlock]) -> Callable[[], object] | None:
+        interval = self.install.checkpoint_rounds
+        is_due = (interval and apply.round % interval == 0) or apply.round in self._wanted_checkpoints
+        if self.storage is None or not is_due or self._is_checkpointing:
+            return None  # a disk that is slower than the rounds gets the next one
+        self._wanted_checkpoints.discard(apply.round)
+        return self.storage.snapshot(self.shard, {**self._participants(), apply.round: apply.ranks})
+
+    def _participants(self) -> dict[Round, tuple[Rank, ...]]:
+        return dict(self.rounds.participants)
+
+    async def want_checkpoint(self, round_: Round) -> None:
+        """See PserverRun."""
+        self.check_failure()
+        self.check_readable()
+        if self.storage is None:
+            raise NotReady("this pserver keeps nothing on a disk", waiting_for="a state folder")
+        if round_ > self.rounds.applied + MAX_ROUNDS_AHEAD:
+            raise FutureRound(f"round {round_} is far ahead", current=self.rounds.applied)
+        applied = self.rounds.applied if self.rounds.applying is None else self.rounds.open
+        if round_ < applied:
+            raise StaleRound(f"round {round_} is over", current=applied)
+        if round_ > self.rounds.applied:
+            coming = sorted(r for r in self._wanted_checkpoints if r > self.rounds.applied)
+            self._wanted_checkpoints = {*coming[-MAX_WANTED_CHECKPOINTS:], round_}
+            return
+        if round_ not in self.storage.checkpoints and not self._is_checkpointing:
+            self._begin_checkpoint(await self._compute.run(self.storage.snapshot, self.shard, self._participants()))
+
+    async def _finish_apply(self) -> None:
+        if self._apply_task is not None:
+            await asyncio.wait([self._apply_task])
 
     def _publish(self, reply: Reply) -> None:
         self._reply = reply
@@ -190,7 +283,7 @@ class SyncRun(PserverRun):
         async with self._condition:
             while True:
                 self.check_fence(fence)
-                self.rounds.admit(fence.rank, fence.trainer_incarnation, max(fence.round, 0))
+                self.rounds.admit_get(fence.rank, fence.trainer_incarnation, fence.round)
                 if self._reply is not None and self._serves(self._reply.round, fence):
                     return self._reply
                 if self._reply is not None and self._reply.round > fence.round:

@@ -19,6 +19,11 @@ from .finite import is_finite
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
+def view_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous 1-D tensor, not copied; valid and changing as long as the tensor."""
+    return tensor.view(torch.uint8).numpy().data
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedBlock:
     """One block of a received body. Holding it keeps the body's buffer from being reused."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, FilePath, model_validator
+from pydantic import AfterValidator, Field, FilePath, field_validator, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ps_protocol.environment import PREFIX, check_base_url, check_environment, read_settings_file
 from ps_protocol.frames import FrameLimits
 
+from .failpoints import parse_failpoints
 from .logs import LogFormat, LogLevel
 
 _LIMITS = FrameLimits()
@@ -47,6 +49,11 @@ class ServiceSettings(BaseSettings):
     max_body_bytes: int = Field(default=_LIMITS.max_body_bytes, ge=1)
     max_header_bytes: int = Field(default=_LIMITS.max_header_bytes, ge=1)
     max_tensors: int = Field(default=_LIMITS.max_tensors, ge=1)
+    state_dir: Path = Field(default=Path(".gradpost"), description="folder for what must outlive the process")
+    checkpoints: str | None = Field(
+        default=None, description="folder or fsspec URL of the checkpoints; none: checkpoints in state_dir"
+    )
+    failpoints: str = Field(default="", description="for tests: where this process dies, such as apply.before=kill@3")
     ready_fd: int | None = Field(
         default=None, ge=0, description="file descriptor that gets the address and a newline once it serves"
     )
@@ -55,6 +62,12 @@ class ServiceSettings(BaseSettings):
     def frame_limits(self) -> FrameLimits:
         """What a receiver of tensors accepts."""
         return FrameLimits(self.max_body_bytes, self.max_header_bytes, self.max_tensors)
+
+    @field_validator("failpoints")
+    @classmethod
+    def _check_failpoints(cls, text: str) -> str:
+        parse_failpoints(text)
+        return text
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:

@@ -35,7 +35,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(server: str) -> AsyncIterator[World]:
     async with AsyncExitStack() as stack:
-        cluster = LocalCluster(pservers=2, trainers=2, server=server, lease_seconds=120, **LIMITS)
+        cluster = LocalCluster(
+            pservers=2, trainers=2, server=server, lease_seconds=120, on_trainer_loss="fail", **LIMITS
+        )
         stack.enter_context(cluster)
         http = httpx.AsyncClient(trust_env=False, timeout=30)
         await stack.enter_async_context(http)

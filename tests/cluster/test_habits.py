@@ -20,7 +20,9 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def cluster(server: str) -> Iterator[LocalCluster]:
-    with LocalCluster(pservers=2, trainers=1, server=server, lease_seconds=2, min_block_size=4) as cluster:
+    with LocalCluster(
+        pservers=2, trainers=1, server=server, lease_seconds=2, min_block_size=4, on_trainer_loss="fail"
+    ) as cluster:
         yield cluster
 
 
@@ -115,7 +117,7 @@ def test_frozen_parameters_start_from_the_same_values(server: str) -> None:
         RemoteOptimizer(torch.optim.SGD(model[1].parameters(), lr=0.1), model=model, session=session)
         return [parameter.mean().item() for parameter in model.parameters()]
 
-    with LocalCluster(pservers=1, trainers=2, server=server) as cluster:
+    with LocalCluster(pservers=1, trainers=2, server=server, on_trainer_loss="fail") as cluster:
         assert run_trainers(cluster.address, [train, train]) == [[5.0] * 4] * 2
 
 

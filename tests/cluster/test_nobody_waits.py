@@ -1,4 +1,5 @@
-"""When somebody disappears or hangs, whoever waits gets a clear error that names it, within the promised time.
+"""With policy `fail` and no log, when somebody disappears or hangs, whoever waits gets a clear error that names it,
+within the promised time.
 
 Most of this is waiting, so that each scenario is played on both servers at once.
 """
@@ -69,6 +70,8 @@ def stages() -> Iterator[list[Stage]]:
                 server=server,
                 lease_seconds=LEASE_SECONDS,
                 round_timeout_seconds=ROUND_TIMEOUT_SECONDS,
+                on_trainer_loss="fail",
+                durability="none",
             )
             stages.append(Stage(stack.enter_context(cluster), server))
         for stage in stages:

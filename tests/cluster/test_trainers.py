@@ -40,7 +40,9 @@ SPECS = [ParameterSpec("w", (4, 3)), ParameterSpec("b", (5,)), ParameterSpec("s"
 
 @pytest.fixture(scope="module")
 def cluster(server: str) -> Iterator[LocalCluster]:
-    with LocalCluster(pservers=2, trainers=2, server=server, lease_seconds=2, min_block_size=4) as cluster:
+    with LocalCluster(
+        pservers=2, trainers=2, server=server, lease_seconds=2, min_block_size=4, on_trainer_loss="fail"
+    ) as cluster:
         yield cluster
 
 

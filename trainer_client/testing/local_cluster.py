@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -33,7 +34,8 @@ class LocalCluster:
         with LocalCluster(pservers=2, trainers=2, lease_seconds=1) as cluster:
             codes = cluster.run_trainers([sys.executable, "train.py"])
 
-    `settings` are those of the services (`server="uvicorn"`, `round_timeout_seconds=2`, …). `environ` is what all
+    `settings` are those of the services (`server="uvicorn"`, `round_timeout_seconds=2`, …); without `state_dir` what
+    they write to disk is deleted in the end. `environ` is what all
     processes inherit; by default it is this process's environment without the settings of another cluster. Output
     goes to `on_line`, and its end is kept in `output` for the message of a failing test. No process outlives this
     one, not even one that a script has started, not even after `kill -9`.
@@ -59,6 +61,9 @@ class LocalCluster:
             {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)} if environ is None else environ
         )
         self._settings = {f"{PREFIX}{name.upper()}": str(value) for name, value in settings.items()}
+        self._own_state = None if "state_dir" in settings else tempfile.TemporaryDirectory(prefix="gradpost-")
+        if self._own_state is not None:
+            self._settings["GRADPOST_STATE_DIR"] = self._own_state.name
         self._on_line = on_line
         self._lock = threading.Lock()
         self._guardian: Guardian | None = None
@@ -87,13 +92,31 @@ class LocalCluster:
         Raises RuntimeError with the coordinator's output if it does not come up, or if `give_up` says so meanwhile.
         """
         self._guardian = Guardian()
+        self._start_coordinator(self._settings.get("GRADPOST_PORT", "0"), give_up)
+        for index in range(self.num_pservers):
+            self.start_pserver(index)
+        return self
+
+    def restart_coordinator(self) -> Child:
+        """Start the coordinator again, once it has ended, with the state and under the address that it had."""
+        self.coordinator.wait()
+        self._start_coordinator(self.address.rpartition(":")[2], lambda: False)
+        return self.coordinator
+
+    def restart(self, service: Child) -> Child:
+        """Start a service again that has ended. Raises RuntimeError if it is the coordinator and does not come up."""
+        if service is self._coordinator:
+            return self.restart_coordinator()
+        return self.start_pserver(self.pservers.index(service))
+
+    def _start_coordinator(self, port: str, give_up: Callable[[], bool]) -> None:
         read_fd, write_fd = os.pipe()
         try:
             self._coordinator = self._spawn_service(
                 "coordinator",
                 "services.coordinator",
                 pass_fds=(write_fd,),
-                GRADPOST_PORT=self._settings.get("GRADPOST_PORT", "0"),
+                GRADPOST_PORT=port,
                 GRADPOST_READY_FD=str(write_fd),
                 GRADPOST_NUM_PSERVERS=str(self.num_pservers),
                 GRADPOST_NUM_TRAINERS=str(self.num_trainers),
@@ -108,19 +131,19 @@ class LocalCluster:
             os.close(read_fd)
             if write_fd != -1:
                 os.close(write_fd)
-        for index in range(self.num_pservers):
-            self.start_pserver(index)
-        return self
 
-    def start_pserver(self, index: int) -> Child:
-        """Start the pserver with this index."""
+    def start_pserver(self, index: int, **env: Any) -> Child:
+        """Start the pserver with this index, again if it has ended; `env` is its alone."""
         child = self._spawn_service(
-            f"pserver {index}", "services.pserver", GRADPOST_PORT="0", GRADPOST_PSERVER_INDEX=str(index)
+            f"pserver {index}", "services.pserver", GRADPOST_PORT="0", GRADPOST_PSERVER_INDEX=str(index), **env
         )
-        self.pservers.append(child)
+        if index < len(self.pservers):
+            self.pservers[index] = child
+        else:
+            self.pservers.append(child)
         return child
 
-    def _spawn_service(self, name: str, module: str, pass_fds: Sequence[int] = (), **env: str) -> Child:
+    def _spawn_service(self, name: str, module: str, *, pass_fds: Sequence[int] = (), **env: Any) -> Child:
         env = {**self.environment(), "GRADPOST_HOST": "127.0.0.1", **self._settings, **env}
         return Child(
             name,
@@ -142,6 +165,8 @@ class LocalCluster:
             self._guardian.close()
         if self._view is not None:
             self._view.close()
+        if self._own_state is not None:
+            self._own_state.cleanup()
         return codes
 
     def __enter__(self) -> LocalCluster:
@@ -166,7 +191,7 @@ class LocalCluster:
         return env
 
     def start_trainer(self, rank: Rank, command: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
-        """Start one trainer process with this rank."""
+        """Start one trainer process with this rank, again if it has ended. First in the order of ranks."""
         own = {"RANK": str(rank), "WORLD_SIZE": str(self.num_trainers), **(env or {})}
         child = Child(
             f"trainer {rank}",
@@ -175,7 +200,10 @@ class LocalCluster:
             on_line=self._line,
             guardian=self._guardian,
         )
-        self.trainers.append(child)
+        if rank < len(self.trainers):
+            self.trainers[rank] = child
+        else:
+            self.trainers.append(child)
         return child
 
     def run_trainers(

@@ -16,7 +16,8 @@ from ps_protocol.messages import (
 )
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 from services.coordinator.cluster import Cluster
-from services.coordinator.run import Run, RunDefaults
+from services.coordinator.defaults import RunDefaults
+from services.coordinator.run import Run
 
 LEASE = 10.0
 SGD_FLAGS = {"nesterov": False, "maximize": False}
@@ -39,11 +40,13 @@ def make_run(num_trainers: int = 2) -> Run:
     return Run("run1", defaults(num_trainers), {})
 
 
-def make_cluster(num_trainers: int = 2, num_pservers: int = 2, *, exit_when_done: bool = False) -> Cluster:
+def make_cluster(
+    num_trainers: int = 2, num_pservers: int = 2, *, exit_when_done: bool = False, **changes: Any
+) -> Cluster:
     names = (f"run{i}" for i in range(1, 100))
     return Cluster(
         num_pservers,
-        defaults(num_trainers),
+        defaults(num_trainers, **changes),
         lease_seconds=LEASE,
         exit_when_done=exit_when_done,
         name_run=lambda: next(names),
@@ -99,4 +102,4 @@ def train(cluster: Cluster, now: float = 0.0) -> None:
         cluster.register_pserver(registration(str(index), index=index), now)
     join_all(cluster, now)
     assert cluster.start_run_if_complete()
-    cluster.run.installed(now)
+    cluster.members_installed(now)

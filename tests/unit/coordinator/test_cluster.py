@@ -33,7 +33,7 @@ def test_it_says_what_it_waits_for():
     assert cluster.waiting_for == ["the pservers to install the plan"]
     assert cluster.start_run_if_complete()
     assert cluster.waiting_for == ["the pservers to install the plan"]
-    cluster.run.installed(0)
+    cluster.members_installed(0)
     assert cluster.waiting_for == []
 
 
@@ -47,12 +47,12 @@ def test_a_run_starts_once_in_any_order(trainers_first):
         cluster.register_pserver(registration(str(index)), 0)
     if not trainers_first:
         join_all(cluster)
-    assert cluster.plan_ready() is None
+    assert cluster.plan_ready(0, 1) is None
     assert cluster.start_run_if_complete()
     assert not cluster.start_run_if_complete()
-    assert cluster.plan_ready() is None  # until every pserver has it
-    cluster.run.installed(0)
-    ready = cluster.plan_ready()
+    assert cluster.plan_ready(0, 1) is None  # until every pserver has it
+    cluster.members_installed(0)
+    ready = cluster.plan_ready(0, 1)
     assert ready is not None
     assert [p.index for p in ready.pservers] == [0, 1]
     assert (ready.run, ready.attempt, ready.uploader) == ("run1", 0, 0)
@@ -91,12 +91,12 @@ def test_the_wait_for_a_declaration_begins_anew():
 def test_everybody_is_told_the_same_plan_and_members():
     cluster = make_cluster()
     train(cluster)
-    first, second = cluster.installation(0), cluster.installation(1)
+    first, second = cluster.installation(0, 7, None), cluster.installation(1, 7, None)
     assert first.plan == second.plan
     assert SlicePlan.from_json(first.plan).digest == cluster.run.plan.digest  # type: ignore[union-attr]
     assert first.members == {0: 1, 1: 1}
-    assert (first.incarnation, first.uploader, first.number) == (1, 0, cluster.run.number)
-    ready = cluster.plan_ready()
+    assert (first.incarnation, first.uploader, first.number) == (1, 0, 7)
+    ready = cluster.plan_ready(1, 1)
     assert ready is not None
     assert ready.plan == first.plan
 
@@ -107,9 +107,9 @@ def test_an_installation_says_who_uploads_even_after_that_trainer_has_left():
         cluster.register_pserver(registration(str(index)), 0)
     join_all(cluster)
     cluster.start_run_if_complete()
-    first = cluster.installation(0)
+    first = cluster.installation(0, 1, None)
     cluster.run.leave(0, leaving(), 0)
-    assert cluster.installation(1).uploader == first.uploader
+    assert cluster.installation(1, 2, None).uploader == first.uploader
 
 
 def test_another_version_of_the_protocol_is_refused():
@@ -133,7 +133,7 @@ def test_a_pserver_whose_lease_ends_ends_the_run_and_is_named():
     cluster.expire(11)
     assert isinstance(cluster.run.failure, PserverLost)
     assert str(cluster.run.failure) == "pserver 1 at http://1:1 was lost: no heartbeat for 11.0 s (lease 10 s)"
-    message = cluster.members_message()
+    message = cluster.members_message(cluster.run.number)
     assert message.failure is not None
     assert message.failure["code"] == "pserver_lost"
     assert message.number == cluster.run.number
@@ -255,8 +255,8 @@ def test_successive_runs_on_the_same_pservers():
         assert cluster.run.state == "finished"
         join_all(cluster, 2, life=run)
         assert cluster.start_run_if_complete()
-        assert cluster.installation(0).incarnation == 1
-        cluster.run.installed(2)
+        assert cluster.installation(0, 1, None).incarnation == 1
+        cluster.members_installed(2)
 
 
 # ---------------------------------------------------------------- exit when done

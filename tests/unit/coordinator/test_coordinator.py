@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from ps_protocol.errors import BadModel, GradpostError, NotReady, PserverLost, StalePserver, TrainerLost
-from ps_protocol.messages import InstallMembers, InstallRun
-from ps_protocol.routes import MEMBERS, RUN
+from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRun
+from ps_protocol.routes import FREEZE, MEMBERS, RUN
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.settings import CoordinatorSettings
 
@@ -29,11 +32,15 @@ class FakePservers:
     """Their side of the control API; `answer` may refuse, hang, or lose the response of one of them."""
 
     def __init__(self) -> None:
+        self.frozen: list[Freeze] = []
         self.taken: dict[str, list[InstallRun | InstallMembers]] = {"0": [], "1": []}
         self.answer: dict[str, Answer] = {}
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
         index = request.url.host
+        if request.url.path == FREEZE:
+            self.frozen.append(Freeze.model_validate_json(request.content))
+            return httpx.Response(200, content=FrozenRounds(applied=0).model_dump_json())
         if request.url.path not in (RUN, MEMBERS):
             return httpx.Response(404)
         kind = InstallRun if request.url.path == RUN else InstallMembers
@@ -55,8 +62,12 @@ async def coordinating(pservers: FakePservers, **settings: Any) -> AsyncIterator
         except GradpostError as error:
             return httpx.Response(error.status, content=json.dumps(error.to_problem()))
 
+    folder = tempfile.mkdtemp()
     stop = asyncio.Event()
-    options = {"num_pservers": 2, "num_trainers": 2, "lease_seconds": 0.4, **settings}
+    options = {
+        "num_pservers": 2, "num_trainers": 2, "lease_seconds": 0.4, "state_dir": Path(folder),
+        "on_trainer_loss": "fail", **settings,
+    }  # fmt: skip
     async with httpx.AsyncClient(transport=httpx.MockTransport(handle)) as http, asyncio.TaskGroup() as tasks:
         coordinator = Coordinator(CoordinatorSettings(**options), http)
         tasks.create_task(coordinator.run(stop))
@@ -65,6 +76,7 @@ async def coordinating(pservers: FakePservers, **settings: Any) -> AsyncIterator
         finally:
             stop.set()
             coordinator.changed()
+    shutil.rmtree(folder)
 
 
 def begin(coordinator: Coordinator) -> list[tuple[int, str, int]]:
@@ -99,7 +111,7 @@ async def test_a_run_is_installed_everywhere_before_trainers_get_the_plan():
         free.set()
         ready = await asyncio.wait_for(waiting, 2)
         assert [p.index for p in ready.pservers] == [0, 1]
-        assert pservers.told("0") == pservers.told("1") == [("InstallRun", trainer[1], 2)]
+        assert pservers.told("0") == pservers.told("1") == [("InstallRun", trainer[1], 4)]
 
 
 async def test_a_wait_for_the_plan_says_what_it_waits_for():
@@ -217,7 +229,7 @@ async def test_a_run_that_begins_in_the_middle_of_a_reconciliation_is_left_to_th
         cluster, now = coordinator.cluster, coordinator.now()
         for rank, run, incarnation in trainers:
             cluster.leave_trainer(rank, leaving(run=run, incarnation=incarnation), now)
-        reconciling = asyncio.create_task(coordinator._reconcile())
+        reconciling = asyncio.create_task(coordinator._installer.reconcile())
         await asyncio.sleep(0)  # it has seen the old run, and not begun to ask the pservers
         cluster.join_trainer(joining("next", 0), now)
         await reconciling

@@ -1,0 +1,125 @@
+"""`gradpost checkpoint`: make one, list them, and write a model file from one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ps_protocol.environment import PREFIX, read_settings_file
+from ps_protocol.messages import CheckpointCreated
+from services.pserver.shard_state import ShardState, concatenate
+from services.runtime.checkpoints import DamagedFile, Manifest, list_rounds, read_manifest, read_shard_file
+from services.runtime.places import Place, open_place
+from trainer_client.tensors import TORCH_DTYPES
+
+from .output import EXIT_FAILED, Column, CommandError, count, print_json, print_line, print_table
+from .status import open_view
+from .up.state_folder import named_root, newest_folder
+
+
+def default_place() -> str:
+    """Where checkpoints are if nothing is said: as set, else in the state folder, else in that of the newest `up`."""
+    named = os.environ.get(f"{PREFIX}CHECKPOINTS") or read_settings_file(os.environ).get("checkpoints")
+    if named:
+        return str(named)
+    root = named_root()
+    newest = newest_folder(root)
+    folder = root if newest is None or (root / "checkpoints").is_dir() else newest
+    return str(folder / "checkpoints")
+
+
+def create_checkpoint(coordinator: str | None, *, as_json: bool) -> None:
+    """Ask the coordinator for a checkpoint, and wait until it is complete."""
+    with open_view(coordinator) as view:
+        created = view.create_checkpoint()
+    if as_json:
+        print_json(created.model_dump())
+    else:
+        print_line(f"checkpoint of round {created.round:,} of run {created.run} in {created.place}")
+
+
+def list_checkpoints(place_url: str, *, as_json: bool) -> None:
+    """Print every complete checkpoint in a place, newest first."""
+    manifests = find_manifests(open_place(place_url))
+    if as_json:
+        print_json([CheckpointCreated(run=m.run, round=m.round, place=place_url).model_dump() for m in manifests])
+        return
+    print_table(
+        [
+            Column("run"),
+            Column("round", "right"),
+            Column("created"),
+            Column("pservers", "right"),
+            Column("size", "right"),
+        ],
+        [
+            (m.run, f"{m.round:,}", m.created, str(len(m.shards)), count(sum(s.num_bytes for s in m.shards), "byte"))
+            for m in manifests
+        ],
+    )
+
+
+def export_model(target: Path, place_url: str, run: str | None, round_: int | None) -> None:
+    """Write whole tensors, buffers and tied names of a checkpoint into one safetensors file.
+
+    Without `run` and `round_` it is the newest one; one with damaged files is passed over, and said. Raises
+    CommandError if there is none.
+    """
+    place = open_place(place_url)
+    manifests = [
+        m for m in find_manifests(place) if (run is None or m.run == run) and (round_ is None or m.round == round_)
+    ]
+    for manifest in manifests:
+        try:
+            tensors = read_model(place, manifest)
+        except DamagedFile as error:
+            print_line(f"passing over round {manifest.round:,}: {error}")
+            continue
+        metadata = {"format": "pt", "run": manifest.run, "round": str(manifest.round)}
+        save_file(tensors, target, metadata)
+        print_line(
+            f"{target}: {count(len(tensors), 'tensor')} of round {manifest.round:,} of run {manifest.run}, "
+            f"{count(target.stat().st_size, 'byte')}"
+        )
+        return
+    raise CommandError(f"there is no complete checkpoint in {place.url}", exit_code=EXIT_FAILED)
+
+
+def find_manifests(place: Place) -> list[Manifest]:
+    """All complete checkpoints, newest first; manifests that cannot be read are left out, and said."""
+    found = []
+    for run in place.list(""):
+        for round_ in list_rounds(place, run):
+            try:
+                manifest = read_manifest(place, run, round_)
+            except (OSError, ValueError) as error:
+                print_line(f"passing over round {round_:,} of run {run}: {error}")
+                continue
+            if manifest is not None:
+                found.append(manifest)
+    return sorted(found, key=lambda m: (m.created, m.round), reverse=True)
+
+
+def read_model(place: Place, manifest: Manifest) -> dict[str, Tensor]:
+    """Tensors by the names of the model's state_dict, in their own dtypes and shapes. Raises DamagedFile."""
+    plan = manifest.slice_plan()
+    shards = [
+        (file.pserver, ShardState.decode(read_shard_file(place, manifest.run, file))[0]) for file in manifest.shards
+    ]
+    values = concatenate(shards, plan)
+    tensors = {name: value.to(TORCH_DTYPES[plan.parameter[name].dtype]) for name, value in values.items()}
+    stored = {name: data for _, shard in shards for name, data in shard.buffers.items()}
+    for spec in plan.buffers:
+        dtype = TORCH_DTYPES[spec.dtype]
+        flat = (
+            torch.frombuffer(bytearray(stored[spec.name]), dtype=dtype)
+            if spec.num_bytes
+            else torch.empty(0, dtype=dtype)
+        )
+        tensors[spec.name] = flat.reshape(spec.shape)
+    # A file holds no tensor twice, so that a tied name gets a copy; load_state_dict ties it again.
+    return tensors | {alias: tensors[name].clone() for alias, name in manifest.aliases.items()}

@@ -1,0 +1,37 @@
+"""Requests of the coordinator to one pserver."""
+
+from __future__ import annotations
+
+import httpx
+
+from ps_protocol.errors import error_from_problem
+from ps_protocol.messages import Message, WantCheckpoint
+from ps_protocol.routes import WANT_CHECKPOINT
+from ps_protocol.vocabulary import Round
+
+from .pservers import PserverMember
+
+TIMEOUT_SECONDS = 5.0
+
+
+async def call_pserver(
+    http: httpx.AsyncClient,
+    member: PserverMember,
+    method: str,
+    route: str,
+    message: Message | None = None,
+    timeout: float = TIMEOUT_SECONDS,
+) -> bytes:
+    """The body of the answer. Raises the GradpostError that it stands for, httpx.TransportError, or ValueError."""
+    response = await http.request(
+        method, member.info.address + route, timeout=timeout, headers={"content-type": "application/json"},
+        content=None if message is None else message.model_dump_json(),
+    )  # fmt: skip
+    if response.is_error:
+        raise error_from_problem(response.json())
+    return response.content
+
+
+async def want_checkpoint(http: httpx.AsyncClient, member: PserverMember, run: str, round_: Round) -> None:
+    """Ask for this pserver's part of a checkpoint after a round. Raises StaleRound if that is over there."""
+    await call_pserver(http, member, "PUT", WANT_CHECKPOINT, WantCheckpoint(run=run, round=round_))

@@ -1,0 +1,116 @@
+"""What a change of members means for the rounds that are under way. Pure: frozen pservers in, a decision out.
+
+    freeze ──every pserver says what it has applied, and who is how far──► decide ──► install
+
+For a trainer that is gone the question is, for each open round, whether its contribution is in. It is **in** if every
+pserver has applied the round with it or holds all of it, and at least one has counted its barrier; it is **out** if no
+pserver has applied the round with it. If neither holds (a pserver that had its contribution has died, too), all go back
+to the round before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from ps_protocol.messages import FrozenRounds
+from ps_protocol.vocabulary import Incarnation, Rank, Round
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Who takes part: current lives, the first round of those who came later, and what was decided for open rounds."""
+
+    members: dict[Rank, Incarnation] = field(default_factory=dict)
+    starts: dict[Rank, Round] = field(default_factory=dict)
+    sets: dict[Round, tuple[Rank, ...]] = field(default_factory=dict)
+
+    def has_claim(self, rank: Rank, round_: Round) -> bool:
+        """Whether the rank's contribution was to be in this round, as far as was decided."""
+        if round_ in self.sets:
+            return rank in self.sets[round_]
+        return rank in self.members and self.starts.get(rank, 1) <= round_
+
+    def ranks(self) -> set[Rank]:
+        """Everybody who may have a claim."""
+        return set(self.members).union(*self.sets.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """All go back to this round, or to the newest before it that everybody can restore."""
+
+    newest: Round
+
+
+def decide(
+    before: Membership,
+    members: Mapping[Rank, Incarnation],
+    answers: Collection[FrozenRounds],
+    *,
+    max_delay: int = 0,
+    take_over: Collection[Rank] = (),
+) -> Membership | Rollback:
+    """Install `members` in place of those of `before`, given what every pserver has answered.
+
+    A rank with another incarnation is gone, and somebody has come. Those in `take_over` answer for the open rounds that
+    their rank is not in; other newcomers begin after all that are open anywhere.
+
+    >>> two = Membership({0: 1, 1: 1})
+    >>> holds = FrozenRounds(applied=6, complete={7: (0, 1)}, counted={7: (1,)})
+    >>> decide(two, {0: 1}, [holds, FrozenRounds(applied=7, participants={7: (0, 1)})])
+    Membership(members={0: 1}, starts={}, sets={7: (0, 1), 8: (0,)})
+    >>> lost = FrozenRounds(applied=6)
+    >>> decide(two, {0: 1}, [lost, FrozenRounds(applied=7, participants={7: (0, 1)})])
+    Rollback(newest=6)
+    """
+    first = min(answer.applied for answer in answers) + 1
+    last = max(answer.applied for answer in answers) + 1 + max_delay
+    if last - first > 2 * max_delay + 1:
+        return Rollback(first - 1)  # a pserver has lost rounds that no trainer holds any more
+    stay = {rank for rank, incarnation in members.items() if before.members.get(rank) == incarnation}
+    come = members.keys() - stay
+    sets: dict[Round, set[Rank]] = {}
+    for round_ in range(first, last + 1):
+        sets[round_] = {rank for rank in stay if before.starts.get(rank, 1) <= round_}
+        for rank in before.ranks() - stay:
+            if not before.has_claim(rank, round_):
+                continue
+            if _is_in(rank, round_, answers):
+                sets[round_].add(rank)
+            elif any(_has_applied_with(rank, round_, answer) for answer in answers):
+                return Rollback(round_ - 1)
+    starts = {rank: before.starts[rank] for rank in stay if before.starts.get(rank, 1) > first}
+    for rank in come:
+        open_to_it = [r for r in sets if rank not in sets[r]] if rank in take_over else []
+        starts[rank] = min(open_to_it, default=last + 1)
+        for round_ in range(starts[rank], last + 1):
+            sets[round_].add(rank)
+    return Membership(dict(members), starts, {round_: tuple(sorted(ranks)) for round_, ranks in sets.items()})
+
+
+def _is_in(rank: Rank, round_: Round, answers: Collection[FrozenRounds]) -> bool:
+    is_counted = False
+    for answer in answers:
+        is_applied = _has_applied_with(rank, round_, answer)
+        if not is_applied and rank not in answer.complete.get(round_, ()):
+            return False
+        is_counted = is_counted or is_applied or rank in answer.counted.get(round_, ())
+    return is_counted
+
+
+def _has_applied_with(rank: Rank, round_: Round, answer: FrozenRounds) -> bool:
+    return round_ <= answer.applied and rank in answer.participants.get(round_, ())
+
+
+def newest_common(newest: Round, ranges: Collection[Collection[tuple[Round, Round]]]) -> Round | None:
+    """The newest round, not after `newest`, that lies in a range of every pserver.
+
+    >>> newest_common(9, [[(8, 12), (0, 5)], [(0, 7)]])
+    5
+    """
+    candidates = {min(last, newest) for one in ranges for _, last in one}
+    for candidate in sorted(candidates, reverse=True):
+        if candidate >= 0 and all(any(first <= candidate <= last for first, last in one) for one in ranges):
+            return candidate
+    return None

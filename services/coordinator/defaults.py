@@ -1,0 +1,45 @@
+"""What the coordinator's settings say of every run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ps_protocol.consistency import Consistency
+from ps_protocol.plan import SlicePlan
+from ps_protocol.vocabulary import Durability, LossPolicy, NonfinitePolicy, Placement, Round
+
+MASTER_BYTES = 4  # of an element, float32
+LOG_SHARDS = 4  # a log is as long as so many shards, by default
+MIN_LOG_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RunDefaults:
+    """What a run is when its trainers do not say otherwise, and what becomes of it when something is lost."""
+
+    num_trainers: int
+    consistency: Consistency
+    min_block_size: int
+    placement: Placement
+    slice_parameters: bool
+    nonfinite: NonfinitePolicy
+    round_timeout_seconds: float
+    on_trainer_loss: LossPolicy = "fail"
+    min_trainers: int = 1
+    rejoin_timeout_seconds: float = 300.0
+    durability: Durability = "none"
+    checkpoint_rounds: int | None = None
+    max_log_bytes: int | None = None
+    keep_checkpoints: int = 2
+
+    def checkpoint_interval(self, plan: SlicePlan) -> Round:
+        """Rounds between checkpoints, the same on every pserver; 0 for none.
+
+        A synchronous round logs each element once, so that a number of rounds keeps the log of the largest shard
+        within `max_log_bytes`.
+        """
+        if self.durability == "none":
+            return self.checkpoint_rounds or 0
+        largest = max(sum(block.num_elements for block in shard) for shard in plan.shards) * MASTER_BYTES
+        most = self.max_log_bytes or max(LOG_SHARDS * largest, MIN_LOG_BYTES)
+        return max(1, min(self.checkpoint_rounds or most, most // max(largest, 1)))

@@ -1,0 +1,211 @@
+"""Carries the cluster's decisions to the pservers: the start of a run, changes of members, rollbacks, its failure.
+
+    gathering:   PUT run to every pserver
+    training:    freeze every pserver ──► decide, durably ──► install on every pserver      one change at a time
+    over:        PUT members with the failure
+
+Each step may be repeated. A change that was interrupted, here or there, is repeated under a higher number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import httpx
+from pydantic import TypeAdapter
+
+from ps_protocol.errors import Conflict, GradpostError, NotReady, PserverLost, StaleRun
+from ps_protocol.messages import Freeze, FrozenRounds, Message
+from ps_protocol.routes import FREEZE, MEMBERS, RESTORABLE, RUN
+from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
+from services.runtime.failpoints import reach_failpoint
+from services.runtime.logs import get_logger
+
+from .cluster import Cluster
+from .control import TIMEOUT_SECONDS, call_pserver
+from .decision import Membership, Rollback, decide, newest_common
+from .pservers import PserverMember
+from .run import Run
+
+log = get_logger()
+
+RESTORE_TIMEOUT_SECONDS = 60.0  # reading a shard and its log
+
+_RANGES = TypeAdapter(list[tuple[Round, Round]])
+
+
+class Installer:
+    """`keep` makes the cluster's state durable; a decision is carried out only after that."""
+
+    def __init__(
+        self, cluster: Cluster, http: httpx.AsyncClient, now: Callable[[], float], keep: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._cluster = cluster
+        self._http = http
+        self._now = now
+        self._keep = keep
+        # What each pserver has taken: its incarnation, run, attempt, and the number of the members.
+        self._taken: dict[PserverIndex, tuple[Incarnation, str, int, int]] = {}
+        self._restore: dict[PserverIndex, Round | None] = {}  # where each one stands, as of the newest decision
+
+    async def reconcile(self) -> bool:
+        """Bring every pserver to what was decided; False if one of them did not take it and it is to be tried again."""
+        cluster, run = self._cluster, self._cluster.run
+        if run.plan is None:
+            return True
+        members = [member for _, member in sorted(cluster.registry.members.items())]
+        if run.is_over:
+            told = [self._tell(run, member) for member in members if self._serves(run, member)]
+            return all(await asyncio.gather(*told))
+        if len(members) < cluster.registry.num_pservers:
+            return True  # what is lost comes back, or ends the run
+        number = run.number
+        if all(self._taken.get(m.info.index) == self._state(run, m, number) for m in members):
+            return True
+        if run.state == "training" and not await self._decide(run, members, number):
+            return False
+        results = await asyncio.gather(*(self._install(run, member, number) for member in members))
+        if not all(results):
+            if run.state == "training":
+                run.number += 1  # another try is another change
+            return False
+        if cluster.run is run:
+            cluster.members_installed(self._now())
+        return True
+
+    def _state(self, run: Run, member: PserverMember, number: int) -> tuple[Incarnation, str, int, int]:
+        return member.info.incarnation, run.name, run.attempt, number
+
+    def _serves(self, run: Run, member: PserverMember) -> bool:
+        """Whether it has taken this run, in this life."""
+        taken = self._taken.get(member.info.index)
+        return taken is not None and taken[:2] == (member.info.incarnation, run.name)
+
+    # ------------------------------------------------------------------ freeze, decide
+
+    async def _decide(self, run: Run, members: list[PserverMember], number: int) -> bool:
+        cluster = self._cluster
+        targets, take_over = run.targets, {trainer.rank for trainer in run.trainers.values() if trainer.is_awaited}
+        message = Freeze(run=run.name, attempt=run.attempt, number=number)
+        try:
+            answers = await asyncio.gather(*(self._freeze(run, member, message) for member in members))
+        except (httpx.HTTPError, GradpostError, ValueError) as error:
+            log.warning("a pserver did not answer before a change of members", error=repr(error))
+            run.number += 1
+            return False
+        if run.is_over or cluster.run is not run:
+            return False
+        rounds = [answer for answer in answers if answer is not None]
+        lowest = min((answer.applied for answer in rounds), default=0)
+        begins_anew = any(not a.is_readable for a in rounds) and targets.get(
+            run.uploader
+        ) != run.membership.members.get(run.uploader)
+        decision: Membership | Rollback
+        if len(rounds) < len(answers) or run.rollback_to is not None or begins_anew:
+            newest = lowest if run.rollback_to is None else min(lowest, run.rollback_to)
+            decision = Rollback(newest)
+        else:
+            rules = run.defaults.consistency
+            decision = decide(run.membership, targets, rounds, max_delay=rules.max_delay, take_over=take_over)
+        if isinstance(decision, Rollback):
+            if not await self._roll_back(run, members, decision.newest, max((a.applied for a in rounds), default=0)):
+                return False
+            decision = Membership(targets)
+            self._restore = {member.info.index: run.resume for member in members}
+        else:
+            self._restore = {
+                member.info.index: answer.applied if answer.is_readable else None
+                for member, answer in zip(members, rounds, strict=True)
+            }
+        reach_failpoint("decide.before")
+        run.membership = decision
+        cluster.run_incarnations = {member.info.index: member.info.incarnation for member in members}
+        await self._keep()
+        reach_failpoint("decide.after")
+        return True
+
+    async def _freeze(self, run: Run, member: PserverMember, message: Freeze) -> FrozenRounds | None:
+        """Where a pserver stands; None if it holds nothing of the run."""
+        try:
+            body = await call_pserver(self._http, member, "PUT", FREEZE, message)
+        except StaleRun:
+            # It has missed the rollback that this attempt began with; it will be told where that was.
+            return FrozenRounds(applied=run.resume or 0, is_readable=run.resume is not None)
+        except NotReady:
+            return None
+        return FrozenRounds.model_validate_json(body)
+
+    async def _roll_back(self, run: Run, members: list[PserverMember], newest: Round, applied: Round) -> bool:
+        try:
+            bodies = await asyncio.gather(*(call_pserver(self._http, member, "GET", RESTORABLE) for member in members))
+        except (httpx.HTTPError, GradpostError) as error:
+            log.warning("a pserver did not say what it can restore", error=repr(error))
+            run.number += 1
+            return False
+        ranges = [_RANGES.validate_json(body) for body in bodies]
+        round_ = newest_common(newest, ranges)
+        if round_ is None and applied > 0:
+            empty = [member.info.index for member, one in zip(members, ranges, strict=True) if not one]
+            text = f"pservers {empty} have lost their shards" if empty else "no round can be restored by all pservers"
+            run.fail(PserverLost(f"{text}; the pservers can restore {ranges}", pserver=empty), self._now())
+            return False
+        run.attempt += 1
+        run.resume, run.source, run.rollback_to = round_, None, None
+        if round_ is None:
+            run.uploader = min(run.targets, default=run.uploader)
+        log.warning(
+            "the run is rolled back",
+            round=round_ or 0,
+            applied=applied,
+            attempt=run.attempt,
+            lost=applied - (round_ or 0),
+        )
+        return True
+
+    # ------------------------------------------------------------------ install
+
+    async def _install(self, run: Run, member: PserverMember, number: int) -> bool:
+        if self._cluster.run is not run:
+            return True  # the next one has begun meanwhile
+        state = self._state(run, member, number)
+        if self._taken.get(member.info.index, ())[:3] == state[:3]:
+            message: Message = self._cluster.members_message(number)
+            route = MEMBERS
+        else:
+            if run.state == "gathering":
+                self._cluster.run_incarnations[member.info.index] = member.info.incarnation
+            restore = run.resume if run.state == "gathering" else self._restore.get(member.info.index)
+            message = self._cluster.installation(member.info.index, number, restore)
+            route = RUN
+        return await self._put(run, member, route, message, state)
+
+    async def _tell(self, run: Run, member: PserverMember) -> bool:
+        state = self._state(run, member, run.number)
+        if self._cluster.run is not run or self._taken.get(member.info.index) == state:
+            return True
+        return await self._put(run, member, MEMBERS, self._cluster.members_message(run.number), state)
+
+    async def _put(
+        self,
+        run: Run,
+        member: PserverMember,
+        route: str,
+        message: Message,
+        state: tuple[Incarnation, str, int, int],
+    ) -> bool:
+        index = member.info.index
+        try:
+            timeout = RESTORE_TIMEOUT_SECONDS if route == RUN else TIMEOUT_SECONDS
+            await call_pserver(self._http, member, "PUT", route, message, timeout)
+        except (httpx.HTTPError, ValueError) as error:
+            log.warning("a pserver did not take an installation", pserver=index, error=repr(error))
+            return False
+        except GradpostError as problem:
+            log.warning("a pserver refused an installation", pserver=index, error=repr(problem))
+            # A conflict is over soon: such as that it has not read yet who it is now.
+            if not problem.may_be_retried and not isinstance(problem, Conflict):
+                run.fail(PserverLost(f"pserver {index} cannot serve the run: {problem}", pserver=index), self._now())
+            return False
+        self._taken[index] = state
+        return True

@@ -1,0 +1,67 @@
+"""The model that trainers declare: whether all mean the same, and the slice plan for it. Pure."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+from ps_protocol.errors import ModelMismatch
+from ps_protocol.messages import DeclareModel
+from ps_protocol.optimizers import check_optimizer
+from ps_protocol.plan import SlicePlan, make_plan
+from ps_protocol.vocabulary import ParameterSpec, Rank
+
+from .defaults import RunDefaults
+
+
+def plan_model(model: DeclareModel, defaults: RunDefaults, num_pservers: int) -> SlicePlan:
+    """The slice plan of a declared model. Raises BadModel or UnsupportedOptimizer."""
+    return make_plan(
+        [ParameterSpec(*fields) for fields in model.parameters],
+        num_pservers,
+        min_block_size=model.min_block_size or defaults.min_block_size,
+        placement=model.placement or defaults.placement,
+        slice_parameters=defaults.slice_parameters if model.slice_parameters is None else model.slice_parameters,
+        buffers=model.buffers,
+        optimizer=check_optimizer(model.optimizer, model.group_flags),
+    )
+
+
+def check_same_model(rank: Rank, mine: DeclareModel, whose: str, theirs: DeclareModel) -> None:
+    """Raise ModelMismatch with the first difference between what trainer `rank` declares and what `whose` does."""
+    for name in DeclareModel.model_fields:
+        if name in ("run", "incarnation", "parameters", "buffers"):
+            continue
+        if getattr(mine, name) != getattr(theirs, name):
+            raise ModelMismatch(
+                f"trainer {rank} and {whose} disagree on {name}",
+                expected=getattr(theirs, name),
+                actual=getattr(mine, name),
+            )
+    for name, a, b in (("parameters", mine.parameters, theirs.parameters), ("buffers", mine.buffers, theirs.buffers)):
+        if len(a) != len(b):
+            raise ModelMismatch(
+                f"trainer {rank} and {whose} have different numbers of {name}", expected=len(b), actual=len(a)
+            )
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            if x != y:
+                raise ModelMismatch(
+                    f"trainer {rank} and {whose} differ in {name[:-1]} {i}", expected=list(y), actual=list(x)
+                )
+
+
+def check_same_tensors(plan: SlicePlan, other: SlicePlan, whose: str) -> None:
+    """Raise ModelMismatch with the first difference between two plans' tensors and optimizers; cuts may differ."""
+    for what, mine, theirs in (
+        ("parameters", plan.parameters, other.parameters),
+        ("buffers", _shapes(plan), _shapes(other)),
+        ("optimizer", (plan.optimizer,), (other.optimizer,)),
+    ):
+        if mine != theirs:
+            pairs = [(a, b) for a, b in zip_longest(mine, theirs) if a != b]
+            raise ModelMismatch(
+                f"the trainers declare other {what} than {whose}", expected=str(pairs[0][1]), actual=str(pairs[0][0])
+            )
+
+
+def _shapes(plan: SlicePlan) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    return tuple((spec.name, spec.shape, spec.dtype) for spec in plan.buffers)

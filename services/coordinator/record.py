@@ -1,0 +1,196 @@
+"""The coordinator's own durable state: small, written whole at every decision, read once at the start.
+
+What trainers and pservers report all the time (progress, results) is not in it: they report it again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ps_protocol.errors import error_from_problem
+from ps_protocol.messages import DeclareModel, Message, PserverInfo, RunState
+from ps_protocol.plan import SlicePlan
+from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
+from services.runtime.places import map_file, write_file
+
+from .cluster import Cluster
+from .decision import Membership
+from .pservers import PserverMember
+from .trainers import TrainerMember, TrainerState
+
+FILE = "coordinator.json"
+
+
+class TrainerRecord(Message):
+    """One rank's newest life."""
+
+    rank: Rank
+    incarnation: Incarnation
+    instance: str
+    metrics_address: str | None
+    state: TrainerState
+    declared: bool
+    why: str
+    is_awaited: bool
+
+
+class RunRecord(Message):
+    """The run, from its plan on."""
+
+    name: str
+    state: RunState
+    failure: dict[str, Any] | None
+    plan: dict[str, Any]
+    declaration: DeclareModel
+    uploader: Rank
+    attempt: int
+    resume: Round | None
+    source: str | None
+    number: int
+    members: dict[Rank, Incarnation]
+    starts: dict[Rank, Round]
+    sets: dict[Round, tuple[Rank, ...]]
+    trainers: tuple[TrainerRecord, ...]
+
+    @property
+    def num_pservers(self) -> int:
+        """For how many it was planned."""
+        return int(self.plan["num_pservers"])
+
+
+class PserverRecord(Message):
+    """One living pserver."""
+
+    info: PserverInfo
+    instance: str
+
+
+class ClusterRecord(Message):
+    """Everything."""
+
+    trainer_incarnations: dict[Rank, Incarnation]
+    pserver_incarnations: dict[PserverIndex, Incarnation]
+    run_incarnations: dict[PserverIndex, Incarnation]
+    pservers: tuple[PserverRecord, ...]
+    run: RunRecord | None
+
+
+def describe_cluster(cluster: Cluster) -> ClusterRecord:
+    """What is to be kept of the cluster as it is now."""
+    members = {**cluster.registry.lost, **cluster.registry.members}
+    return ClusterRecord(
+        trainer_incarnations=cluster.trainer_incarnations,
+        pserver_incarnations=cluster.registry.incarnations,
+        run_incarnations=cluster.run_incarnations,
+        pservers=tuple(PserverRecord(info=m.info, instance=m.instance) for _, m in sorted(members.items())),
+        run=_describe_run(cluster),
+    )
+
+
+def _describe_run(cluster: Cluster) -> RunRecord | None:
+    run = cluster.run
+    if run.plan is None or run.declaration is None:
+        return None
+    return RunRecord(
+        name=run.name,
+        state=run.state,
+        failure=run.failure.to_problem() if run.failure else None,
+        plan=run.plan.to_json(),
+        declaration=run.declaration,
+        uploader=run.uploader,
+        attempt=run.attempt,
+        resume=run.resume,
+        source=run.source,
+        number=run.number,
+        members=run.membership.members,
+        starts=run.membership.starts,
+        sets=run.membership.sets,
+        trainers=tuple(
+            TrainerRecord(
+                rank=t.rank,
+                incarnation=t.incarnation,
+                instance=t.instance,
+                metrics_address=t.metrics_address,
+                state=t.state,
+                declared=t.declaration is not None,
+                why=t.why,
+                is_awaited=t.is_awaited,
+            )
+            for _, t in sorted(run.trainers.items())
+        ),
+    )
+
+
+def recall_numbers(cluster: Cluster, record: ClusterRecord) -> None:
+    """Every later life gets a higher number."""
+    cluster.trainer_incarnations.update(record.trainer_incarnations)
+    cluster.registry.incarnations.update(record.pserver_incarnations)
+
+
+def resume_run(cluster: Cluster, record: ClusterRecord, now: float) -> None:
+    """Go on with the recorded run, whatever its end was; of its processes none lives any more."""
+    assert record.run is not None
+    cluster.run_incarnations.update(record.run_incarnations)
+    _recall_run(cluster, record.run, now)
+    run = cluster.run
+    run.state, run.failure, run.ended_at = "training", None, None
+    for rank, trainer in list(run.trainers.items()):
+        if rank < run.defaults.num_trainers:
+            trainer.lose("lost", f"trainer {rank} has to be started again", now, is_awaited=True)
+        else:
+            del run.trainers[rank]
+
+
+def recall_cluster(cluster: Cluster, record: ClusterRecord, now: float) -> None:
+    """Make a new cluster what the record says. Everybody's lease begins now; the last change is made once more."""
+    recall_numbers(cluster, record)
+    cluster.run_incarnations.update(record.run_incarnations)
+    for pserver in record.pservers:
+        if pserver.info.index < cluster.registry.num_pservers:
+            cluster.registry.members[pserver.info.index] = PserverMember(pserver.info, pserver.instance, now)
+    if record.run is not None:
+        _recall_run(cluster, record.run, now)
+
+
+def _recall_run(cluster: Cluster, record: RunRecord, now: float) -> None:
+    run = cluster.run
+    run.name, run.state = record.name, record.state
+    run.failure = None if record.failure is None else error_from_problem(record.failure)
+    run.plan, run.declaration, run.uploader = SlicePlan.from_json(record.plan), record.declaration, record.uploader
+    run.attempt, run.resume, run.source, run.number = record.attempt, record.resume, record.source, record.number + 1
+    run.membership = Membership(dict(record.members), dict(record.starts), dict(record.sets))
+    run.started_at = now
+    run.ended_at = now if run.is_over else None
+    for t in record.trainers:
+        run.trainers[t.rank] = TrainerMember(
+            t.rank, t.incarnation, t.instance, now, t.metrics_address, t.state,
+            declaration=record.declaration if t.declared else None, gone_at=now, why=t.why, is_awaited=t.is_awaited,
+        )  # fmt: skip
+
+
+class RecordFile:
+    """The file on the disk. Both methods block, and raise OSError."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+        self._written = b""
+
+    def read(self) -> ClusterRecord | None:
+        """What was written last; None if nothing was. Raises OSError if the file is damaged."""
+        if not self._path.exists():
+            return None
+        self._written = bytes(map_file(self._path))
+        try:
+            return ClusterRecord.model_validate_json(self._written)
+        except ValidationError as error:
+            raise OSError(f"{self._path} is damaged ({error.error_count()} errors)") from None
+
+    def write(self, record: ClusterRecord) -> None:
+        """Write it, unless it is what was written last."""
+        data = record.model_dump_json().encode()
+        if data != self._written:
+            write_file(self._path, [data])
+            self._written = data

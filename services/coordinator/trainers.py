@@ -1,0 +1,44 @@
+"""One trainer of a run, from joining to its end. Pure: the caller brings the clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ps_protocol.messages import DeclareModel
+from ps_protocol.vocabulary import Incarnation, Rank, Round
+
+TrainerState = Literal["joined", "declared", "done", "failed", "lost"]
+
+
+@dataclass(slots=True)
+class TrainerMember:
+    """The newest life of a rank: living or gone."""
+
+    rank: Rank
+    incarnation: Incarnation
+    instance: str
+    seen_at: float  # by the monotonic clock
+    metrics_address: str | None
+    state: TrainerState = "joined"
+    declaration: DeclareModel | None = None
+    round: Round = 0
+    results: dict[str, float] = field(default_factory=dict)
+    gone_at: float = 0.0  # when it was lost or failed
+    why: str = ""  # the same in words
+    is_awaited: bool = False  # nobody goes on without it: it, or another life of its rank, is to come back
+    is_stuck: bool = False  # lost although it lives: it does not progress
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it holds its rank."""
+        return self.state in ("joined", "declared")
+
+    def lose(self, state: Literal["failed", "lost"], why: str, now: float, *, is_awaited: bool) -> None:
+        """It is gone."""
+        self.state, self.why, self.gone_at, self.is_awaited = state, why, now, is_awaited
+
+    def revive(self) -> None:
+        """It was lost too soon: nobody has taken its place yet."""
+        self.state = "joined" if self.declaration is None else "declared"
+        self.is_awaited = self.is_stuck = False

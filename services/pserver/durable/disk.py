@@ -1,0 +1,133 @@
+"""What a pserver process finds and keeps on its disk: its folder, and the state of the run that it serves.
+
+At the start, before it registers:  open()      takes the folder, restores the run that was served there
+Once it is registered:              register()  writes the new incarnation down, which fences off the old life
+For every installation:             open_run()  begins a run's state anew, or goes on at the round that is asked for
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ps_protocol.errors import StorageFailed
+from ps_protocol.messages import FrozenRounds, HeldRun, InstallRun
+from ps_protocol.plan import SlicePlan
+from ps_protocol.vocabulary import Incarnation, PserverIndex
+from services.runtime.checkpoints import read_manifest, read_shard_file
+from services.runtime.logs import get_logger
+from services.runtime.places import open_place
+
+from ..shard import Shard
+from ..shard_state import ShardState, cut_anew
+from .folder import StateFolder, open_folder
+from .storage import Restored, RunStorage
+
+log = get_logger()
+
+
+class Disk:
+    """Every method blocks on the disk and is called by one thread at a time. Raises OSError if it cannot be used."""
+
+    def __init__(self, state_dir: Path, checkpoints: str | None = None) -> None:
+        self.folder: StateFolder | None = None
+        self.held: HeldRun | None = None
+        self._state_dir = state_dir
+        self._place = open_place(checkpoints or str(state_dir / "checkpoints"))
+        self._storage: RunStorage | None = None
+        self._restored: Restored | None = None
+
+    @property
+    def index(self) -> PserverIndex | None:
+        """Whose folder it is."""
+        return None if self.folder is None else self.folder.index
+
+    @property
+    def previous(self) -> Incarnation:
+        """The newest life that has written there; 0 if none has."""
+        return 0 if self.folder is None else self.folder.identity.incarnation
+
+    def open(self, index: PserverIndex | None) -> None:
+        """Take the folder of this index, or any that is free, and restore what it holds. Raises FolderTaken.
+
+        Called again, it restores anew; nothing else may use the disk then.
+        """
+        if self.folder is None:
+            self.folder = open_folder(self._state_dir, index)
+        install = None if self.folder is None else self.folder.identity.run
+        if self.folder is None or install is None:
+            return
+        storage = RunStorage(install, self.folder.index, self.folder.log_path, self._place)
+        storage.find_checkpoints()
+        self._restored = storage.restore()
+        if self._restored is None:
+            log.warning("nothing of the run can be restored here", run=install.run)
+            return
+        self._storage = storage
+        rounds = FrozenRounds(applied=self._restored.round, participants=self._restored.participants)
+        self.held = HeldRun(
+            run=install.run,
+            attempt=install.attempt,
+            plan=storage.plan.digest,
+            rounds=rounds,
+            restorable=tuple(storage.restorable()),
+        )
+        log.info("restored from disk", run=install.run, round=self._restored.round)
+
+    def register(self, index: PserverIndex, incarnation: Incarnation) -> None:
+        """Write down who this process is now; takes the folder of this index if it is another."""
+        if self.folder is None or self.folder.index != index:
+            if self.folder is not None:
+                self._let_go()
+            self.folder = StateFolder(self._state_dir, index)
+        self.folder.write_identity(incarnation, self.folder.identity.run)
+
+    def open_run(self, install: InstallRun) -> tuple[RunStorage, Restored | None]:
+        """Begin a run with nothing, or go on after round `install.restore`. Raises StorageFailed if that is lost."""
+        assert self.folder is not None
+        held, storage, restored = self.held, self._storage, self._restored
+        self.held = self._storage = self._restored = None
+        if storage is not None:
+            storage.close()
+        if install.restore is None or install.source is not None:
+            self.folder.forget_log()
+        storage = RunStorage(install, self.folder.index, self.folder.log_path, self._place)
+        if install.restore is None:
+            restored = None
+        elif install.source is not None:
+            restored = self._restore_from(install, install.source)
+        elif held is None or restored is None or (held.run, restored.round) != (install.run, install.restore):
+            storage.find_checkpoints()
+            restored = storage.restore(install.restore)
+            if restored is None:
+                raise StorageFailed(f"round {install.restore} of run {install.run} cannot be restored here")
+        else:
+            storage.find_checkpoints()
+        if restored is not None:
+            storage.resume(restored.round, install)
+            if not storage.checkpoints:
+                storage.snapshot(restored.shard, restored.participants)()
+        self.folder.write_identity(self.folder.identity.incarnation, install)
+        return storage, restored
+
+    def _restore_from(self, install: InstallRun, source: str) -> Restored:
+        """This pserver's part of another run's checkpoint, whatever plan it was made with."""
+        assert self.folder is not None
+        assert install.restore is not None
+        manifest = read_manifest(self._place, source, install.restore)
+        if manifest is None:
+            raise StorageFailed(f"there is no checkpoint of round {install.restore} of run {source}")
+        plan = SlicePlan.from_json(install.plan)
+        shards = (
+            (file.pserver, ShardState.decode(read_shard_file(self._place, source, file))[0]) for file in manifest.shards
+        )
+        state = cut_anew(shards, manifest.slice_plan(), plan, self.folder.index)
+        shard = Shard(plan, self.folder.index)
+        shard.load_state(state)
+        return Restored(shard, {})
+
+    def _let_go(self) -> None:
+        assert self.folder is not None
+        if self._storage is not None:
+            self._storage.close()
+        self.held = self._storage = self._restored = None
+        self.folder.close()

@@ -1,0 +1,211 @@
+"""One run's durable state on one pserver: its log, and its part of every checkpoint.
+
+restore(r):   newest whole checkpoint c <= r ──► updates c + 1 … r from the log ──► the shard after round r
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+from pydantic import ValidationError
+
+from ps_protocol.errors import GradpostError
+from ps_protocol.messages import InstallRun, ShardFile
+from ps_protocol.plan import SlicePlan
+from ps_protocol.vocabulary import PserverIndex, Rank, Round
+from services.runtime.checkpoints import DamagedFile, list_rounds, read_shard_file, round_folder, shard_name
+from services.runtime.failpoints import reach_failpoint
+from services.runtime.logs import get_logger
+from services.runtime.places import Place
+
+from ..shard import Shard
+from ..shard_state import ShardState
+from .records import Buffer
+from .update_log import Update, UpdateLog
+
+log = get_logger()
+
+_LOCAL_MANIFEST = re.compile(r"pserver-(\d+)-of-(\d+)\.json")
+
+Participants = dict[Round, tuple[Rank, ...]]
+
+
+@dataclass(slots=True)
+class Restored:
+    """A shard as it was after a round, and whose contributions are in the newest rounds."""
+
+    shard: Shard
+    participants: Participants
+
+    @property
+    def round(self) -> Round:
+        """The newest applied one."""
+        return self.shard.version
+
+
+class RunStorage:
+    """Synchronous. The log and `snapshot` belong to the compute thread; what `snapshot` returns may run on another."""
+
+    def __init__(self, install: InstallRun, index: PserverIndex, log_path: Path, place: Place) -> None:
+        self.plan = SlicePlan.from_json(install.plan)
+        self.checkpoints: dict[Round, ShardFile] = {}  # those of ours that are whole, as far as we know
+        self._install = install
+        self._index = index
+        self._place = place
+        self._keep = install.keep_checkpoints
+        self._name = shard_name(index, self.plan.num_pservers)
+        self._log = UpdateLog(log_path, install.durability)
+
+    @property
+    def log_bytes(self) -> int:
+        """Size of the log since the newest checkpoint."""
+        return self._log.num_bytes
+
+    # ------------------------------------------------------------------ writing
+
+    def append(self, update: Update, gradient: Sequence[Buffer]) -> None:
+        """Log an update, if the run has a log. Raises OSError, and then nothing was written."""
+        if self._install.durability != "none":
+            self._log.append(update, gradient)
+
+    def snapshot(self, shard: Shard, participants: Participants) -> Callable[[], ShardFile]:
+        """Copy the shard between two updates; the result writes the copy, on any thread, and may raise OSError."""
+        state = shard.copy_state()
+        if self._install.durability != "none":
+            self._log.begin_segment(state.version)
+        newest = {str(round_): ranks for round_, ranks in participants.items()}
+        metadata = {
+            "run": self._install.run,
+            "attempt": str(self._install.attempt),
+            "pserver": str(self._index),
+            "plan": self.plan.digest,
+            "participants": json.dumps(newest),
+        }
+        return lambda: self._write(state, metadata)
+
+    def _write(self, state: ShardState, metadata: Mapping[str, str]) -> ShardFile:
+        folder = round_folder(self._install.run, state.version)
+        digest, num_bytes = xxhash.xxh3_128(), 0
+        chunks = state.encode(self.plan, metadata)
+        for chunk in chunks:
+            digest.update(chunk)
+            num_bytes += len(chunk)
+        file = ShardFile(
+            pserver=self._index,
+            name=f"{self._name}.safetensors",
+            num_bytes=num_bytes,
+            digest=digest.hexdigest(),
+            round=state.version,
+            attempt=self._install.attempt,
+            torch=str(torch.__version__),
+            cpu=torch.backends.cpu.get_cpu_capability(),
+        )
+        self._place.write(f"{folder}/{file.name}", chunks)
+        reach_failpoint("checkpoint.shard")
+        self._place.write(f"{folder}/{self._name}.json", [file.model_dump_json().encode()])
+        self.checkpoints[state.version] = file
+        return file
+
+    def prune(self, complete: Sequence[Round]) -> None:
+        """Delete what is neither of the newest complete checkpoints nor newer than them.
+
+        While nobody says which are complete, as many as are kept are kept.
+        """
+        mine = sorted(self.checkpoints, reverse=True)
+        kept = {round_ for round_ in mine if round_ in complete} | set(mine[: self._keep])
+        for round_ in mine:
+            if round_ not in kept:
+                del self.checkpoints[round_]
+                self._delete(round_)
+        if kept:
+            self._log.prune(min(kept))
+
+    def _delete(self, round_: Round) -> None:
+        folder = round_folder(self._install.run, round_)
+        for suffix in ("json", "safetensors"):
+            self._place.delete(f"{folder}/{self._name}.{suffix}")
+
+    # ------------------------------------------------------------------ reading
+
+    def find_checkpoints(self) -> None:
+        """Look which checkpoints of this shard are there; their contents are checked when they are read."""
+        self.checkpoints.clear()
+        for round_ in list_rounds(self._place, self._install.run):
+            try:
+                data = self._place.read(f"{round_folder(self._install.run, round_)}/{self._name}.json")
+                self.checkpoints[round_] = ShardFile.model_validate_json(bytes(data))
+            except FileNotFoundError:
+                continue
+            except (OSError, ValidationError) as error:
+                log.warning("a checkpoint is damaged", round=round_, error=str(error))
+
+    def restore(self, newest: Round | None = None) -> Restored | None:
+        """The shard after round `newest`, or the newest that can be had; None if there is none at all.
+
+        With `newest` it is that round or None.
+        """
+        for round_ in sorted(self.checkpoints, reverse=True):
+            if newest is not None and round_ > newest:
+                continue
+            restored = self._load(round_)
+            if restored is None:
+                continue
+            self._replay(restored, newest)
+            if newest is None or restored.round == newest:
+                return restored
+        return None
+
+    def _load(self, round_: Round) -> Restored | None:
+        try:
+            data = read_shard_file(self._place, self._install.run, self.checkpoints[round_])
+            state, metadata = ShardState.decode(data)
+            participants = json.loads(metadata["participants"])
+        except (DamagedFile, GradpostError, KeyError, ValueError) as error:
+            log.warning("a checkpoint is damaged; trying an older one", round=round_, error=str(error))
+            del self.checkpoints[round_]
+            return None
+        shard = Shard(self.plan, self._index)
+        shard.load_state(state)
+        return Restored(shard, {int(key): tuple(ranks) for key, ranks in participants.items()})
+
+    def _replay(self, restored: Restored, newest: Round | None) -> None:
+        for update, gradient in self._log.read_after(restored.round):
+            if newest is not None and update.round > newest:
+                break
+            restored.shard.replay(gradient, update.present, update.hyper_parameters)
+            restored.participants[update.round] = update.ranks
+        oldest = restored.round - self._install.consistency.max_delay
+        for round_ in [round_ for round_ in restored.participants if round_ < oldest]:
+            del restored.participants[round_]
+
+    def restorable(self) -> list[tuple[Round, Round]]:
+        """Ranges of rounds, first and last, that can be restored as far as the log's digests tell; newest first."""
+        ranges: list[tuple[Round, Round]] = []
+        for round_ in sorted(self.checkpoints, reverse=True):
+            last = round_
+            for update, _ in self._log.read_after(round_):
+                last = update.round
+                if ranges and last == ranges[-1][0]:
+                    last = ranges.pop()[1]
+                    break
+            ranges.append((round_, last))
+        return ranges
+
+    def resume(self, round_: Round, install: InstallRun) -> None:
+        """Write on after this round; what lies behind it, of an attempt that was rolled back, is deleted."""
+        self._install = install
+        for later in [later for later in self.checkpoints if later > round_]:
+            del self.checkpoints[later]
+            self._delete(later)
+        if install.durability != "none":
+            self._log.resume(round_)
+
+    def close(self) -> None:
+        """Close the log."""
+        self._log.close()

@@ -1,0 +1,134 @@
+"""All that a shard is, apart from the shard: taken as a copy, written to a file, read back, cut anew.
+
+The file is a safetensors stream: the flat float32 tensors of the shard's layout (`values`, `slot.exp_avg`, …), the
+buffers in their own dtypes, and in its metadata what is no tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ps_protocol.frames import FrameLimits, encode_header, parse_frame
+from ps_protocol.plan import SlicePlan
+from ps_protocol.vocabulary import PserverIndex, Round
+
+from .layout import BlockPlace, ShardLayout
+from .optimizer_rules import StepState
+from .tensors import view_bytes
+
+VALUES = "values"
+SLOT_PREFIX = "slot."
+BUFFER_PREFIX = "buffer."
+
+_LIMITS = FrameLimits(max_body_bytes=1 << 62, max_header_bytes=1 << 30, max_tensors=1 << 30)  # our own files
+
+
+@dataclass(slots=True)
+class ShardState:
+    """Tensors are flat float32 ones of the layout; mappings are by block name."""
+
+    version: Round
+    values: Tensor
+    slots: dict[str, Tensor] = field(default_factory=dict)
+    states: dict[str, StepState] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
+    counted: dict[tuple[str, str], StepState] = field(default_factory=dict)  # by counter and block
+    buffers: dict[str, bytes] = field(default_factory=dict)
+
+    def encode(self, plan: SlicePlan, metadata: Mapping[str, str]) -> list[bytes | memoryview]:
+        """Chunks of a file; views of the tensors, so that they must not change before it is written."""
+        flat = {VALUES: self.values, **{SLOT_PREFIX + name: slot for name, slot in sorted(self.slots.items())}}
+        entries: list[tuple[str, str, tuple[int, ...]]]
+        entries = [(name, "F32", (len(tensor),)) for name, tensor in flat.items()]
+        specs = [spec for spec in plan.buffers if spec.name in self.buffers]
+        entries += [(BUFFER_PREFIX + spec.name, spec.dtype, spec.shape) for spec in specs]
+        header = encode_header(entries, {**metadata, **self._describe()})
+        return [header, *map(view_bytes, flat.values()), *(self.buffers[spec.name] for spec in specs)]
+
+    def _describe(self) -> dict[str, str]:
+        return {
+            "version": str(self.version),
+            "states": json.dumps([[name, *state] for name, state in self.states.items()]),
+            "versions": json.dumps(self.versions),
+            "counted": json.dumps([[*key, *state] for key, state in self.counted.items()]),
+        }
+
+    @classmethod
+    def decode(cls, data: memoryview) -> tuple[ShardState, Mapping[str, str]]:
+        """State and metadata of a file; the tensors are views of `data`. Raises MalformedFrame and others."""
+        frame = parse_frame(data, _LIMITS)
+        metadata = frame.metadata
+        state = cls(
+            version=int(metadata["version"]),
+            values=torch.empty(0),
+            states={name: StepState(*rest) for name, *rest in json.loads(metadata["states"])},
+            versions=json.loads(metadata["versions"]),
+            counted={(c, name): StepState(*rest) for c, name, *rest in json.loads(metadata["counted"])},
+        )
+        for entry in frame.tensors:
+            view = data[frame.data_begin + entry.begin : frame.data_begin + entry.end]
+            if entry.name.startswith(BUFFER_PREFIX):
+                state.buffers[entry.name.removeprefix(BUFFER_PREFIX)] = bytes(view)
+                continue
+            tensor = torch.frombuffer(view, dtype=torch.float32) if len(view) else torch.empty(0)
+            if entry.name == VALUES:
+                state.values = tensor
+            else:
+                state.slots[entry.name.removeprefix(SLOT_PREFIX)] = tensor
+        return state, metadata
+
+
+def cut_anew(
+    shards: Iterable[tuple[PserverIndex, ShardState]], old: SlicePlan, new: SlicePlan, index: PserverIndex
+) -> ShardState:
+    """The state of shard `index` of a new plan from the shards of another plan of the same parameters.
+
+    Takes the old shards one after another, so that no more than one of them need be in memory. Nothing is computed:
+    every element keeps its bits, and a block takes the counts of the block that its first element was in.
+    """
+    layout = ShardLayout(new, index)
+    state = ShardState(0, torch.zeros(layout.num_elements))
+    by_parameter: dict[str, list[BlockPlace]] = {}
+    for place in layout.places:
+        by_parameter.setdefault(place.block.parameter, []).append(place)
+    wanted = {spec.name for spec in new.buffers if spec.pserver == index}
+    for old_index, shard in shards:
+        state.version = shard.version
+        state.buffers.update({name: data for name, data in shard.buffers.items() if name in wanted})
+        for source in ShardLayout(old, old_index).places:
+            for target in by_parameter.get(source.block.parameter, ()):
+                _copy(shard, source, state, target)
+    return state
+
+
+def _copy(shard: ShardState, source: BlockPlace, state: ShardState, target: BlockPlace) -> None:
+    begin, end = max(source.block.begin, target.block.begin), min(source.block.end, target.block.end)
+    if begin >= end:
+        return
+    at = slice(target.begin + begin - target.block.begin, target.begin + end - target.block.begin)
+    of = slice(source.begin + begin - source.block.begin, source.begin + end - source.block.begin)
+    state.values[at] = shard.values[of]
+    for name, slot in shard.slots.items():
+        state.slots.setdefault(name, torch.zeros_like(state.values))[at] = slot[of]
+    if begin == target.block.begin:
+        state.states[target.name] = shard.states[source.name]
+        state.versions[target.name] = shard.versions[source.name]
+        for (counter, name), counted in shard.counted.items():
+            if name == source.name:
+                state.counted[counter, target.name] = counted
+
+
+def concatenate(shards: Sequence[tuple[PserverIndex, ShardState]], plan: SlicePlan) -> dict[str, Tensor]:
+    """Whole parameters by name, float32 in their own shapes, from all shards of a plan."""
+    whole: dict[str, Any] = {spec.name: torch.empty(spec.num_elements) for spec in plan.parameters}
+    for index, shard in shards:
+        for place in ShardLayout(plan, index).places:
+            block = place.block
+            whole[block.parameter][block.begin : block.end] = shard.values[place.begin : place.end]
+    return {spec.name: whole[spec.name].reshape(spec.shape) for spec in plan.parameters}

@@ -1,0 +1,98 @@
+"""Checkpoints as files: what their folders and files are called, and what their manifests say.
+
+{run}/{round}/pserver-0-of-2.safetensors    the shard, flat tensors in its layout
+              pserver-0-of-2.json           its digest; written after it
+              manifest.json                 written when all of them are there: now it is a checkpoint of the model
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import xxhash
+from pydantic import Field
+
+from ps_protocol.consistency import Consistency
+from ps_protocol.messages import Message, ShardFile
+from ps_protocol.plan import SlicePlan
+from ps_protocol.vocabulary import PserverIndex, Round
+
+from .places import Place
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+_ROUND = re.compile(r"\d{12}")
+
+
+class DamagedFile(OSError):  # noqa: N818 - the name says what happened
+    """A file of a checkpoint is missing or does not have the digest that was written for it."""
+
+
+class Manifest(Message):
+    """What makes shard files a checkpoint. The same bits are promised for the `torch` and `cpu` of its shards only."""
+
+    format: int = FORMAT
+    run: str
+    attempt: int
+    round: Round
+    consistency: Consistency
+    plan: dict[str, Any]
+    aliases: dict[str, str] = Field(default={}, description="names of tied parameters, and what they are tied to")
+    shards: tuple[ShardFile, ...]
+    created: str = Field(description="date and time in UTC, ISO 8601")
+
+    def slice_plan(self) -> SlicePlan:
+        """The plan that the shards were cut by."""
+        return SlicePlan.from_json(self.plan)
+
+
+def round_folder(run: str, round_: Round) -> str:
+    """Where the checkpoint of a round lies.
+
+    >>> round_folder("4f1c", 128)
+    '4f1c/000000000128'
+    """
+    return f"{run}/{round_:012}"
+
+
+def shard_name(index: PserverIndex, num_pservers: int) -> str:
+    """What the files of one shard are called, without their suffix.
+
+    >>> shard_name(0, 2)
+    'pserver-0-of-2'
+    """
+    return f"pserver-{index}-of-{num_pservers}"
+
+
+def list_rounds(place: Place, run: str) -> list[Round]:
+    """Rounds of which there is anything at all, newest first."""
+    return sorted((int(name) for name in place.list(run) if _ROUND.fullmatch(name)), reverse=True)
+
+
+def read_manifest(place: Place, run: str, round_: Round) -> Manifest | None:
+    """The manifest of a round; None if it has none yet. Raises OSError, ValueError if it is damaged."""
+    try:
+        data = place.read(f"{round_folder(run, round_)}/{MANIFEST}")
+    except FileNotFoundError:
+        return None
+    return Manifest.model_validate_json(bytes(data))
+
+
+def write_manifest(place: Place, manifest: Manifest) -> None:
+    """Make it a checkpoint."""
+    name = f"{round_folder(manifest.run, manifest.round)}/{MANIFEST}"
+    place.write(name, [manifest.model_dump_json(indent=1).encode()])
+
+
+def read_shard_file(place: Place, run: str, file: ShardFile) -> memoryview:
+    """The bytes of a shard, checked. Raises DamagedFile."""
+    name = f"{round_folder(run, file.round)}/{file.name}"
+    try:
+        data = place.read(name)
+    except FileNotFoundError:
+        raise DamagedFile(f"{name} is missing in {place.url}") from None
+    if len(data) != file.num_bytes or xxhash.xxh3_128_hexdigest(data) != file.digest:
+        raise DamagedFile(f"{name} in {place.url} is damaged: it does not have the digest that was written for it")
+    return data

@@ -1,0 +1,83 @@
+"""Named places in the code at which a test makes this process die, pause or fail, in the way of FreeBSD's fail(9).
+
+Off unless the setting `failpoints` arms some, such as `log.append.before=kill@3,checkpoint.rename=enospc`: what happens
+there, and at which passage (the first by default). `docs/faults.md` lists them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from dataclasses import dataclass
+
+from .logs import get_logger
+
+log = get_logger()
+
+NAMES = frozenset(
+    {
+        "log.append.before",
+        "log.append.after",
+        "apply.before",
+        "apply.after",
+        "checkpoint.rename",
+        "checkpoint.shard",
+        "checkpoint.manifest",
+        "freeze.before",
+        "freeze.after",
+        "decide.before",
+        "decide.after",
+        "install.before",
+        "install.after",
+    }
+)
+_ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
+
+
+@dataclass
+class _Armed:
+    action: str
+    countdown: int
+
+
+_armed: dict[str, _Armed] = {}
+
+
+def parse_failpoints(text: str) -> dict[str, _Armed]:
+    """What is armed, by name. Raises ValueError for what does not exist.
+
+    >>> parse_failpoints("apply.before=kill@3")
+    {'apply.before': _Armed(action='kill', countdown=3)}
+    """
+    armed = {}
+    for item in filter(None, text.split(",")):
+        name, _, what = item.partition("=")
+        action, _, count = what.partition("@")
+        if name not in NAMES or action not in ("kill", "stop", *_ERRORS) or not (count or "1").isdigit():
+            expected = f"NAME=kill|stop|enospc|eio[@N], NAME one of {', '.join(sorted(NAMES))}"
+            raise ValueError(f"{item!r} is no failpoint; expected {expected}")
+        armed[name] = _Armed(action, int(count or 1))
+    return armed
+
+
+def arm_failpoints(text: str) -> None:
+    """Arm those that are named, and disarm all others."""
+    armed = parse_failpoints(text)
+    _armed.clear()
+    _armed.update(armed)
+    if armed:
+        log.warning("failpoints are armed; this process will not do its work to the end", failpoints=text)
+
+
+def reach_failpoint(name: str) -> None:
+    """Do what was armed for this place, if anything. Raises OSError if that is an error of the disk."""
+    if not _armed or (armed := _armed.get(name)) is None:
+        return
+    armed.countdown -= 1
+    if armed.countdown != 0:
+        return
+    if armed.action in _ERRORS:
+        number = _ERRORS[armed.action]
+        raise OSError(number, f"{os.strerror(number)} (failpoint {name})")
+    os.kill(os.getpid(), signal.SIGKILL if armed.action == "kill" else signal.SIGSTOP)

@@ -1,0 +1,111 @@
+"""A run of `fault_script.py` on a cluster to which things happen at certain rounds."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any
+
+import torch
+
+from trainer_client.testing import Child, LocalCluster
+
+from .fault_script import digest_of, loss_of, make_model
+
+SCRIPT = Path(__file__).with_name("fault_script.py")
+ROUND_SECONDS = 0.02
+
+
+class FaultyRun:
+    """Knows how far every trainer is, from what it prints."""
+
+    def __init__(self, rounds: int = 120, *, trainers: int = 2, pservers: int = 2, **settings: Any) -> None:
+        self.rounds = rounds
+        self.lines: list[str] = []
+        self._progress = threading.Condition()
+        self._round = [0] * trainers
+        self.cluster = LocalCluster(
+            pservers=pservers, trainers=trainers, on_line=self._line, **{"lease_seconds": 1, **settings}
+        )
+
+    def _line(self, name: str, line: str) -> None:
+        with self._progress:
+            self.lines.append(f"[{name}] {line}")
+            if name.startswith("trainer") and (found := re.fullmatch(r"(round|begin) (\d+)", line)):
+                self._round[int(name.split()[1])] = int(found[2])
+            self._progress.notify_all()
+
+    def __enter__(self) -> FaultyRun:
+        self.cluster.start()
+        for rank in range(self.cluster.num_trainers):
+            self.start_trainer(rank)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.cluster.stop()
+        if error is not None:
+            error.add_note("\n".join(self.lines[-60:]))
+
+    def start_trainer(self, rank: int) -> Child:
+        command = [sys.executable, str(SCRIPT), str(self.rounds), str(ROUND_SECONDS)]
+        root = str(SCRIPT.parent.parent.parent)
+        return self.cluster.start_trainer(rank, command, {"PYTHONPATH": root})
+
+    def round_of(self, rank: int) -> int:
+        with self._progress:
+            return self._round[rank]
+
+    # ------------------------------------------------------------ waiting
+
+    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+        with self._progress:
+            assert self._progress.wait_for(condition, seconds), f"waited in vain for {what}"
+
+    def wait_for_round(self, round_: int, rank: int = 0) -> None:
+        self.wait_for(lambda: self._round[rank] >= round_, f"round {round_} of trainer {rank}: {self._round}")
+
+    def wait_for_line(self, text: str, number: int = 1) -> str:
+        def found() -> list[str]:
+            return [line for line in self.lines if text in line]
+
+        self.wait_for(lambda: len(found()) >= number, text)
+        return found()[number - 1]
+
+    # ------------------------------------------------------------ faults
+
+    def kill(self, child: Child) -> None:
+        child.signal(SIGKILL)
+        child.wait(10)
+
+    def results(self, seconds: float = 60) -> list[str]:
+        """What each trainer has got in the end: `DIGEST ROUND`."""
+        for child in self.cluster.trainers:
+            assert child.wait(seconds) == 0, f"{child.name} failed"
+        found = {}
+        for line in self.lines:
+            if match := re.fullmatch(r"\[trainer (\d+)\] result (.*)", line):
+                found[int(match[1])] = match[2]
+        return [found[rank] for rank in range(self.cluster.num_trainers)]
+
+
+def expected_result(rounds: int, trainers: int = 2) -> str:
+    """The same in one process with torch.optim: gradients averaged in rank order in float32."""
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
+    for round_ in range(1, rounds + 1):
+        gradients = []
+        for rank in range(trainers):
+            model.zero_grad()
+            loss_of(model, rank, round_).backward()
+            gradients.append([p.grad for p in model.parameters()])
+        for parameter, *parts in zip(model.parameters(), *gradients, strict=True):
+            total = parts[0]
+            for part in parts[1:]:
+                total = total + part
+            parameter.grad = total * (1 / trainers)
+        optimizer.step()
+    return f"{digest_of(model)} {rounds}"

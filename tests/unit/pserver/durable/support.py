@@ -1,0 +1,88 @@
+"""A shard that is trained by itself, with a storage beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ps_protocol.consistency import Consistency
+from ps_protocol.messages import InstallRun
+from ps_protocol.plan import SlicePlan, make_plan
+from ps_protocol.vocabulary import Durability, ParameterSpec
+from services.pserver.durable.storage import RunStorage
+from services.pserver.durable.update_log import Update
+from services.pserver.shard import Shard
+from services.runtime.places import Place, open_place
+
+from ..oracle import make_numbers, make_options, make_spec
+
+PARAMETERS = [ParameterSpec("a", (130,)), ParameterSpec("b", (7, 9)), ParameterSpec("c", (1,), "BF16")]
+GROUPS = [make_options("Adam", amsgrad=True)]
+SPEC = make_spec("Adam", GROUPS)
+
+
+def plan_for(num_pservers: int, **options: object) -> SlicePlan:
+    return make_plan(
+        PARAMETERS, num_pservers, min_block_size=20, buffers=(("seen", (3,), "I64"),), optimizer=SPEC,
+        **options,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def install_for(plan: SlicePlan, durability: Durability = "log", run: str = "run1", **changes: object) -> InstallRun:
+    values: dict[str, object] = {
+        "run": run, "attempt": 0, "plan": plan.to_json(), "incarnation": 1, "consistency": Consistency(),
+        "nonfinite": "reject", "round_timeout_seconds": 5.0, "durability": durability, "checkpoint_rounds": 4,
+        "uploader": 0, "number": 1, "members": {0: 1},
+    }  # fmt: skip
+    return InstallRun.model_validate({**values, **changes})
+
+
+def gradients(shard: Shard, round_: int) -> dict[str, Tensor]:
+    """Of every parameter in most rounds, without the second one in every third."""
+    result = {}
+    for name, place in shard.layout.place.items():
+        if round_ % 3 == 0 and place.block.parameter == "b":
+            continue
+        generator = torch.Generator().manual_seed(1000 * round_ + ord(place.block.parameter))
+        values = torch.randn(1000, generator=generator)[place.block.begin : place.block.end]
+        result[name] = values.to(torch.bfloat16 if place.dtype == "BF16" else torch.float32)
+    return result
+
+
+def new_shard(plan: SlicePlan, index: int = 0) -> Shard:
+    shard = Shard(plan, index)
+    for name, place in shard.layout.place.items():
+        dtype = torch.bfloat16 if place.dtype == "BF16" else torch.float32
+        shard.set_initial(name, torch.arange(place.block.begin, place.block.end).to(dtype) / 64)
+    for spec in plan.buffers:
+        if spec.pserver == index:
+            shard.set_initial_buffer(spec.name, bytes(range(24)))
+    return shard
+
+
+def step(shard: Shard, round_: int, storage: RunStorage | None = None) -> None:
+    """One round as a run makes it."""
+    gradient, present = shard.aggregate([gradients(shard, round_)])
+    numbers = make_numbers(SPEC, GROUPS)
+    if storage is not None:
+        logged = None if len(present) == len(shard.layout.places) else present
+        storage.append(Update(round_, (0,), numbers, logged), shard.encode_gradient(logged))
+    shard.apply(gradient, present, numbers)
+
+
+def open_storage(folder: Path, plan: SlicePlan, durability: Durability = "log", index: int = 0) -> RunStorage:
+    return RunStorage(install_for(plan, durability), index, folder / f"log-{index}", place_in(folder))
+
+
+def place_in(folder: Path) -> Place:
+    return open_place(str(folder / "checkpoints"))
+
+
+def digest_after(plan: SlicePlan, round_: int, index: int = 0) -> str:
+    """Of a shard that was never interrupted."""
+    shard = new_shard(plan, index)
+    for number in range(1, round_ + 1):
+        step(shard, number)
+    return shard.digest()

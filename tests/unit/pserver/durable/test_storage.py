@@ -1,0 +1,174 @@
+"""A shard that is restored has the very bits that it had, from whatever the disk still holds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from services.pserver.durable.storage import RunStorage
+from services.pserver.shard import Shard
+
+from .support import digest_after, new_shard, open_storage, plan_for, step
+
+PLAN = plan_for(2)
+
+
+def train(folder: Path, rounds: int, checkpoints: tuple[int, ...] = (0, 4, 8), durability="log") -> RunStorage:
+    storage, shard = open_storage(folder, PLAN, durability), new_shard(PLAN)
+    storage.snapshot(shard, {})()
+    for round_ in range(1, rounds + 1):
+        step(shard, round_, storage)
+        if round_ in checkpoints:
+            storage.snapshot(shard, {round_: (0,)})()
+    storage.close()
+    return storage
+
+
+def reopen(folder: Path) -> RunStorage:
+    storage = open_storage(folder, PLAN)
+    storage.find_checkpoints()
+    return storage
+
+
+def segment(folder: Path, base: int) -> Path:
+    return folder / "log-0" / f"{base:012}.log"
+
+
+@pytest.mark.parametrize("durability", ["log", "fsync"])
+@pytest.mark.parametrize("rounds", [0, 1, 4, 5, 8, 11])
+def test_a_shard_is_restored_bit_for_bit(tmp_path, rounds, durability):
+    train(tmp_path, rounds, durability=durability)
+    restored = reopen(tmp_path).restore()
+    assert restored is not None
+    assert restored.round == rounds
+    assert restored.shard.digest() == digest_after(PLAN, rounds)
+    assert restored.participants.get(rounds) == ((0,) if rounds else None)
+
+
+def test_it_goes_on_with_the_same_bits(tmp_path):
+    train(tmp_path, 6)
+    storage = reopen(tmp_path)
+    restored = storage.restore()
+    assert restored is not None
+    storage.resume(6, storage._install)
+    for round_ in range(7, 11):
+        step(restored.shard, round_, storage)
+    storage.close()
+    again = reopen(tmp_path).restore()
+    assert again is not None
+    assert again.round == 10
+    assert again.shard.digest() == restored.shard.digest() == digest_after(PLAN, 10)
+
+
+@pytest.mark.parametrize("round_", range(12))
+def test_any_round_since_the_oldest_checkpoint_can_be_restored(tmp_path, round_):
+    train(tmp_path, 11)
+    restored = reopen(tmp_path).restore(round_)
+    assert restored is not None
+    assert restored.shard.digest() == digest_after(PLAN, round_)
+    assert reopen(tmp_path).restore(12) is None
+    assert reopen(tmp_path).restorable() == [(0, 11)]
+
+
+def test_a_torn_tail_is_cut_off(tmp_path):
+    train(tmp_path, 10)
+    path = segment(tmp_path, 8)
+    os.truncate(path, path.stat().st_size - 5)
+    storage = reopen(tmp_path)
+    restored = storage.restore()
+    assert restored is not None
+    assert restored.round == 9
+    storage.resume(9, storage._install)
+    for round_ in (10, 11):
+        step(restored.shard, round_, storage)
+    storage.close()
+    again = reopen(tmp_path).restore()
+    assert again is not None
+    assert again.shard.digest() == digest_after(PLAN, 11)
+
+
+def test_damage_in_the_middle_of_the_log_ends_what_can_be_restored_there(tmp_path):
+    train(tmp_path, 11)
+    flip(segment(tmp_path, 8), 0.1)  # in round 9 of 9 to 11
+    storage = reopen(tmp_path)
+    assert storage.restorable() == [(0, 8)]
+    restored = storage.restore()
+    assert restored is not None
+    assert restored.round == 8
+
+
+def test_damage_in_an_older_part_of_the_log_costs_only_the_rounds_there(tmp_path):
+    train(tmp_path, 11)
+    flip(segment(tmp_path, 4), 0.4)  # in round 6 of 5 to 8
+    storage = reopen(tmp_path)
+    assert storage.restorable() == [(8, 11), (0, 5)]
+    assert storage.restore(6) is None
+    for round_ in (5, 11):
+        restored = storage.restore(round_)
+        assert restored is not None
+        assert restored.shard.digest() == digest_after(PLAN, round_)
+
+
+@pytest.mark.parametrize("name", ["pserver-0-of-2.safetensors", "pserver-0-of-2.json"])
+@pytest.mark.parametrize("accident", ["flip", "truncate", "delete"])
+def test_a_damaged_checkpoint_costs_replay_and_no_rounds(tmp_path, name, accident):
+    train(tmp_path, 11)
+    path = tmp_path / "checkpoints" / "run1" / f"{8:012}" / name
+    if accident == "flip":
+        flip(path, 0.5)
+    elif accident == "truncate":
+        os.truncate(path, path.stat().st_size // 2)
+    else:
+        path.unlink()
+    restored = reopen(tmp_path).restore()
+    assert restored is not None
+    assert restored.round == 11
+    assert restored.shard.digest() == digest_after(PLAN, 11)
+
+
+def test_without_a_log_a_checkpoint_is_what_there_is(tmp_path):
+    train(tmp_path, 11, durability="none")
+    storage = open_storage(tmp_path, PLAN, "none")
+    storage.find_checkpoints()
+    restored = storage.restore()
+    assert restored is not None
+    assert restored.round == 8
+    assert sorted(storage.restorable()) == [(0, 0), (4, 4), (8, 8)]
+
+
+def test_the_newest_checkpoints_are_kept_and_the_log_reaches_back_to_the_oldest_of_them(tmp_path):
+    storage = train(tmp_path, 11)
+    storage.prune(complete=())
+    assert sorted(storage.checkpoints) == [4, 8]
+    assert sorted(path.stem for path in (tmp_path / "log-0").iterdir()) == [f"{4:012}", f"{8:012}"]
+    assert reopen(tmp_path).restorable() == [(4, 11)]
+    storage.prune(complete=(4,))
+    assert sorted(storage.checkpoints) == [4, 8]  # 8 may become complete
+
+
+def test_a_complete_checkpoint_stays_until_a_newer_one_is_complete(tmp_path):
+    storage = train(tmp_path, 11, checkpoints=(2, 4, 6, 8))
+    storage.prune(complete=(2,))
+    assert sorted(storage.checkpoints) == [2, 6, 8]
+
+
+def test_going_back_deletes_what_lies_behind(tmp_path):
+    train(tmp_path, 11)
+    storage = reopen(tmp_path)
+    restored = storage.restore(6)
+    assert restored is not None
+    storage.resume(6, storage._install.model_copy(update={"attempt": 1}))
+    assert sorted(storage.checkpoints) == [0, 4]
+    storage.close()
+    storage = reopen(tmp_path)
+    assert storage.restorable() == [(0, 6)]
+    step(Shard(PLAN, 0), 1)  # nothing is shared with another shard
+    assert storage.restore(7) is None
+
+
+def flip(path: Path, where: float) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(where * len(content))] ^= 4
+    path.write_bytes(content)

@@ -1,0 +1,70 @@
+"""What a trainer and the coordinator tell each other while training goes on: who is where, and who cannot be reached.
+
+Requests to pservers that meet a closed door wait here for news instead of giving up: a pserver may come back at another
+address in another life, and the whole run may go back to an earlier round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+
+from ps_protocol.messages import PserverInfo, TrainerHeartbeatReply
+from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
+
+MIN_PERIOD_SECONDS = 0.05  # between two heartbeats, however much somebody wants news
+
+
+@dataclass
+class News:
+    """Lives on the I/O loop."""
+
+    attempt: int = 0  # of the run, as far as this trainer has followed it
+    newest_attempt: int = 0
+    resume: Round = 0  # the version that the newest attempt began with
+    uploader: Rank | None = None  # who pushes that version, if it is on no disk
+    pservers: dict[PserverIndex, PserverInfo] = field(default_factory=dict)
+    failing: dict[PserverIndex, tuple[Incarnation, float]] = field(default_factory=dict)  # since when, by the loop
+    ahead_of: dict[PserverIndex, Incarnation] = field(default_factory=dict)
+    heard_at: float | None = None  # when the coordinator answered last
+    _wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    def heard(self, reply: TrainerHeartbeatReply, now: float) -> None:
+        """The coordinator has answered a heartbeat."""
+        self.heard_at = now
+        self.newest_attempt, self.resume, self.uploader = reply.attempt, reply.resume, reply.uploader
+        for info in reply.pservers:
+            known = self.pservers.get(info.index)
+            if known is None or info.incarnation >= known.incarnation:  # never an older life again
+                self.pservers[info.index] = info
+
+    def is_in_touch(self, now: float, seconds: float) -> bool:
+        """Whether the coordinator has answered within the last seconds, so that it decides how long to wait."""
+        return self.heard_at is not None and now - self.heard_at < seconds
+
+    def unreachable(self, now: float) -> dict[PserverIndex, tuple[Incarnation, float]]:
+        """Those that do not answer, and for how long."""
+        return {index: (incarnation, now - since) for index, (incarnation, since) in self.failing.items()}
+
+    def follow(self) -> None:
+        """This trainer has gone back to where the newest attempt began."""
+        self.attempt = self.newest_attempt
+        self.ahead_of.clear()
+
+    async def wait_until_wanted(self, period: float) -> None:
+        """Wait for the time of the next heartbeat, which comes sooner if somebody wants news; tells who waited."""
+        async with self._changed:
+            self._changed.notify_all()
+        await asyncio.sleep(min(MIN_PERIOD_SECONDS, period))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wanted.wait(), max(0.0, period - MIN_PERIOD_SECONDS))
+        self._wanted.clear()
+
+    async def wait(self, seconds: float) -> None:
+        """Ask for a heartbeat now, and wait for its end, up to some seconds."""
+        self._wanted.set()
+        async with self._changed:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), seconds)
