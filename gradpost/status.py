@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from ps_protocol.certificates import TlsFiles
 from ps_protocol.environment import PREFIX, check_environment, read_settings_file
 from ps_protocol.errors import GradpostError
 from ps_protocol.messages import ClusterStatus
@@ -50,13 +51,19 @@ def open_view(coordinator: str | None) -> ClusterView:
     address = coordinator or named_coordinator() or DEFAULT_COORDINATOR
     if not address.startswith(("http://", "https://")):
         raise CommandError(f"expected the coordinator's base URL, such as {DEFAULT_COORDINATOR}, not {address!r:.200}")
-    ca = _setting("tls_ca")
-    return ClusterView(address, tls_ca=Path(ca) if ca else None, timeout_seconds=TIMEOUT_SECONDS)
+    tls = TlsFiles(*map(path_setting, ("tls_ca", "tls_client_cert", "tls_client_key")))
+    return ClusterView(address, tls=tls, timeout_seconds=TIMEOUT_SECONDS)
 
 
 def named_coordinator() -> str | None:
     """The address that the environment or the settings file names, if any."""
     return _setting("coordinator")
+
+
+def path_setting(name: str) -> Path | None:
+    """The file or folder that the environment or the settings file names, if any."""
+    value = _setting(name)
+    return Path(value) if value else None
 
 
 def _setting(name: str) -> str | None:

@@ -27,7 +27,7 @@ from .metrics import MetricsServer, TrainerMetrics
 from .pserver_client import PserverClient
 from .settings import TrainerSettings, read_settings
 from .tensors import TORCH_DTYPES, writable_bytes
-from .transport import BulkTransport, make_control_client
+from .transport import make_bulk_client, make_control_client
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class ParameterClient:
         self._sent_round: Round = 0  # the newest of which all pushes are acknowledged
         self._metrics_server: MetricsServer | None = None
         self._lag: asyncio.Task[None] | None = None
-        self._control = make_control_client(self.settings.tls_ca)
+        self._control = make_control_client(self.settings.client_tls, None)
         self._bulk: list[httpx.AsyncClient] = []
         self.membership = Membership(self.settings, self._control)
 
@@ -94,11 +94,14 @@ class ParameterClient:
         """Take a place in the run that is gathering; waits for the coordinator and for an earlier run to end."""
         address = None
         if self.settings.metrics_port is not None and self._metrics_server is None:
-            host = self.settings.metrics_host
             self._metrics_server = MetricsServer(
-                self.metrics.registry, host, self.settings.metrics_port, lambda: bool(self.pservers)
+                self.metrics.registry,
+                self.settings.metrics_host,
+                self.settings.metrics_port,
+                lambda: bool(self.pservers),
+                tls=self.settings.metrics_tls,
             )
-            address = f"http://{host}:{self._metrics_server.port}"
+            address = self._metrics_server.address
         self.joined = await self.membership.join(address)
         self._lag = asyncio.create_task(self.metrics.watch_loop_lag(), name="loop lag")
         return self.joined
@@ -133,8 +136,7 @@ class ParameterClient:
         transports: dict[bool, httpx.AsyncClient] = {}
         for info in ready.pservers:
             if info.http2 not in transports:
-                transport = BulkTransport(http2=info.http2, tls_ca=settings.tls_ca)
-                transports[info.http2] = httpx.AsyncClient(transport=transport, timeout=None, trust_env=False)
+                transports[info.http2] = make_bulk_client(settings.client_tls, None, http2=info.http2)
             fence = Fence(
                 protocol=PROTOCOL_VERSION,
                 run=ready.run,

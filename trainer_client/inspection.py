@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import ssl
-from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
 import httpx
 from pydantic import ValidationError
 
+from ps_protocol.certificates import TlsFiles, client_context
 from ps_protocol.errors import NotFound, Unreachable
 from ps_protocol.messages import ClusterStatus, Leave, Message, PserverState, RunSummary, TrainerStatus
 from ps_protocol.routes import LEAVE, STATE, STATUS, SUMMARY
@@ -30,14 +29,15 @@ class ClusterView:
     """
 
     def __init__(
-        self, coordinator: str, *, tls_ca: Path | None = None, timeout_seconds: float = TIMEOUT_SECONDS
+        self,
+        coordinator: str,
+        *,
+        tls: TlsFiles = TlsFiles(),  # noqa: B008 - frozen
+        timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         self.coordinator = coordinator.rstrip("/")
-        verify: ssl.SSLContext | bool = True
-        if tls_ca is not None:
-            verify = ssl.create_default_context(cafile=str(tls_ca))
-        elif not coordinator.startswith("https:"):
-            verify = False  # never used; spares reading all the authorities
+        # Without TLS it is never used: that spares reading all the authorities.
+        verify = client_context(tls) if tls.paths or coordinator.startswith("https:") else False
         self._http = httpx.Client(verify=verify, trust_env=False, timeout=timeout_seconds)
 
     def status(self) -> ClusterStatus:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import ssl
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from socketserver import ThreadingMixIn
@@ -11,7 +14,10 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
 
+from ps_protocol.certificates import TlsFiles, server_context
+
 CLOSE_POLL_SECONDS = 0.05  # how soon the server notices that it is being closed
+REQUEST_SECONDS = 10.0  # what one read or write of a request may take
 LAG_INTERVAL_SECONDS = 0.25
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -59,7 +65,15 @@ class TrainerMetrics:
 class MetricsServer:
     """Serves a registry on a daemon thread until it is closed; `is_ready` decides `/readyz`."""
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int, is_ready: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        host: str,
+        port: int,
+        is_ready: Callable[[], bool],
+        *,
+        tls: TlsFiles = TlsFiles(),  # noqa: B008 - frozen
+    ) -> None:
         metrics_app = make_wsgi_app(registry)
 
         def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
@@ -73,7 +87,11 @@ class MetricsServer:
             return [f"{status[4:].lower()}\n".encode()]
 
         self._server = make_server(host, port, app, server_class=_Server, handler_class=_QuietHandler)
+        if tls.cert is not None:
+            self._server.context = server_context(tls)
         self.port: int = self._server.server_port
+        name = f"[{host}]" if ":" in host else host
+        self.address = f"{'http' if tls.cert is None else 'https'}://{name}:{self.port}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(CLOSE_POLL_SECONDS,), name="gradpost metrics", daemon=True
         )
@@ -88,6 +106,20 @@ class MetricsServer:
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+    context: ssl.SSLContext | None = None
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        connection, address = super().get_request()
+        connection.settimeout(REQUEST_SECONDS)
+        if self.context is not None:
+            # The handshake comes with the first read, which happens on the request's own thread.
+            connection = self.context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return connection, address
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away, or showed no certificate, is no news for the script's output."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
 
 class _QuietHandler(WSGIRequestHandler):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import ssl
-
 import httpx
+
+from ps_protocol.certificates import client_context
 
 from .settings import ServiceSettings
 
 
 def make_peer_client(settings: ServiceSettings) -> httpx.AsyncClient:
-    """A client that trusts `tls_ca` besides the system's authorities and never goes through a proxy."""
-    context = ssl.create_default_context()
-    if settings.tls_ca is not None:
-        context.load_verify_locations(cafile=str(settings.tls_ca))
-    return httpx.AsyncClient(verify=context, trust_env=False)
+    """A client that trusts `tls_ca` besides the system's authorities and never goes through a proxy.
+
+    It shows the settings' client certificate; files that change are read again.
+    """
+    return httpx.AsyncClient(verify=client_context(settings.client_tls, with_system=True), trust_env=False)

@@ -17,11 +17,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ps_protocol.errors import GradpostError, TryAgain
 
-from .backends import Backend, make_granian, make_uvicorn
+from .backends import make_granian, make_uvicorn
 from .listen import ListenError, advertised_address, announce, take_port, wait_until_listening
 from .logs import get_logger
 from .memory import keep_large_buffers
 from .problems import problem_response
+from .renewal import Backend
 from .settings import ServiceSettings
 
 GRACE_SECONDS = 5.0  # what a request in flight gets to end when the service stops

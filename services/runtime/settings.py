@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, FilePath, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
+from ps_protocol.certificates import TlsFiles
 from ps_protocol.environment import PREFIX, check_base_url, check_environment, read_settings_file
 from ps_protocol.frames import FrameLimits
 
@@ -44,6 +45,13 @@ class ServiceSettings(BaseSettings):
     tls_ca: FilePath | None = Field(
         default=None, description="PEM file of the authority that other services are signed by"
     )
+    tls_client_ca: FilePath | None = Field(
+        default=None, description="PEM file of the authority whose certificates callers must show (mutual TLS)"
+    )
+    tls_client_cert: FilePath | None = Field(
+        default=None, description="PEM file of the certificate chain that it shows to other services"
+    )
+    tls_client_key: FilePath | None = Field(default=None, description="PEM file of that certificate's private key")
     max_body_bytes: int = Field(default=_LIMITS.max_body_bytes, ge=1)
     max_header_bytes: int = Field(default=_LIMITS.max_header_bytes, ge=1)
     max_tensors: int = Field(default=_LIMITS.max_tensors, ge=1)
@@ -56,10 +64,24 @@ class ServiceSettings(BaseSettings):
         """What a receiver of tensors accepts."""
         return FrameLimits(self.max_body_bytes, self.max_header_bytes, self.max_tensors)
 
+    @property
+    def server_tls(self) -> TlsFiles:
+        """What it shows to callers, and who must have signed what they show."""
+        return TlsFiles(self.tls_client_ca, self.tls_cert, self.tls_key)
+
+    @property
+    def client_tls(self) -> TlsFiles:
+        """The same for calling other services."""
+        return TlsFiles(self.tls_ca, self.tls_client_cert, self.tls_client_key)
+
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together: give both or neither")
+        if (self.tls_client_cert is None) != (self.tls_client_key is None):
+            raise ValueError("tls_client_cert and tls_client_key go together: give both or neither")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca needs tls_cert and tls_key: without TLS nobody shows a certificate")
         return self
 
     @classmethod

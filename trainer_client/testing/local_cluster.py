@@ -14,7 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ps_protocol.environment import PREFIX
+from ps_protocol.certificates import TlsFiles
+from ps_protocol.environment import PREFIX, read_settings_file
 from ps_protocol.messages import ClusterStatus, PserverState, RunSummary
 from ps_protocol.vocabulary import Rank
 
@@ -24,6 +25,8 @@ from .guardian import Guardian
 from .processes import Child, OnLine
 
 START_SECONDS = 60.0  # importing takes a second or two, and much longer on a busy machine
+# Settings of the services that their trainers need as well.
+_SHARED = ("GRADPOST_TLS_CA", "GRADPOST_TLS_CLIENT_CERT", "GRADPOST_TLS_CLIENT_KEY")
 MAX_KEPT_LINES = 10_000
 
 
@@ -161,9 +164,7 @@ class LocalCluster:
             env.pop(name, None)
         if self.address:
             env["GRADPOST_COORDINATOR"] = self.address
-        if "GRADPOST_TLS_CA" in self._settings:
-            env["GRADPOST_TLS_CA"] = self._settings["GRADPOST_TLS_CA"]
-        return env
+        return env | {name: self._settings[name] for name in _SHARED if name in self._settings}
 
     def start_trainer(self, rank: Rank, command: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
         """Start one trainer process with this rank."""
@@ -198,9 +199,17 @@ class LocalCluster:
         """The inspection API of this cluster."""
         with self._lock:
             if self._view is None:
-                ca = self._settings.get("GRADPOST_TLS_CA") or self._environ.get("GRADPOST_TLS_CA")
-                self._view = ClusterView(self.address, tls_ca=Path(ca) if ca else None)
+                self._view = ClusterView(
+                    self.address, tls=TlsFiles(*map(self._path, ("tls_ca", "tls_client_cert", "tls_client_key")))
+                )
             return self._view
+
+    def _path(self, name: str) -> Path | None:
+        variable = PREFIX + name.upper()
+        value = (
+            self._settings.get(variable) or self._environ.get(variable) or read_settings_file(self._environ).get(name)
+        )
+        return Path(value) if value else None
 
     def status(self) -> ClusterStatus:
         """How the cluster stands."""
