@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ps_protocol.certificates import TlsFiles
 from ps_protocol.environment import PREFIX, check_environment, read_settings_file
-from ps_protocol.errors import GradpostError
+from ps_protocol.errors import Forbidden, GradpostError, Unauthenticated
 from ps_protocol.messages import ClusterStatus
 from trainer_client.inspection import ClusterView
 
@@ -22,12 +22,16 @@ TIMEOUT_SECONDS = 5.0
 _CLEAR = "\x1b[H\x1b[2J"
 
 
-def show_status(coordinator: str | None, *, watch: bool, as_json: bool) -> None:
-    """Print the status, once or every second. Raises CommandError if no coordinator answers."""
-    with open_view(coordinator) as view:
+def show_status(coordinator: str | None, token_file: Path | None, *, watch: bool, as_json: bool) -> None:
+    """Print the status, once or every second. Raises CommandError if no coordinator answers, or refuses."""
+    with open_view(coordinator, token_file) as view:
         while True:
             try:
                 status = view.status()
+            except (Unauthenticated, Forbidden) as error:
+                raise CommandError(
+                    f"the coordinator refuses: {error} (--token-file, or GRADPOST_TOKENS_DIR)", exit_code=EXIT_FAILED
+                ) from None
             except GradpostError as error:
                 raise CommandError(
                     f"no coordinator: {error} (its address is --coordinator or GRADPOST_COORDINATOR)",
@@ -45,14 +49,21 @@ def show_status(coordinator: str | None, *, watch: bool, as_json: bool) -> None:
             time.sleep(WATCH_SECONDS)
 
 
-def open_view(coordinator: str | None) -> ClusterView:
-    """A client of the coordinator that the flag, the environment or the settings file names."""
+def open_view(coordinator: str | None, token_file: Path | None = None) -> ClusterView:
+    """A client of the coordinator that the flag, the environment or the settings file names.
+
+    So are its token and certificates; without a `token_file` it sends `read` of `tokens_dir`, if that is set.
+    """
     check_environment(os.environ)
     address = coordinator or named_coordinator() or DEFAULT_COORDINATOR
     if not address.startswith(("http://", "https://")):
         raise CommandError(f"expected the coordinator's base URL, such as {DEFAULT_COORDINATOR}, not {address!r:.200}")
     tls = TlsFiles(*map(path_setting, ("tls_ca", "tls_client_cert", "tls_client_key")))
-    return ClusterView(address, tls=tls, timeout_seconds=TIMEOUT_SECONDS)
+    if token_file is None:
+        token_file = path_setting("token_file")
+    if token_file is None and (folder := path_setting("tokens_dir")):
+        token_file = folder / "read"
+    return ClusterView(address, tls=tls, token_file=token_file, timeout_seconds=TIMEOUT_SECONDS)
 
 
 def named_coordinator() -> str | None:

@@ -19,8 +19,10 @@ from ps_protocol.messages import DeclareModel, RunSummary, TrainerJoined
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import COMPUTED_ON_KEY, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY
+from ps_protocol.tokens import TokenFolder, TokenPair
 from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec, Rank, Round
 
+from .authorization import BearerAuth
 from .buckets import Bucket, make_buckets
 from .membership import Membership
 from .metrics import MetricsServer, TrainerMetrics
@@ -66,7 +68,10 @@ class ParameterClient:
         self._sent_round: Round = 0  # the newest of which all pushes are acknowledged
         self._metrics_server: MetricsServer | None = None
         self._lag: asyncio.Task[None] | None = None
-        self._control = make_control_client(self.settings.client_tls, None)
+        token = self.settings.sent_token
+        self._token = None if token is None else TokenPair(token, self._warn)
+        self._auth = None if self._token is None else BearerAuth(self._token)
+        self._control = make_control_client(self.settings.client_tls, self._auth)
         self._bulk: list[httpx.AsyncClient] = []
         self.membership = Membership(self.settings, self._control)
 
@@ -91,20 +96,33 @@ class ParameterClient:
     # ------------------------------------------------------------------ life
 
     async def join(self) -> TrainerJoined:
-        """Take a place in the run that is gathering; waits for the coordinator and for an earlier run to end."""
+        """Take a place in the run that is gathering; waits for the coordinator and for an earlier run to end.
+
+        Waits for the file of the token, too, up to `retry_seconds`; raises SettingsError if it does not come.
+        """
+        if self._token is not None:
+            await self._token.wait(self.settings.retry_seconds, self.log.info)
         address = None
         if self.settings.metrics_port is not None and self._metrics_server is None:
-            self._metrics_server = MetricsServer(
-                self.metrics.registry,
-                self.settings.metrics_host,
-                self.settings.metrics_port,
-                lambda: bool(self.pservers),
-                tls=self.settings.metrics_tls,
-            )
+            self._metrics_server = self._serve_metrics(self.settings.metrics_port)
             address = self._metrics_server.address
         self.joined = await self.membership.join(address)
         self._lag = asyncio.create_task(self.metrics.watch_loop_lag(), name="loop lag")
         return self.joined
+
+    def _serve_metrics(self, port: int) -> MetricsServer:
+        settings = self.settings
+        return MetricsServer(
+            self.metrics.registry,
+            settings.metrics_host,
+            port,
+            lambda: bool(self.pservers),
+            tokens=None if settings.tokens_dir is None else TokenFolder(settings.tokens_dir, self._warn),
+            tls=settings.metrics_tls,
+        )
+
+    def _warn(self, line: str) -> None:
+        self.log.warning(line)
 
     async def declare(
         self,
@@ -136,7 +154,7 @@ class ParameterClient:
         transports: dict[bool, httpx.AsyncClient] = {}
         for info in ready.pservers:
             if info.http2 not in transports:
-                transports[info.http2] = make_bulk_client(settings.client_tls, None, http2=info.http2)
+                transports[info.http2] = make_bulk_client(settings.client_tls, self._auth, http2=info.http2)
             fence = Fence(
                 protocol=PROTOCOL_VERSION,
                 run=ready.run,

@@ -15,10 +15,13 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
 
 from ps_protocol.certificates import TlsFiles, server_context
+from ps_protocol.hosts import is_ip_literal, is_loopback, split_port
+from ps_protocol.tokens import TokenFolder, parse_authorization
 
 CLOSE_POLL_SECONDS = 0.05  # how soon the server notices that it is being closed
 REQUEST_SECONDS = 10.0  # what one read or write of a request may take
 LAG_INTERVAL_SECONDS = 0.25
+_OPEN = frozenset({"/healthz", "/readyz"})  # probes need no token
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
@@ -72,12 +75,17 @@ class MetricsServer:
         port: int,
         is_ready: Callable[[], bool],
         *,
+        tokens: TokenFolder | None = None,
         tls: TlsFiles = TlsFiles(),  # noqa: B008 - frozen
     ) -> None:
         metrics_app = make_wsgi_app(registry)
 
         def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
             path = environ["PATH_INFO"]
+            if refusal := _refuse(environ, host, None if path in _OPEN else tokens):
+                challenge = [("WWW-Authenticate", "Bearer")] if refusal.startswith("401") else []
+                start_response(refusal, [("Content-Type", "text/plain; charset=utf-8"), *challenge])
+                return [f"{refusal[4:].lower()}\n".encode()]
             if path == "/metrics":
                 page: Iterable[bytes] = metrics_app(environ, start_response)
                 return page
@@ -102,6 +110,16 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _refuse(environ: dict[str, Any], host: str, tokens: TokenFolder | None) -> str:
+    """The status line of a refusal, or nothing; the same checks as of a service."""
+    name, _ = split_port(environ.get("HTTP_HOST", ""))
+    if not (is_ip_literal(name) or is_loopback(name) or name == host.lower()):
+        return "421 Misdirected Request"
+    if tokens is not None and not tokens.scope_of(parse_authorization(environ.get("HTTP_AUTHORIZATION", "")) or ""):
+        return "401 Unauthorized"  # every scope may read
+    return ""
 
 
 class _Server(ThreadingMixIn, WSGIServer):

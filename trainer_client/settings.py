@@ -19,6 +19,7 @@ from pydantic_settings import (
 from ps_protocol.certificates import TlsFiles
 from ps_protocol.consistency import Compensation, Consistency, ReadConsistency, StepCount
 from ps_protocol.environment import PREFIX, check_base_url, check_environment, read_settings_file
+from ps_protocol.hosts import check_listening
 from ps_protocol.vocabulary import Mode, NonfinitePolicy, Placement
 
 
@@ -67,6 +68,9 @@ class TrainerSettings(BaseSettings):
     tls_cert: Path | None = Field(default=None, description="of the metrics port, as the other two")
     tls_key: Path | None = None
     tls_client_ca: Path | None = Field(default=None, description="whose certificates readers of metrics must show")
+    tokens_dir: Path | None = Field(default=None, description="folder of the tokens that the metrics port accepts")
+    token_file: Path | None = Field(default=None, description="the token that is sent; None: train in tokens_dir")
+    insecure: bool = Field(default=False, description="show metrics beyond loopback without tokens")
 
     @property
     def client_tls(self) -> TlsFiles:
@@ -78,12 +82,22 @@ class TrainerSettings(BaseSettings):
         """The same for the metrics port."""
         return TlsFiles(self.tls_client_ca, self.tls_cert, self.tls_key)
 
+    @property
+    def sent_token(self) -> Path | None:
+        """The file of the token that is sent; None: none is."""
+        if self.token_file is None and self.tokens_dir is not None:
+            return self.tokens_dir / "train"
+        return self.token_file
+
     @model_validator(mode="after")
-    def _check_tls(self) -> Self:
+    def _check_security(self) -> Self:
         if (self.tls_client_cert is None) != (self.tls_client_key is None):
             raise ValueError("tls_client_cert and tls_client_key go together: give both or neither")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together: give both or neither")
+        if self.metrics_port is not None:
+            has_tokens = self.tokens_dir is not None
+            check_listening(self.metrics_host, "metrics_host", has_tokens=has_tokens, insecure=self.insecure)
         return self
 
     @property

@@ -26,7 +26,7 @@ from .processes import Child, OnLine
 
 START_SECONDS = 60.0  # importing takes a second or two, and much longer on a busy machine
 # Settings of the services that their trainers need as well.
-_SHARED = ("GRADPOST_TLS_CA", "GRADPOST_TLS_CLIENT_CERT", "GRADPOST_TLS_CLIENT_KEY")
+_SHARED = ("GRADPOST_TLS_CA", "GRADPOST_TLS_CLIENT_CERT", "GRADPOST_TLS_CLIENT_KEY", "GRADPOST_TOKENS_DIR")
 MAX_KEPT_LINES = 10_000
 
 
@@ -36,10 +36,10 @@ class LocalCluster:
         with LocalCluster(pservers=2, trainers=2, lease_seconds=1) as cluster:
             codes = cluster.run_trainers([sys.executable, "train.py"])
 
-    `settings` are those of the services (`server="uvicorn"`, `round_timeout_seconds=2`, …). `environ` is what all
-    processes inherit; by default it is this process's environment without the settings of another cluster. Output
-    goes to `on_line`, and its end is kept in `output` for the message of a failing test. No process outlives this
-    one, not even one that a script has started, not even after `kill -9`.
+    `settings` are those of the services (`server="uvicorn"`, `round_timeout_seconds=2`, …); trainers get those of TLS
+    and the `tokens_dir` as well. `environ` is what all processes inherit; by default it is this process's environment
+    without the settings of another cluster. Output goes to `on_line`, and its end is kept in `output` for the message
+    of a failing test. No process outlives this one, not even one that a script has started, not even after `kill -9`.
     """
 
     def __init__(
@@ -125,6 +125,8 @@ class LocalCluster:
 
     def _spawn_service(self, name: str, module: str, pass_fds: Sequence[int] = (), **env: str) -> Child:
         env = {**self.environment(), "GRADPOST_HOST": "127.0.0.1", **self._settings, **env}
+        if "GRADPOST_TOKENS_DIR" in env and "GRADPOST_TOKEN_FILE" not in self._settings:
+            env.pop("GRADPOST_TOKEN_FILE", None)  # one that trainers inherit would not do for a service
         return Child(
             name,
             [sys.executable, "-P", "-m", module],
@@ -199,9 +201,10 @@ class LocalCluster:
         """The inspection API of this cluster."""
         with self._lock:
             if self._view is None:
-                self._view = ClusterView(
-                    self.address, tls=TlsFiles(*map(self._path, ("tls_ca", "tls_client_cert", "tls_client_key")))
-                )
+                tls = TlsFiles(*map(self._path, ("tls_ca", "tls_client_cert", "tls_client_key")))
+                folder = self._path("tokens_dir")
+                token = None if folder is None else folder / "train"  # it also leaves for trainers that are gone
+                self._view = ClusterView(self.address, tls=tls, token_file=token)
             return self._view
 
     def _path(self, name: str) -> Path | None:

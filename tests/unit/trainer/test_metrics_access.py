@@ -12,9 +12,11 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from ps_protocol.certificates import TlsFiles, client_context
+from ps_protocol.tokens import SCOPES, TokenFolder
 from trainer_client.metrics import MetricsServer
 
 from ..protocol.test_certificates import Authority, serial
+from ..protocol.test_tokens import put
 
 
 @contextmanager
@@ -26,6 +28,27 @@ def serving(**protection: Any) -> Iterator[MetricsServer]:
         yield server
     finally:
         server.close()
+
+
+def test_tokens(tmp_path: Path) -> None:
+    for scope in SCOPES:
+        put(tmp_path / scope, f"{scope}-xxxxxxxxxxxxxxxxxxxx")
+    with serving(tokens=TokenFolder(tmp_path)) as server, httpx.Client(base_url=server.address) as http:
+        refused = http.get("/metrics")
+        assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+        assert http.get("/metrics", headers={"authorization": "Bearer x"}).status_code == 401
+        assert http.get("/other").status_code == 401
+        for scope in SCOPES:
+            shown = http.get("/metrics", headers={"authorization": f"Bearer {scope}-xxxxxxxxxxxxxxxxxxxx"})
+            assert "steps_total" in shown.text
+        assert [http.get(probe).status_code for probe in ("/healthz", "/readyz")] == [200, 200]
+
+
+def test_hosts() -> None:
+    with serving() as server, httpx.Client(base_url=server.address) as http:
+        assert "steps_total" in http.get("/metrics").text
+        assert http.get("/metrics", headers={"host": "localhost:1"}).status_code == 200
+        assert http.get("/metrics", headers={"host": "evil.example"}).status_code == 421
 
 
 def test_tls_and_its_renewal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import trustme
 
+from services.runtime import server as server_module
 from trainer_client import transport
 from trainer_client.transport import BODY_EXTENSION, make_bulk_client, make_control_client
 
@@ -26,6 +27,7 @@ def serve(server: str, authority: Authority) -> AbstractAsyncContextManager[Runn
 @pytest.mark.parametrize("server", ["granian", "uvicorn"])
 async def test_the_whole_authority_is_replaced(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(server_module, "GRACE_SECONDS", 0.2)  # idle clients do not say goodbye when uvicorn stops
     authority = Authority(tmp_path / "authority")
     client = authority.issue("client")
     async with (
