@@ -13,7 +13,7 @@ SUITES ?= tests
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check test-all bench study clean
+.PHONY: help install train test check test-all audit bench study clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ test: check ## check, and all tests that need neither root nor Debian packages
 
 test-all: check ## test, and what takes longer or needs more
 	$(BIN)/python -m pytest $(SUITES)
+
+audit: install ## look up known vulnerabilities of what requirements.lock holds
+	$(BIN)/python .ci/audit.py
 
 bench: install ## measure seconds a round beside torch.distributed.rpc
 	$(BIN)/python benchmarks/sync_round.py

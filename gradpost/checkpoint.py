@@ -32,9 +32,9 @@ def default_place() -> str:
     return str(folder / "checkpoints")
 
 
-def create_checkpoint(coordinator: str | None, *, as_json: bool) -> None:
+def create_checkpoint(coordinator: str | None, token_file: Path | None, *, as_json: bool) -> None:
     """Ask the coordinator for a checkpoint, and wait until it is complete."""
-    with open_view(coordinator) as view:
+    with open_view(coordinator, token_file, "admin") as view:
         created = view.create_checkpoint()
     if as_json:
         print_json(created.model_dump())

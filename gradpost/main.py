@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -18,6 +18,7 @@ from ps_protocol.environment import SettingsError
 from ps_protocol.errors import GradpostError
 from ps_protocol.plan import DEFAULT_PLACEMENT
 from ps_protocol.slicing import DEFAULT_MIN_BLOCK_SIZE
+from ps_protocol.tokens import SCOPES, Scope
 from ps_protocol.vocabulary import Durability, LossPolicy, Mode, NonfinitePolicy, Placement
 
 from .output import CommandError, exit_with
@@ -35,6 +36,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 Coordinator = Annotated[
     str | None,
     typer.Option(metavar="URL", help="Where it is; else GRADPOST_COORDINATOR, else http://127.0.0.1:7070."),
+]
+TokenPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file",
+        metavar="FILE",
+        help="The token to send; else GRADPOST_TOKEN_FILE, else read in GRADPOST_TOKENS_DIR.",
+    ),
 ]
 
 
@@ -233,11 +242,11 @@ Place = Annotated[
 
 
 @checkpoint_app.command()
-def create(coordinator: Coordinator = None, as_json: Json = False) -> None:
+def create(coordinator: Coordinator = None, token_file: TokenPath = None, as_json: Json = False) -> None:
     """Make a checkpoint of the run that trains, beside the training, and wait until it is complete."""
     from .checkpoint import create_checkpoint
 
-    create_checkpoint(coordinator, as_json=as_json)
+    create_checkpoint(coordinator, token_file, as_json=as_json)
 
 
 @checkpoint_app.command("list")
@@ -266,13 +275,50 @@ def export(
 @app.command()
 def status(
     coordinator: Coordinator = None,
+    token_file: TokenPath = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Again every second, until Ctrl-C.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show who takes part in the run, how far everybody is, and who is being waited for."""
     from .status import show_status
 
-    show_status(coordinator, watch=watch, as_json=as_json)
+    show_status(coordinator, token_file, watch=watch, as_json=as_json)
+
+
+token_app = typer.Typer(help="Create and show the tokens of a cluster.", rich_markup_mode=None, no_args_is_help=True)
+app.add_typer(token_app, name="token")
+TokensDir = Annotated[
+    Path | None, typer.Option("--dir", metavar="DIR", help="Folder of the tokens; else GRADPOST_TOKENS_DIR.")
+]
+
+
+@token_app.command("create")
+def create_token(
+    folder: TokensDir = None,
+    scope: Annotated[Literal["read", "train", "admin", "all"], typer.Option(help="Which to create.")] = "all",
+    rotate: Annotated[
+        bool, typer.Option("--rotate", help="Replace those that are there; each stays valid until the next time.")
+    ] = False,
+) -> None:
+    """Write random tokens into files that only their owner may read. What is there stays, unless --rotate is given.
+
+    Services and trainers take new tokens up without being restarted. To make a token that leaked worthless at once,
+    rotate twice.
+    """
+    from .tokens import create_tokens
+
+    create_tokens(folder, SCOPES if scope == "all" else (scope,), rotate=rotate)
+
+
+@token_app.command("show")
+def show_token(
+    folder: TokensDir = None,
+    scope: Annotated[Scope, typer.Option(help="Which to show.")] = "read",
+) -> None:
+    """Print the newest token of a scope, for curl or a browser's extension."""
+    from .tokens import show
+
+    show(folder, scope)
 
 
 @app.command()

@@ -8,9 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+from ps_protocol.certificates import TlsFiles
 from ps_protocol.environment import PREFIX, check_environment, read_settings_file
-from ps_protocol.errors import GradpostError
+from ps_protocol.errors import Forbidden, GradpostError, Unauthenticated
 from ps_protocol.messages import ClusterStatus
+from ps_protocol.tokens import Scope
 from trainer_client.inspection import ClusterView
 
 from .output import EXIT_FAILED, Column, CommandError, count, print_json, print_line, print_table
@@ -21,12 +23,16 @@ TIMEOUT_SECONDS = 5.0
 _CLEAR = "\x1b[H\x1b[2J"
 
 
-def show_status(coordinator: str | None, *, watch: bool, as_json: bool) -> None:
-    """Print the status, once or every second. Raises CommandError if no coordinator answers."""
-    with open_view(coordinator) as view:
+def show_status(coordinator: str | None, token_file: Path | None, *, watch: bool, as_json: bool) -> None:
+    """Print the status, once or every second. Raises CommandError if no coordinator answers, or refuses."""
+    with open_view(coordinator, token_file) as view:
         while True:
             try:
                 status = view.status()
+            except (Unauthenticated, Forbidden) as error:
+                raise CommandError(
+                    f"the coordinator refuses: {error} (--token-file, or GRADPOST_TOKENS_DIR)", exit_code=EXIT_FAILED
+                ) from None
             except GradpostError as error:
                 raise CommandError(
                     f"no coordinator: {error} (its address is --coordinator or GRADPOST_COORDINATOR)",
@@ -44,19 +50,32 @@ def show_status(coordinator: str | None, *, watch: bool, as_json: bool) -> None:
             time.sleep(WATCH_SECONDS)
 
 
-def open_view(coordinator: str | None) -> ClusterView:
-    """A client of the coordinator that the flag, the environment or the settings file names."""
+def open_view(coordinator: str | None, token_file: Path | None = None, scope: Scope = "read") -> ClusterView:
+    """A client of the coordinator that the flag, the environment or the settings file names.
+
+    So are its token and certificates; without a `token_file` it sends that of the `scope` in `tokens_dir`, if that is set.
+    """
     check_environment(os.environ)
     address = coordinator or named_coordinator() or DEFAULT_COORDINATOR
     if not address.startswith(("http://", "https://")):
         raise CommandError(f"expected the coordinator's base URL, such as {DEFAULT_COORDINATOR}, not {address!r:.200}")
-    ca = _setting("tls_ca")
-    return ClusterView(address, tls_ca=Path(ca) if ca else None, timeout_seconds=TIMEOUT_SECONDS)
+    tls = TlsFiles(*map(path_setting, ("tls_ca", "tls_client_cert", "tls_client_key")))
+    if token_file is None:
+        token_file = path_setting("token_file")
+    if token_file is None and (folder := path_setting("tokens_dir")):
+        token_file = folder / scope
+    return ClusterView(address, tls=tls, token_file=token_file, timeout_seconds=TIMEOUT_SECONDS)
 
 
 def named_coordinator() -> str | None:
     """The address that the environment or the settings file names, if any."""
     return _setting("coordinator")
+
+
+def path_setting(name: str) -> Path | None:
+    """The file or folder that the environment or the settings file names, if any."""
+    value = _setting(name)
+    return Path(value) if value else None
 
 
 def _setting(name: str) -> str | None:

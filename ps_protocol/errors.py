@@ -158,6 +158,34 @@ class MethodNotAllowed(BadInput):
     status = 405
 
 
+class Unauthenticated(BadInput):
+    """The request carries no bearer token, or none that the service knows."""
+
+    code = "unauthenticated"
+    status = 401
+
+
+class Forbidden(BadInput):
+    """The token's scope does not cover the request; `needed` and `given` say which."""
+
+    code = "forbidden"
+    status = 403
+
+
+class BadHost(BadInput):
+    """The request was made for a host name that the service does not go by."""
+
+    code = "bad_host"
+    status = 421
+
+
+class BadOrigin(BadInput):
+    """A page of another site made a browser send the request."""
+
+    code = "bad_origin"
+    status = 403
+
+
 class Conflict(GradpostError):
     """The request is stale or at odds with the run."""
 

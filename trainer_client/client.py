@@ -19,15 +19,17 @@ from ps_protocol.messages import DeclareModel, PserverInfo, RunSummary, TrainerJ
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import COMPUTED_ON_KEY, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY
+from ps_protocol.tokens import TokenFolder, TokenPair
 from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec, Rank, Round
 
+from .authorization import BearerAuth
 from .buckets import Bucket, make_buckets
 from .membership import Membership
 from .metrics import MetricsServer, TrainerMetrics
 from .pserver_client import PserverClient
 from .settings import TrainerSettings, read_settings
 from .tensors import TORCH_DTYPES, writable_bytes
-from .transport import BulkTransport, make_control_client
+from .transport import make_bulk_client, make_control_client
 
 T = TypeVar("T")
 
@@ -66,7 +68,10 @@ class ParameterClient:
         self._sent_round: Round = 0  # the newest of which all pushes are acknowledged
         self._metrics_server: MetricsServer | None = None
         self._lag: asyncio.Task[None] | None = None
-        self._control = make_control_client(self.settings.tls_ca)
+        token = self.settings.sent_token
+        self._token = None if token is None else TokenPair(token, self._warn)
+        self._auth = None if self._token is None else BearerAuth(self._token)
+        self._control = make_control_client(self.settings.client_tls, self._auth)
         self._bulk: dict[bool, httpx.AsyncClient] = {}
         self.start: Round = 1  # the first round that this trainer pushes for
         self.must_upload = False  # the initial values are this trainer's to push
@@ -93,17 +98,33 @@ class ParameterClient:
     # ------------------------------------------------------------------ life
 
     async def join(self) -> TrainerJoined:
-        """Take a place in the run that is gathering; waits for the coordinator and for an earlier run to end."""
+        """Take a place in the run that is gathering; waits for the coordinator and for an earlier run to end.
+
+        Waits for the file of the token, too, up to `retry_seconds`; raises SettingsError if it does not come.
+        """
+        if self._token is not None:
+            await self._token.wait(self.settings.retry_seconds, self.log.info)
         address = None
         if self.settings.metrics_port is not None and self._metrics_server is None:
-            host = self.settings.metrics_host
-            self._metrics_server = MetricsServer(
-                self.metrics.registry, host, self.settings.metrics_port, lambda: bool(self.pservers)
-            )
-            address = f"http://{host}:{self._metrics_server.port}"
+            self._metrics_server = self._serve_metrics(self.settings.metrics_port)
+            address = self._metrics_server.address
         self.joined = await self.membership.join(address)
         self._lag = asyncio.create_task(self.metrics.watch_loop_lag(), name="loop lag")
         return self.joined
+
+    def _serve_metrics(self, port: int) -> MetricsServer:
+        settings = self.settings
+        return MetricsServer(
+            self.metrics.registry,
+            settings.metrics_host,
+            port,
+            lambda: bool(self.pservers),
+            tokens=None if settings.tokens_dir is None else TokenFolder(settings.tokens_dir, self._warn),
+            tls=settings.metrics_tls,
+        )
+
+    def _warn(self, line: str) -> None:
+        self.log.warning(line)
 
     async def declare(
         self,
@@ -173,8 +194,7 @@ class ParameterClient:
     def _bulk_client(self, info: PserverInfo) -> httpx.AsyncClient:
         """The connections for tensors: one kind for pservers with HTTP/2, another for those without."""
         if info.http2 not in self._bulk:
-            transport = BulkTransport(http2=info.http2, tls_ca=self.settings.tls_ca)
-            self._bulk[info.http2] = httpx.AsyncClient(transport=transport, timeout=None, trust_env=False)
+            self._bulk[info.http2] = make_bulk_client(self.settings.client_tls, self._auth, http2=info.http2)
         return self._bulk[info.http2]
 
     async def go_back(self) -> Round:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import ssl
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -11,6 +10,7 @@ from typing import TypeVar
 import httpx
 from pydantic import ValidationError
 
+from ps_protocol.certificates import TlsFiles, client_context
 from ps_protocol.errors import NotFound, Unreachable
 from ps_protocol.messages import (
     CheckpointCreated,
@@ -22,7 +22,9 @@ from ps_protocol.messages import (
     TrainerStatus,
 )
 from ps_protocol.routes import CHECKPOINTS, LEAVE, STATE, STATUS, SUMMARY
+from ps_protocol.tokens import TokenPair
 
+from .authorization import BearerAuth
 from .membership import read_problem
 
 M = TypeVar("M", bound=Message)
@@ -35,19 +37,23 @@ OPENAPI = "/openapi.json"
 class ClusterView:
     """The inspection API of a coordinator and its pservers; safe to use from several threads.
 
-    Every method raises Unreachable if there is no answer, and the GradpostError that an answer stands for.
+    Every method raises Unreachable if there is no answer, the GradpostError that an answer stands for, and
+    SettingsError if there is no token in `token_file`.
     """
 
     def __init__(
-        self, coordinator: str, *, tls_ca: Path | None = None, timeout_seconds: float = TIMEOUT_SECONDS
+        self,
+        coordinator: str,
+        *,
+        tls: TlsFiles = TlsFiles(),  # noqa: B008 - frozen
+        token_file: Path | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         self.coordinator = coordinator.rstrip("/")
-        verify: ssl.SSLContext | bool = True
-        if tls_ca is not None:
-            verify = ssl.create_default_context(cafile=str(tls_ca))
-        elif not coordinator.startswith("https:"):
-            verify = False  # never used; spares reading all the authorities
-        self._http = httpx.Client(verify=verify, trust_env=False, timeout=timeout_seconds)
+        # Without TLS it is never used: that spares reading all the authorities.
+        verify = client_context(tls) if tls.paths or coordinator.startswith("https:") else False
+        auth = None if token_file is None else BearerAuth(TokenPair(token_file))
+        self._http = httpx.Client(verify=verify, auth=auth, trust_env=False, timeout=timeout_seconds)
 
     def status(self) -> ClusterStatus:
         """How the cluster stands."""

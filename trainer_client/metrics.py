@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import ssl
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from socketserver import ThreadingMixIn
@@ -11,8 +14,14 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
 
+from ps_protocol.certificates import TlsFiles, server_context
+from ps_protocol.hosts import is_ip_literal, is_loopback, split_port
+from ps_protocol.tokens import TokenFolder, parse_authorization
+
 CLOSE_POLL_SECONDS = 0.05  # how soon the server notices that it is being closed
+REQUEST_SECONDS = 10.0  # what one read or write of a request may take
 LAG_INTERVAL_SECONDS = 0.25
+_OPEN = frozenset({"/healthz", "/readyz"})  # probes need no token
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
@@ -59,11 +68,24 @@ class TrainerMetrics:
 class MetricsServer:
     """Serves a registry on a daemon thread until it is closed; `is_ready` decides `/readyz`."""
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int, is_ready: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        host: str,
+        port: int,
+        is_ready: Callable[[], bool],
+        *,
+        tokens: TokenFolder | None = None,
+        tls: TlsFiles = TlsFiles(),  # noqa: B008 - frozen
+    ) -> None:
         metrics_app = make_wsgi_app(registry)
 
         def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
             path = environ["PATH_INFO"]
+            if refusal := _refuse(environ, host, None if path in _OPEN else tokens):
+                challenge = [("WWW-Authenticate", "Bearer")] if refusal.startswith("401") else []
+                start_response(refusal, [("Content-Type", "text/plain; charset=utf-8"), *challenge])
+                return [f"{refusal[4:].lower()}\n".encode()]
             if path == "/metrics":
                 page: Iterable[bytes] = metrics_app(environ, start_response)
                 return page
@@ -73,7 +95,11 @@ class MetricsServer:
             return [f"{status[4:].lower()}\n".encode()]
 
         self._server = make_server(host, port, app, server_class=_Server, handler_class=_QuietHandler)
+        if tls.cert is not None:
+            self._server.context = server_context(tls)
         self.port: int = self._server.server_port
+        name = f"[{host}]" if ":" in host else host
+        self.address = f"{'http' if tls.cert is None else 'https'}://{name}:{self.port}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(CLOSE_POLL_SECONDS,), name="gradpost metrics", daemon=True
         )
@@ -86,8 +112,32 @@ class MetricsServer:
         self._thread.join()
 
 
+def _refuse(environ: dict[str, Any], host: str, tokens: TokenFolder | None) -> str:
+    """The status line of a refusal, or nothing; the same checks as of a service."""
+    name, _ = split_port(environ.get("HTTP_HOST", ""))
+    if not (is_ip_literal(name) or is_loopback(name) or name == host.lower()):
+        return "421 Misdirected Request"
+    if tokens is not None and not tokens.scope_of(parse_authorization(environ.get("HTTP_AUTHORIZATION", "")) or ""):
+        return "401 Unauthorized"  # every scope may read
+    return ""
+
+
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+    context: ssl.SSLContext | None = None
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        connection, address = super().get_request()
+        connection.settimeout(REQUEST_SECONDS)
+        if self.context is not None:
+            # The handshake comes with the first read, which happens on the request's own thread.
+            connection = self.context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return connection, address
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away, or showed no certificate, is no news for the script's output."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
 
 class _QuietHandler(WSGIRequestHandler):

@@ -6,9 +6,9 @@ import difflib
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, AliasChoices, Field
+from pydantic import AfterValidator, AliasChoices, Field, model_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -16,8 +16,10 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from ps_protocol.certificates import TlsFiles
 from ps_protocol.consistency import Compensation, Consistency, ReadConsistency, StepCount
 from ps_protocol.environment import PREFIX, check_base_url, check_environment, read_settings_file
+from ps_protocol.hosts import check_listening
 from ps_protocol.vocabulary import Mode, NonfinitePolicy, Placement
 
 
@@ -61,6 +63,42 @@ class TrainerSettings(BaseSettings):
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = Field(default=0, ge=0, le=65535, description="0: a free one")
     tls_ca: Path | None = None
+    tls_client_cert: Path | None = Field(default=None, description="shown to services that demand a certificate")
+    tls_client_key: Path | None = None
+    tls_cert: Path | None = Field(default=None, description="of the metrics port, as the other two")
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = Field(default=None, description="whose certificates readers of metrics must show")
+    tokens_dir: Path | None = Field(default=None, description="folder of the tokens that the metrics port accepts")
+    token_file: Path | None = Field(default=None, description="the token that is sent; None: train in tokens_dir")
+    insecure: bool = Field(default=False, description="show metrics beyond loopback without tokens")
+
+    @property
+    def client_tls(self) -> TlsFiles:
+        """Whom to trust, and what to show."""
+        return TlsFiles(self.tls_ca, self.tls_client_cert, self.tls_client_key)
+
+    @property
+    def metrics_tls(self) -> TlsFiles:
+        """The same for the metrics port."""
+        return TlsFiles(self.tls_client_ca, self.tls_cert, self.tls_key)
+
+    @property
+    def sent_token(self) -> Path | None:
+        """The file of the token that is sent; None: none is."""
+        if self.token_file is None and self.tokens_dir is not None:
+            return self.tokens_dir / "train"
+        return self.token_file
+
+    @model_validator(mode="after")
+    def _check_security(self) -> Self:
+        if (self.tls_client_cert is None) != (self.tls_client_key is None):
+            raise ValueError("tls_client_cert and tls_client_key go together: give both or neither")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together: give both or neither")
+        if self.metrics_port is not None:
+            has_tokens = self.tokens_dir is not None
+            check_listening(self.metrics_host, "metrics_host", has_tokens=has_tokens, insecure=self.insecure)
+        return self
 
     @property
     def outer_is_set(self) -> bool:

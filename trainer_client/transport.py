@@ -6,16 +6,17 @@ a memoryview without a copy and hands out reply chunks as they come from the soc
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
-from pathlib import Path
+from time import monotonic
 
 import httpx
 from pyreqwest import exceptions
 from pyreqwest.client import Client, ClientBuilder
 from pyreqwest.response import Response
+
+from ps_protocol.certificates import TlsFiles, WatchedFiles, client_context
 
 BODY_EXTENSION = "gradpost_body"  # request extension: a memoryview that must not change until the request has ended
 WINDOW_BYTES = 16 * 1024 * 1024
@@ -23,6 +24,7 @@ FRAME_BYTES = 1024 * 1024
 CHUNK_BYTES = 1024 * 1024
 CONNECT_SECONDS = 5
 PING_SECONDS = 5
+CHECK_SECONDS = 1.0
 
 # Most specific first; every other error of pyreqwest becomes httpx.TransportError.
 _ERRORS: tuple[tuple[type[exceptions.PyreqwestError], type[httpx.TransportError]], ...] = (
@@ -42,16 +44,22 @@ _ERRORS: tuple[tuple[type[exceptions.PyreqwestError], type[httpx.TransportError]
 class BulkTransport(httpx.AsyncBaseTransport):
     """One connection to each origin, over HTTP/2 with prior knowledge (or ALPN under TLS), or HTTP/1.1.
 
-    Ignores httpx's timeouts: a bulk request is bounded by its caller, and dead peers are found by pings.
+    Ignores httpx's timeouts: a bulk request is bounded by its caller, and dead peers are found by pings. When a file
+    of `tls` has changed, what is sent from then on goes over new connections.
     """
 
-    def __init__(self, *, http2: bool, tls_ca: Path | None = None) -> None:
-        self._client = _build_client(http2, tls_ca)
+    def __init__(self, *, http2: bool, tls: TlsFiles = TlsFiles()) -> None:  # noqa: B008 - frozen
+        self._http2, self._tls = http2, tls
+        self._files = WatchedFiles(tls.paths)
+        self._next_check = monotonic() + CHECK_SECONDS
+        self._client = _build_client(http2, tls)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send one request; the reply's body is streamed. Raises httpx.TransportError and its children."""
         body: memoryview | None = request.extensions.get(BODY_EXTENSION)
         headers = [(k, v) for k, v in request.headers.multi_items() if k not in ("content-length", "host")]
+        if self._tls.paths and monotonic() >= self._next_check:
+            self._renew()
         builder = self._client.request(request.method, str(request.url)).headers(headers)
         builder = builder.body_bytes(await request.aread() if body is None else body)
         pending = builder.build_streamed()
@@ -66,6 +74,15 @@ class BulkTransport(httpx.AsyncBaseTransport):
     async def aclose(self) -> None:
         """Close all connections."""
         await self._client.close()
+
+    def _renew(self) -> None:
+        self._next_check = monotonic() + CHECK_SECONDS
+        if self._files.have_changed():
+            try:
+                # Requests that are on their way keep the old one, and its connections, until they end.
+                self._client = _build_client(self._http2, self._tls)
+            except (OSError, ValueError, exceptions.PyreqwestError):
+                self._files.forget()  # half replaced: look again
 
 
 class _ReplyStream(httpx.AsyncByteStream):
@@ -94,7 +111,7 @@ def map_error(error: exceptions.PyreqwestError, request: httpx.Request) -> httpx
     raise AssertionError  # the last row is the base class
 
 
-def _build_client(http2: bool, tls_ca: Path | None) -> Client:
+def _build_client(http2: bool, tls: TlsFiles) -> Client:
     builder = (
         ClientBuilder()
         .no_proxy()  # cluster traffic never goes through a proxy that happens to be set
@@ -113,16 +130,23 @@ def _build_client(http2: bool, tls_ca: Path | None) -> Client:
             .http2_keep_alive_timeout(timedelta(seconds=2 * PING_SECONDS))
             .http2_keep_alive_while_idle(True)
         )
-        if tls_ca is None:
+        if tls.ca is None:
             builder = builder.http2_prior_knowledge()
     else:
         builder = builder.http1_only()
-    if tls_ca is not None:
-        builder = builder.add_root_certificate_pem(tls_ca.read_bytes())
+    if tls.ca is not None:
+        builder = builder.add_root_certificate_pem(tls.ca.read_bytes())
+    if tls.cert is not None and tls.key is not None:
+        builder = builder.identity_pem(tls.cert.read_bytes() + b"\n" + tls.key.read_bytes())
     return builder.build()
 
 
-def make_control_client(tls_ca: Path | None) -> httpx.AsyncClient:
+def make_control_client(tls: TlsFiles, auth: httpx.Auth | None) -> httpx.AsyncClient:
     """Plain httpx for small control messages, on connections of their own: a tensor must not block a heartbeat."""
-    verify = ssl.create_default_context(cafile=str(tls_ca)) if tls_ca else True
-    return httpx.AsyncClient(verify=verify, trust_env=False, timeout=httpx.Timeout(10.0, connect=CONNECT_SECONDS))
+    timeout = httpx.Timeout(10.0, connect=CONNECT_SECONDS)
+    return httpx.AsyncClient(verify=client_context(tls), auth=auth, trust_env=False, timeout=timeout)
+
+
+def make_bulk_client(tls: TlsFiles, auth: httpx.Auth | None, *, http2: bool) -> httpx.AsyncClient:
+    """httpx over a BulkTransport, for tensors."""
+    return httpx.AsyncClient(transport=BulkTransport(http2=http2, tls=tls), auth=auth, timeout=None, trust_env=False)

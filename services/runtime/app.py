@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from typing import Any, TypeAlias
 
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse
 
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE, NotReady
 from ps_protocol.routes import HEALTH, METRICS, READY
@@ -15,8 +16,10 @@ from ps_protocol.vocabulary import PROTOCOL_VERSION
 
 from .loop_lag import watch_loop_lag
 from .metrics import MeasureRequests, ServiceMetrics
+from .pages import PAGE_HEADERS, render_operations
 from .problems import install_error_handlers
 from .routing import MessageRoute, RawEndpoint, RawRoute
+from .scopes import DOCS
 
 Lifespan: TypeAlias = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -67,6 +70,7 @@ def make_app(
         title=title,
         version=str(PROTOCOL_VERSION),
         lifespan=measured_lifespan,
+        docs_url=None,  # ours needs no scripts
         redoc_url=None,
         responses={"default": _PROBLEM_RESPONSE},
         # OpenTelemetry would measure every request a second time, those that carry tensors included.
@@ -93,6 +97,11 @@ def make_app(
         """Metrics for Prometheus."""
         body, content_type = metrics.render(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
+
+    @app.get(DOCS, include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        """What can be asked of this service, as a page."""
+        return HTMLResponse(render_operations(app.openapi()), headers=PAGE_HEADERS)
 
     return app
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterator
-from typing import Protocol
 
 import uvicorn
 from granian.constants import HTTPModes, Interfaces
@@ -14,6 +13,9 @@ from granian.log import LogLevels
 from granian.server.embed import Server as GranianServer
 from starlette.types import ASGIApp
 
+from ps_protocol.certificates import WatchedFiles, server_context
+
+from .renewal import Backend, RenewedServer
 from .settings import ServiceSettings
 
 BACKLOG = 1024
@@ -23,18 +25,14 @@ _KIB = 1024
 _MIB = 1024 * _KIB
 
 
-class Backend(Protocol):
-    """An HTTP server in this process, on this event loop, without signal handlers, logs and lifespan of its own."""
-
-    async def serve(self) -> None:
-        """Serve until `stop`, and then until the requests in flight are answered, however long that takes."""
-
-    def stop(self) -> None:
-        """Accept no more connections and requests."""
-
-
 def make_granian(app: ASGIApp, settings: ServiceSettings, bound: socket.socket) -> Backend:
     """HTTP/1.1 and HTTP/2 on one port. It binds beside `bound`, which must have been taken with `share`."""
+    if settings.tls_cert is not None:
+        return RenewedServer(lambda: _make_granian(app, settings, bound), WatchedFiles(settings.server_tls.paths))
+    return _make_granian(app, settings, bound)
+
+
+def _make_granian(app: ASGIApp, settings: ServiceSettings, bound: socket.socket) -> GranianServer:
     host, port, *_ = bound.getsockname()
     return GranianServer(
         app,
@@ -55,6 +53,8 @@ def make_granian(app: ASGIApp, settings: ServiceSettings, bound: socket.socket) 
         ),
         ssl_cert=settings.tls_cert,
         ssl_key=settings.tls_key,
+        ssl_ca=settings.tls_client_ca,
+        ssl_client_verify=settings.tls_client_ca is not None,
         # Without this it prints to stdout; so its errors go the way of all logs, and what it warns of is only that
         # embedding is experimental.
         log_level=LogLevels.error,
@@ -77,8 +77,7 @@ def make_uvicorn(app: ASGIApp, settings: ServiceSettings, bound: socket.socket, 
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=grace_seconds,
-        ssl_certfile=settings.tls_cert,
-        ssl_keyfile=settings.tls_key,
+        ssl_context_factory=(lambda *_: server_context(settings.server_tls)) if settings.tls_cert else None,
     )
     return _Uvicorn(config, bound)
 

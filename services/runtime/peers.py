@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
-import ssl
+from collections.abc import Generator
+from pathlib import Path
 
 import httpx
 
+from ps_protocol.certificates import client_context
+from ps_protocol.tokens import TokenPair
+
+from .logs import get_logger
 from .settings import ServiceSettings
+
+log = get_logger()
 
 
 def make_peer_client(settings: ServiceSettings) -> httpx.AsyncClient:
-    """A client that trusts `tls_ca` besides the system's authorities and never goes through a proxy."""
-    context = ssl.create_default_context()
-    if settings.tls_ca is not None:
-        context.load_verify_locations(cafile=str(settings.tls_ca))
-    return httpx.AsyncClient(verify=context, trust_env=False)
+    """A client that trusts `tls_ca` besides the system's authorities and never goes through a proxy.
+
+    It sends the token of the settings, and shows their client certificate; files that change are read again.
+    """
+    auth = None if settings.sent_token is None else BearerAuth(settings.sent_token)
+    return httpx.AsyncClient(verify=client_context(settings.client_tls, with_system=True), auth=auth, trust_env=False)
+
+
+class BearerAuth(httpx.Auth):
+    """Sends a file's token; if that is refused, the one that it replaced, which the other side may still go by."""
+
+    def __init__(self, path: Path) -> None:
+        self._pair = TokenPair(path, log.warning)
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        """See httpx.Auth. Raises SettingsError if the file is gone."""
+        for token in self._pair.read():
+            request.headers["authorization"] = f"Bearer {token}"
+            response = yield request
+            if response.status_code != httpx.codes.UNAUTHORIZED:
+                return

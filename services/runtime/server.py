@@ -15,13 +15,16 @@ from typing import Any, NoReturn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ps_protocol.environment import SettingsError
 from ps_protocol.errors import GradpostError, TryAgain
 
-from .backends import Backend, make_granian, make_uvicorn
+from .backends import make_granian, make_uvicorn
 from .listen import ListenError, advertised_address, announce, take_port, wait_until_listening
 from .logs import get_logger
 from .memory import keep_large_buffers
 from .problems import problem_response
+from .renewal import Backend
+from .security import guard, wait_for_token
 from .settings import ServiceSettings
 
 GRACE_SECONDS = 5.0  # what a request in flight gets to end when the service stops
@@ -38,15 +41,19 @@ async def serve(
 ) -> None:
     """Serve `app` until `stop` is set, then end within about `GRACE_SECONDS`.
 
-    In order: take the port, enter the app's lifespan, listen, write the advertised address to `ready_fd`, call
-    `on_started` with it. On stop: cancel `on_started` if it still waits, refuse new connections, let requests in
-    flight finish, answer those that take longer with `try_again`, leave the lifespan. Raises ListenError, what the
-    lifespan or `on_started` raises, and RuntimeError if the HTTP server ends by itself.
+    In order: wait for the token file, take the port, enter the app's lifespan, listen, write the advertised address to
+    `ready_fd`, call `on_started` with it. On stop: cancel `on_started` if it still waits, refuse new connections, let
+    requests in flight finish, answer those that take longer with `try_again`, leave the lifespan. Raises SettingsError
+    if the token file does not come, ListenError, what the lifespan or `on_started` raises, and RuntimeError if the HTTP
+    server ends by itself.
     """
+    if not await wait_for_token(settings, stop):
+        return
     requests = _RequestsInFlight(app)
     is_granian = settings.server == "granian"
     with take_port(settings.host, settings.port, share=is_granian) as bound:
         address = advertised_address(settings, bound.getsockname()[1])
+        guard(app, settings, address)
         # Not through the server: it would turn what the lifespan raises into a log line and an exit code.
         async with app.router.lifespan_context(app):
             if is_granian:
@@ -69,7 +76,8 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> NoReturn:
     """Run a whole service process and end it with the exit code that `main` returns; the event tells it to stop.
 
     SIGTERM and SIGINT set the event; a second SIGINT exits at once. An exception is exit code 1 and a log
-    entry: one line for a GradpostError or ListenError, also when a task group wraps it, a traceback for any other.
+    entry: one line for a GradpostError, ListenError or SettingsError, also when a task group wraps it, a traceback for
+    any other.
     """
 
     async def run() -> int:
@@ -89,7 +97,7 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> NoReturn:
             cause: BaseException = error
             while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
                 [cause] = cause.exceptions  # a task group wraps what one of its tasks raised
-            if isinstance(cause, GradpostError | ListenError):
+            if isinstance(cause, GradpostError | ListenError | SettingsError):
                 log.error(str(cause))
             else:
                 log.error("the service failed", exc_info=error)

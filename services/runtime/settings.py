@@ -9,8 +9,10 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, FilePath, field_validator, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
+from ps_protocol.certificates import TlsFiles
 from ps_protocol.environment import PREFIX, check_base_url, check_environment, read_settings_file
 from ps_protocol.frames import FrameLimits
+from ps_protocol.hosts import check_listening
 
 from .failpoints import parse_failpoints
 from .logs import LogFormat, LogLevel
@@ -46,6 +48,23 @@ class ServiceSettings(BaseSettings):
     tls_ca: FilePath | None = Field(
         default=None, description="PEM file of the authority that other services are signed by"
     )
+    tls_client_ca: FilePath | None = Field(
+        default=None, description="PEM file of the authority whose certificates callers must show (mutual TLS)"
+    )
+    tls_client_cert: FilePath | None = Field(
+        default=None, description="PEM file of the certificate chain that it shows to other services"
+    )
+    tls_client_key: FilePath | None = Field(default=None, description="PEM file of that certificate's private key")
+    tokens_dir: Path | None = Field(
+        default=None, description="folder of the tokens that it accepts, in files named read, train and admin"
+    )
+    token_file: Path | None = Field(
+        default=None, description="file of the token that it sends to other services; else admin in tokens_dir"
+    )
+    insecure: bool = Field(default=False, description="listen beyond loopback without tokens")
+    allowed_hosts: str | None = Field(
+        default=None, description="further host names that it goes by, separated by commas; *.example.com for all below"
+    )
     max_body_bytes: int = Field(default=_LIMITS.max_body_bytes, ge=1)
     max_header_bytes: int = Field(default=_LIMITS.max_header_bytes, ge=1)
     max_tensors: int = Field(default=_LIMITS.max_tensors, ge=1)
@@ -69,10 +88,32 @@ class ServiceSettings(BaseSettings):
         parse_failpoints(text)
         return text
 
+    @property
+    def server_tls(self) -> TlsFiles:
+        """What it shows to callers, and who must have signed what they show."""
+        return TlsFiles(self.tls_client_ca, self.tls_cert, self.tls_key)
+
+    @property
+    def client_tls(self) -> TlsFiles:
+        """The same for calling other services."""
+        return TlsFiles(self.tls_ca, self.tls_client_cert, self.tls_client_key)
+
+    @property
+    def sent_token(self) -> Path | None:
+        """The file of the token for calling other services, which may not be there yet; None: none is sent."""
+        if self.token_file is None and self.tokens_dir is not None:
+            return self.tokens_dir / "admin"
+        return self.token_file
+
     @model_validator(mode="after")
-    def _check_tls(self) -> Self:
+    def _check_security(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together: give both or neither")
+        if (self.tls_client_cert is None) != (self.tls_client_key is None):
+            raise ValueError("tls_client_cert and tls_client_key go together: give both or neither")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca needs tls_cert and tls_key: without TLS nobody shows a certificate")
+        check_listening(self.host, "host", has_tokens=self.tokens_dir is not None, insecure=self.insecure)
         return self
 
     @classmethod

@@ -89,7 +89,7 @@ async def test_bad_input_gets_a_problem_document_and_changes_nothing(world: Worl
 
 def head(w: World, num_bytes: int, rank: int = 1) -> bytes:
     """Headers of a push over HTTP/1.1 that announces a body."""
-    lines = {**w.trainers[rank].fence(2), "host": "x", "content-length": str(num_bytes)}
+    lines = {**w.trainers[rank].fence(2), "host": "localhost", "content-length": str(num_bytes)}
     return "\r\n".join([f"POST {SEND} HTTP/1.1", *(f"{k}: {v}" for k, v in lines.items()), "", ""]).encode()
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ps_protocol.environment import PREFIX
+from ps_protocol.certificates import TlsFiles
+from ps_protocol.environment import PREFIX, read_settings_file
 from ps_protocol.messages import ClusterStatus, PserverState, RunSummary
 from ps_protocol.vocabulary import Rank
 
@@ -25,6 +26,8 @@ from .guardian import Guardian
 from .processes import Child, OnLine
 
 START_SECONDS = 60.0  # importing takes a second or two, and much longer on a busy machine
+# Settings of the services that their trainers need as well.
+_SHARED = ("GRADPOST_TLS_CA", "GRADPOST_TLS_CLIENT_CERT", "GRADPOST_TLS_CLIENT_KEY", "GRADPOST_TOKENS_DIR")
 MAX_KEPT_LINES = 10_000
 
 
@@ -34,11 +37,11 @@ class LocalCluster:
         with LocalCluster(pservers=2, trainers=2, lease_seconds=1) as cluster:
             codes = cluster.run_trainers([sys.executable, "train.py"])
 
-    `settings` are those of the services (`server="uvicorn"`, `round_timeout_seconds=2`, …); without `state_dir` what
-    they write to disk is deleted in the end. `environ` is what all
-    processes inherit; by default it is this process's environment without the settings of another cluster. Output
-    goes to `on_line`, and its end is kept in `output` for the message of a failing test. No process outlives this
-    one, not even one that a script has started, not even after `kill -9`.
+    `settings` are those of the services (`server="uvicorn"`, `round_timeout_seconds=2`, …); trainers get those of TLS
+    and the `tokens_dir` as well. Without `state_dir` what the services write to disk is deleted in the end. `environ`
+    is what all processes inherit; by default it is this process's environment without the settings of another
+    cluster. Output goes to `on_line`, and its end is kept in `output` for the message of a failing test. No process
+    outlives this one, not even one that a script has started, not even after `kill -9`.
     """
 
     def __init__(
@@ -145,6 +148,8 @@ class LocalCluster:
 
     def _spawn_service(self, name: str, module: str, *, pass_fds: Sequence[int] = (), **env: Any) -> Child:
         env = {**self.environment(), "GRADPOST_HOST": "127.0.0.1", **self._settings, **env}
+        if "GRADPOST_TOKENS_DIR" in env and "GRADPOST_TOKEN_FILE" not in self._settings:
+            env.pop("GRADPOST_TOKEN_FILE", None)  # one that trainers inherit would not do for a service
         return Child(
             name,
             [sys.executable, "-P", "-m", module],
@@ -186,9 +191,7 @@ class LocalCluster:
             env.pop(name, None)
         if self.address:
             env["GRADPOST_COORDINATOR"] = self.address
-        if "GRADPOST_TLS_CA" in self._settings:
-            env["GRADPOST_TLS_CA"] = self._settings["GRADPOST_TLS_CA"]
-        return env
+        return env | {name: self._settings[name] for name in _SHARED if name in self._settings}
 
     def start_trainer(self, rank: Rank, command: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
         """Start one trainer process with this rank, again if it has ended. First in the order of ranks."""
@@ -226,9 +229,18 @@ class LocalCluster:
         """The inspection API of this cluster."""
         with self._lock:
             if self._view is None:
-                ca = self._settings.get("GRADPOST_TLS_CA") or self._environ.get("GRADPOST_TLS_CA")
-                self._view = ClusterView(self.address, tls_ca=Path(ca) if ca else None)
+                tls = TlsFiles(*map(self._path, ("tls_ca", "tls_client_cert", "tls_client_key")))
+                folder = self._path("tokens_dir")
+                token = None if folder is None else folder / "train"  # it also leaves for trainers that are gone
+                self._view = ClusterView(self.address, tls=tls, token_file=token)
             return self._view
+
+    def _path(self, name: str) -> Path | None:
+        variable = PREFIX + name.upper()
+        value = (
+            self._settings.get(variable) or self._environ.get(variable) or read_settings_file(self._environ).get(name)
+        )
+        return Path(value) if value else None
 
     def status(self) -> ClusterStatus:
         """How the cluster stands."""

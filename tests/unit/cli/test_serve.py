@@ -55,13 +55,14 @@ def test_values_of_every_kind(run_command: RunCommand, served: list[ServiceSetti
     pem = tmp_path / "ca.pem"
     pem.touch()
     flags = (
-        "--host 0.0.0.0 --port 0 --server uvicorn --lease-seconds 2.5 --exit-when-done --no-slice-parameters "
-        f"--tls-ca {pem} --advertise-address http://here:1/ --nonfinite allow"
+        "--host 0.0.0.0 --insecure --port 0 --server uvicorn --lease-seconds 2.5 --exit-when-done "
+        f"--no-slice-parameters --tls-ca {pem} --advertise-address http://here:1/ --nonfinite allow"
     )
     assert run_command("serve", "coordinator", *flags.split()).exit_code == 5
     assert served == [
         CoordinatorSettings(
             host="0.0.0.0",
+            insecure=True,
             port=0,
             server="uvicorn",
             lease_seconds=2.5,

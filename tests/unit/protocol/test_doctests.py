@@ -12,6 +12,7 @@ import ps_protocol
 
 MODULES = [
     *(f"ps_protocol.{module.name}" for module in pkgutil.iter_modules(ps_protocol.__path__)),
+    "services.runtime.scopes",
     "gradpost.output",
     "gradpost.plan",
 ]

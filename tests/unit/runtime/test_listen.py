@@ -55,18 +55,18 @@ def test_address_that_is_not_ours(host: str) -> None:
 
 
 def test_advertised_address_is_the_one_that_was_set() -> None:
-    settings = ServiceSettings(host="0.0.0.0", advertise_address="https://ps.example/0/")
+    settings = ServiceSettings(host="0.0.0.0", insecure=True, advertise_address="https://ps.example/0/")
     assert advertised_address(settings, 7071) == "https://ps.example/0"
 
 
 def test_advertised_address_of_one_interface() -> None:
-    assert advertised_address(ServiceSettings(host="10.0.0.5"), 7071) == "http://10.0.0.5:7071"
+    assert advertised_address(ServiceSettings(host="10.0.0.5", insecure=True), 7071) == "http://10.0.0.5:7071"
     assert advertised_address(ServiceSettings(host="::1"), 7071) == "http://[::1]:7071"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_advertised_address_of_every_interface_is_none_of_them(host: str) -> None:
-    address = advertised_address(ServiceSettings(host=host), 7071)
+    address = advertised_address(ServiceSettings(host=host, insecure=True), 7071)
     assert address.startswith("http://")
     assert address.endswith(":7071")
     assert host not in address
@@ -80,4 +80,4 @@ def test_advertised_address_without_a_network_is_the_hosts_name(monkeypatch: pyt
 
     monkeypatch.setattr(socket, "socket", NoNetwork)
     expected = f"http://{socket.gethostname()}:7071"
-    assert advertised_address(ServiceSettings(host="0.0.0.0"), 7071) == expected
+    assert advertised_address(ServiceSettings(host="0.0.0.0", insecure=True), 7071) == expected

@@ -131,7 +131,7 @@ async def test_a_body_that_does_not_come_delays_the_answer_only_so_long(
     async with running(Sample().make_app(), server=server) as running_server:
         host, port = running_server.address.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /nowhere HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\nx")
+        writer.write(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nx")
         assert await asyncio.wait_for(reader.readline(), 5) == b"HTTP/1.1 404 Not Found\r\n"
         writer.close()
 

@@ -63,7 +63,7 @@ async def test_granian_hands_over_large_frames() -> None:
 
 @every_server
 async def test_listens_on_every_interface(server: str) -> None:
-    async with running(Sample().make_app(), server=server, host="0.0.0.0") as running_server:
+    async with running(Sample().make_app(), server=server, host="0.0.0.0", insecure=True) as running_server:
         port = running_server.address.rpartition(":")[2]
         async with httpx.AsyncClient() as client:
             for host in ("127.0.0.1", "localhost"):
@@ -154,7 +154,7 @@ async def test_stop_ends_a_request_whose_body_does_not_come(
     async with running(Sample().make_app(), server=server) as running_server:
         host, port = running_server.address.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /raw/fine HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\nx")
+        writer.write(b"POST /raw/fine HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nx")
         await asyncio.sleep(0.1)
         running_server.stop.set()
         await running_server.task

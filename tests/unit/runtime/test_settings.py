@@ -20,9 +20,9 @@ def settings_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_flag_over_environment_over_file_over_default(settings_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings_file.write_text('port = 1\nhost = "file"\nlease_seconds = 1.5\n')
     monkeypatch.setenv("GRADPOST_PORT", "2")
-    monkeypatch.setenv("GRADPOST_HOST", "environment")
+    monkeypatch.setenv("GRADPOST_HOST", "127.0.0.2")
     settings = ServiceSettings(port=3)
-    assert (settings.port, settings.host, settings.lease_seconds) == (3, "environment", 1.5)
+    assert (settings.port, settings.host, settings.lease_seconds) == (3, "127.0.0.2", 1.5)
     assert settings.coordinator == "http://127.0.0.1:7070"
 
 

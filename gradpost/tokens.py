@@ -1,0 +1,74 @@
+"""`gradpost token`: files with tokens, written and shown."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from ps_protocol.environment import SettingsError
+from ps_protocol.tokens import PREVIOUS, SCOPES, Scope, TokenPair
+
+from .output import EXIT_FAILED, CommandError, print_line
+from .status import path_setting
+
+RANDOM_BYTES = 32
+
+
+def create_tokens(folder: Path | None, scopes: Sequence[Scope], *, rotate: bool) -> None:
+    """Write a token for each scope that has none, or with `rotate` for all; says what it did, but no token.
+
+    `admin` comes last: whoever waits for that one finds all of them. Raises CommandError if it cannot write.
+    """
+    folder = _find_folder(folder)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for scope in sorted(scopes, key=SCOPES.index):
+            file = folder / scope
+            if not file.exists():
+                _write(file, _make_token(scope))
+                print_line(f"{file}: created")
+            elif rotate:
+                # The older one first, so that at no time a token is missing.
+                _write(file.with_name(scope + PREVIOUS), file.read_text(encoding="ascii").strip())
+                _write(file, _make_token(scope))
+                print_line(f"{file}: replaced; the token before stays valid until the next time")
+            else:
+                print_line(f"{file}: kept")
+    except OSError as error:
+        raise CommandError(f"{error.filename or folder}: {error.strerror}", exit_code=EXIT_FAILED) from None
+
+
+def show(folder: Path | None, scope: Scope) -> None:
+    """Print the newest token of a scope, and nothing else."""
+    try:
+        newest, *_ = TokenPair(_find_folder(folder) / scope).read()
+    except SettingsError as error:
+        raise CommandError(str(error), exit_code=EXIT_FAILED) from None
+    print(newest)
+
+
+def _find_folder(folder: Path | None) -> Path:
+    folder = folder or path_setting("tokens_dir")
+    if folder is None:
+        raise CommandError("which folder? Give --dir, or set GRADPOST_TOKENS_DIR")
+    return folder
+
+
+def _make_token(scope: Scope) -> str:
+    """The prefix is for those who find it in a log or repository, people and scanners alike."""
+    return f"gradpost_{scope}_{secrets.token_urlsafe(RANDOM_BYTES)}"
+
+
+def _write(file: Path, token: str) -> None:
+    """Write it whole or not at all, and readable to its owner alone from the first moment."""
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400), "w", encoding="ascii") as stream:
+            stream.write(f"{token}\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,126 @@
+"""TLS contexts that follow their files: a certificate is renewed by replacing the file, and nothing is restarted."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Build = Callable[[], ssl.SSLContext]
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files of one side of a connection: whom it trusts (None: see there), and who it says it is."""
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+    @property
+    def paths(self) -> list[Path]:
+        """Those that are there."""
+        return [path for path in (self.ca, self.cert, self.key) if path is not None]
+
+
+class WatchedFiles:
+    """Tells whether any of some files has been replaced or written since the last time that somebody asked."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._paths = list(paths)
+        self._stamp: list[tuple[int, ...]] | None = self._look()
+
+    def have_changed(self) -> bool:
+        """True once after each change. A file that is gone for a moment is one, too."""
+        seen, self._stamp = self._stamp, self._look()
+        return seen != self._stamp
+
+    def forget(self) -> None:
+        """Count as changed when next asked: what was made of the files did not work out."""
+        self._stamp = None
+
+    def _look(self) -> list[tuple[int, ...]]:
+        return [_stamp(path) for path in self._paths]
+
+
+class FreshContext(ssl.SSLContext):
+    """A context whose every new connection uses the files as they are then; those that exist keep what they have.
+
+    It builds a new context when a file has changed and passes connections on to it. While the files do not fit each
+    other (the certificate is replaced, its key not yet) it stays with the one before.
+    """
+
+    def __new__(cls, files: TlsFiles, build: Build) -> FreshContext:
+        """`build` makes the context from the files; what it raises now, it raises here."""
+        return super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)  # what it is itself does not matter
+
+    def __init__(self, files: TlsFiles, build: Build) -> None:
+        self._build = build
+        self._alpn: list[str] | None = None
+        self._files = WatchedFiles(files.paths)
+        self._context = build()
+
+    def set_alpn_protocols(self, alpn_protocols: Iterable[str]) -> None:
+        """Offer these on every connection from now on."""
+        self._alpn = list(alpn_protocols)
+
+    def wrap_socket(self, *args: Any, **kwargs: Any) -> ssl.SSLSocket:
+        """See ssl.SSLContext."""
+        return self._current().wrap_socket(*args, **kwargs)
+
+    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+        """See ssl.SSLContext."""
+        return self._current().wrap_bio(*args, **kwargs)
+
+    def _current(self) -> ssl.SSLContext:
+        if self._files.have_changed():
+            try:
+                self._context = self._build()
+            except OSError:  # ssl.SSLError included
+                self._files.forget()  # tried again with the next connection
+        if self._alpn is not None:
+            self._context.set_alpn_protocols(self._alpn)
+        return self._context
+
+
+def client_context(files: TlsFiles, *, with_system: bool = False) -> ssl.SSLContext:
+    """A context for calling others: trusts `files.ca`, presents `files.cert` if there is one.
+
+    Without a `ca` it trusts the system's authorities, with `with_system` in any case.
+    """
+
+    def build() -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=None if with_system or files.ca is None else str(files.ca))
+        if files.ca is not None and with_system:
+            context.load_verify_locations(cafile=str(files.ca))
+        if files.cert is not None:
+            context.load_cert_chain(files.cert, files.key)
+        return context
+
+    return FreshContext(files, build) if files.paths else build()
+
+
+def server_context(files: TlsFiles) -> ssl.SSLContext:
+    """A context for being called: presents `files.cert`, and with a `ca` demands certificates that this one signed."""
+
+    def build() -> ssl.SSLContext:
+        assert files.cert is not None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(files.cert, files.key)
+        if files.ca is not None:
+            context.load_verify_locations(cafile=str(files.ca))
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    return FreshContext(files, build)
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ()
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size

@@ -1,0 +1,49 @@
+"""Host names and addresses: what is loopback, what a browser can be tricked with, and who may listen where."""
+
+from __future__ import annotations
+
+import ipaddress
+
+LOOPBACK_NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback"})
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens on `host`; a name that we do not know counts as reachable.
+
+    >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "")]
+    [True, True, True, False, False]
+    """
+    return host.lower() in LOOPBACK_NAMES or (is_ip_literal(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def is_ip_literal(host: str) -> bool:
+    """Whether it is an address, not a name that somebody's DNS server answers for."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def split_port(authority: str) -> tuple[str, str]:
+    """Host, in lower case and without brackets, and port of what stands in a Host header.
+
+    >>> split_port("PS-0.example:7070"), split_port("[::1]:80"), split_port("10.0.0.5")
+    (('ps-0.example', '7070'), ('::1', '80'), ('10.0.0.5', ''))
+    """
+    host, separator, port = authority.rpartition(":")
+    if not separator or port.endswith("]"):
+        host, port = authority, ""
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    return host.lower().rstrip("."), port
+
+
+def check_listening(host: str, setting: str, *, has_tokens: bool, insecure: bool) -> None:
+    """Raise ValueError if `host` (of this setting) can be reached from elsewhere and nothing protects what is there."""
+    if not (is_loopback(host) or has_tokens or insecure):
+        raise ValueError(
+            f"{setting} {host or 'of every interface'} can be reached from elsewhere, and there are no tokens: create "
+            "some with `gradpost token create --dir DIR` and set tokens_dir (--tokens-dir, GRADPOST_TOKENS_DIR), or "
+            "let everybody who reaches the port do everything with insecure (--insecure, GRADPOST_INSECURE=true)"
+        )

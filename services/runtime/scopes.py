@@ -1,0 +1,77 @@
+"""Which scope each request needs: the one table that says who may call what.
+
+A new route goes here; a test compares this table with the routes of both applications. Whatever is not in it, paths
+that do not exist included, needs `admin`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from starlette.routing import compile_path
+
+from ps_protocol import routes
+from ps_protocol.tokens import Scope
+
+DOCS = "/docs"
+OPENAPI = "/openapi.json"
+
+# None: everybody may, so that probes need no token.
+ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
+    ("GET", routes.HEALTH): None,
+    ("GET", routes.READY): None,
+    # looking
+    ("GET", routes.METRICS): "read",
+    ("GET", OPENAPI): "read",
+    ("GET", DOCS): "read",
+    ("GET", routes.STATE): "read",
+    ("GET", routes.BLOCKS): "read",
+    ("GET", routes.STATUS): "read",
+    ("GET", routes.SUMMARY): "read",
+    ("GET", routes.PARAMETERS): "read",
+    ("GET", routes.PARAMETER): "read",
+    ("GET", routes.TARGETS): "read",
+    ("GET", routes.CHECKPOINTS): "read",
+    # what a trainer does
+    ("POST", routes.SEND): "train",
+    ("POST", routes.GET): "train",
+    ("POST", routes.BARRIER): "train",
+    ("POST", routes.INITIAL): "train",
+    ("GET", routes.BUFFERS): "train",
+    ("POST", routes.JOIN_TRAINER): "train",
+    ("POST", routes.DECLARE_MODEL): "train",
+    ("GET", routes.PLAN): "train",
+    ("POST", routes.TRAINER_HEARTBEAT): "train",
+    ("POST", routes.LEAVE): "train",
+    # what services do to each other
+    ("POST", routes.REGISTER_PSERVER): "admin",
+    ("POST", routes.PSERVER_HEARTBEAT): "admin",
+    ("PUT", routes.RUN): "admin",
+    ("PUT", routes.MEMBERS): "admin",
+    ("PUT", routes.FREEZE): "admin",
+    ("GET", routes.RESTORABLE): "admin",
+    ("PUT", routes.WANT_CHECKPOINT): "admin",
+    # what an administrator asks for
+    ("POST", routes.CHECKPOINTS): "admin",
+}
+
+_EXACT = {route: scope for route, scope in ROUTE_SCOPES.items() if "{" not in route[1]}
+# Paths are matched as the router does it.
+_TEMPLATES: list[tuple[str, re.Pattern[str], Scope | None]] = [
+    (method, compile_path(path)[0], scope) for (method, path), scope in ROUTE_SCOPES.items() if "{" in path
+]
+
+
+def needed_scope(method: str, path: str) -> Scope | None:
+    """The scope that a request needs; None if everybody may.
+
+    >>> needed_scope("POST", "/v1/trainers/0/leave"), needed_scope("DELETE", "/v1/run"), needed_scope("GET", "/healthz")
+    ('train', 'admin', None)
+    """
+    if (method, path) in _EXACT:
+        return _EXACT[method, path]
+    for its_method, pattern, scope in _TEMPLATES:
+        if its_method == method and pattern.match(path):
+            return scope
+    return "admin"

@@ -1,0 +1,148 @@
+"""Who may call a service: host names, origins and bearer tokens, checked at a request's headers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ps_protocol.errors import BadHost, BadOrigin, Forbidden, GradpostError, Unauthenticated
+from ps_protocol.hosts import LOOPBACK_NAMES, is_ip_literal, is_loopback, split_port
+from ps_protocol.tokens import TokenFolder, TokenPair, includes, parse_authorization
+
+from .logs import get_logger
+from .problems import problem_response
+from .scopes import needed_scope
+from .settings import ServiceSettings
+
+log = get_logger()
+
+TOKEN_WAIT_SECONDS = 60.0  # for whoever writes the tokens: services and trainers may be started in any order
+_DEFAULT_PORTS = {"http": "80", "https": "443"}
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+async def wait_for_token(settings: ServiceSettings, stop: asyncio.Event) -> bool:
+    """Wait until the token that the settings name is there, saying so once; False if `stop` came before it.
+
+    Raises SettingsError after `TOKEN_WAIT_SECONDS`.
+    """
+    if settings.sent_token is None:
+        return True
+    return await TokenPair(settings.sent_token).wait(TOKEN_WAIT_SECONDS, log.info, stop.is_set)
+
+
+def guard(app: FastAPI, settings: ServiceSettings, address: str) -> None:
+    """Let `app` answer only those who may ask, once it is served under `address`; log what is left unprotected.
+
+    Raises RuntimeError if it has answered before: then it is too late.
+    """
+    if app.middleware_stack is not None:
+        raise RuntimeError("an application that has answered already cannot be guarded any more")
+    tokens = None if settings.tokens_dir is None else TokenFolder(settings.tokens_dir, log.warning)
+    names = [settings.host, *(urlsplit(url).hostname or "" for url in (address, settings.coordinator))]
+    # Innermost, so that a refusal is measured, and whoever is still sending a body gets to read it.
+    app.user_middleware.append(
+        Middleware(CheckAccess, tokens=tokens, hosts=KnownHosts([*names, *_listed(settings.allowed_hosts)]))
+    )
+    if not is_loopback(settings.host):
+        if tokens is None:
+            log.warning("insecure: whoever reaches this port may do everything", host=settings.host)
+        elif settings.tls_cert is None:
+            log.warning("tokens travel unencrypted: set tls_cert and tls_key, or use a private network")
+
+
+class KnownHosts:
+    """The names that a service goes by.
+
+    A page on the web can point its own name at 127.0.0.1 or an inner address and then read and change what a browser
+    reaches there; but the requests carry that name. Addresses and the loopback's names cannot be pointed elsewhere.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        names = {name.lower().rstrip(".") for name in names if name}
+        self._any = "*" in names
+        self._exact = names | LOOPBACK_NAMES
+        self._suffixes = tuple(name[1:] for name in names if name.startswith("*."))
+
+    def __contains__(self, host: str) -> bool:
+        return self._any or host in self._exact or is_ip_literal(host) or host.endswith(self._suffixes or ("\0",))
+
+
+class CheckAccess:
+    """ASGI middleware that refuses before a body is read: `bad_host`, `bad_origin`, `unauthenticated`, `forbidden`."""
+
+    def __init__(self, app: ASGIApp, tokens: TokenFolder | None, hosts: KnownHosts) -> None:
+        self._app = app
+        self._tokens = tokens
+        self._hosts = hosts
+        self._good_authorities: set[bytes] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer why not."""
+        try:
+            self._check(scope)
+        except GradpostError as error:
+            headers = {"www-authenticate": "Bearer"} if isinstance(error, Unauthenticated) else None
+            await problem_response(error, instance=scope["path"], headers=headers)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        host = origin = authorization = b""
+        for name, value in scope["headers"]:
+            if name == b"host":
+                host = value
+            elif name == b"authorization":
+                authorization = value
+            elif name == b"origin":
+                origin = value
+        if host not in self._good_authorities:
+            self._check_host(host.decode("latin-1"))
+            if len(self._good_authorities) < 100:  # a service has few; an address may be written in many ways
+                self._good_authorities.add(host)
+        if origin and scope["method"] not in _READING:
+            _check_origin(origin.decode("latin-1"), host.decode("latin-1"))
+        if self._tokens is not None:
+            self._check_token(self._tokens, scope, authorization.decode("latin-1"))
+
+    def _check_host(self, authority: str) -> None:
+        if split_port(authority)[0] not in self._hosts:
+            raise BadHost(
+                "this service does not go by that host name; let it, with allowed_hosts (GRADPOST_ALLOWED_HOSTS) or "
+                "advertise_address (GRADPOST_ADVERTISE_ADDRESS)",
+                actual=authority[:300],
+            )
+
+    def _check_token(self, tokens: TokenFolder, scope: Scope, authorization: str) -> None:
+        needed = needed_scope("GET" if scope["method"] == "HEAD" else scope["method"], scope["path"])
+        if needed is None:
+            return
+        token = parse_authorization(authorization)
+        if not token:
+            raise Unauthenticated(
+                f"this needs a bearer token of scope {needed}; whoever asks sets token_file (GRADPOST_TOKEN_FILE)",
+                needed=needed,
+            )
+        given = tokens.scope_of(token)
+        if given is None:
+            raise Unauthenticated("this bearer token is not one of those that are valid here", needed=needed)
+        if not includes(given, needed):
+            raise Forbidden(f"this needs a token of scope {needed}, not {given}", needed=needed, given=given)
+
+
+def _check_origin(origin: str, authority: str) -> None:
+    url = urlsplit(origin)
+    default = _DEFAULT_PORTS.get(url.scheme, "")
+    # Of the scheme only the port counts: a proxy may end TLS before us.
+    theirs, ours = split_port(url.netloc), split_port(authority)
+    if theirs[0] != ours[0] or not theirs[0] or (theirs[1] or default) != (ours[1] or default):
+        raise BadOrigin("a page of another site sent this", expected=authority, actual=origin[:300])
+
+
+def _listed(names: str | None) -> list[str]:
+    return [name.strip() for name in (names or "").split(",") if name.strip()]

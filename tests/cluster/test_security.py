@@ -1,0 +1,174 @@
+"""A cluster that is closed: tokens and mutual TLS on every link, and both replaced while it trains."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from torch import nn
+
+from gradpost.tokens import create_tokens
+from ps_protocol.certificates import TlsFiles, client_context
+from ps_protocol.environment import SettingsError
+from ps_protocol.errors import Forbidden, Unauthenticated
+from ps_protocol.tokens import SCOPES, Scope
+from trainer_client import ParameterClient, RemoteOptimizer, Session
+from trainer_client.testing import LocalCluster
+
+from ..unit.protocol.test_certificates import Authority, serial, serial_of_peer
+from .parity_model import run_trainers
+
+pytestmark = pytest.mark.cluster
+
+
+@dataclass
+class Closed:
+    """A cluster, its tokens and its authority."""
+
+    cluster: LocalCluster
+    tokens: Path
+    authority: Authority
+    client: TlsFiles
+
+    @property
+    def trainer_settings(self) -> dict[str, Any]:
+        """What a trainer is given, and no more than it needs."""
+        return {
+            "token_file": self.tokens / "train",
+            "tls_ca": self.client.ca,
+            "tls_client_cert": self.client.cert,
+            "tls_client_key": self.client.key,
+            "retry_seconds": 5,
+        }
+
+    @property
+    def newest_serial(self) -> int:
+        return serial(self.authority.folder / "service.pem")
+
+    def serial_of(self, address: str) -> int:
+        """Of the certificate that a new connection gets to see."""
+        url = httpx.URL(address)
+        context = client_context(self.client)
+        with (
+            socket.create_connection((url.host, url.port), 10) as raw,
+            context.wrap_socket(raw, server_hostname=url.host) as tls,
+        ):
+            return serial_of_peer(tls)
+
+    def get(self, url: str, scope: Scope | None, **arguments: Any) -> httpx.Response:
+        headers = {} if scope is None else {"authorization": f"Bearer {(self.tokens / scope).read_text().strip()}"}
+        return httpx.get(url, headers=headers, verify=client_context(self.client), **arguments)
+
+
+@pytest.fixture(scope="module")
+def closed(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
+    folder = tmp_path_factory.mktemp("closed")
+    create_tokens(folder / "tokens", SCOPES, rotate=False)
+    authority = Authority(folder / "authority")
+    service, client = authority.issue("service"), authority.issue("client")
+    with LocalCluster(
+        pservers=1,
+        trainers=2,
+        server=server,
+        lease_seconds=2,
+        tokens_dir=folder / "tokens",
+        tls_ca=authority.ca,
+        tls_cert=service.cert,
+        tls_key=service.key,
+        tls_client_ca=authority.ca,
+        tls_client_cert=client.cert,
+        tls_client_key=client.key,
+    ) as cluster:
+        yield Closed(cluster, folder / "tokens", authority, client)
+
+
+def test_training_goes_on_while_everything_is_replaced(closed: Closed, transport: str) -> None:
+    together = threading.Barrier(2)
+    is_over = threading.Event()
+    replaced: set[str] = set()  # addresses that show the new certificate
+
+    def replace() -> None:
+        for _ in range(2):  # so that the first token is worth nothing any more
+            create_tokens(closed.tokens, SCOPES, rotate=True)
+        closed.authority.issue("client")
+        closed.authority.issue("service")
+
+    def look() -> None:
+        addresses = {closed.cluster.address, *(pserver.address for pserver in closed.cluster.status().pservers)}
+        assert len(addresses) == 2
+        replaced.update(address for address in addresses if closed.serial_of(address) == closed.newest_serial)
+        if replaced == addresses:
+            is_over.set()
+
+    def train(session: Session) -> tuple[int, float]:
+        weight = nn.Parameter(torch.zeros(10_000))
+        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
+        for step in itertools.count():
+            if together.wait(30) == 0 and step == 2:
+                replace()
+            elif step > 2 and session.rank == 0:
+                look()
+            together.wait(30)
+            if is_over.is_set():
+                break
+            weight.grad = torch.ones(10_000)
+            optimizer.step()
+            time.sleep(0.1)
+        assert session.summary().transport == transport
+        if session.rank == 0:  # the coordinator asks the pserver for it
+            assert len(closed.get(f"{closed.cluster.address}/v1/parameters/weight", "read").content) > 40_000
+        return step, weight.sum().item()
+
+    assert closed.cluster.address.startswith("https://")
+    first = closed.newest_serial
+    (steps, total), other = run_trainers(closed.cluster.address, [train, train], **closed.trainer_settings)
+    assert (steps, total) == other == (steps, -10_000.0 * steps)
+    assert steps > 2
+    assert closed.newest_serial != first
+
+
+def test_strangers_get_nothing(closed: Closed) -> None:
+    status = closed.cluster.status()
+    for address in (closed.cluster.address, *(pserver.address for pserver in status.pservers)):
+        assert closed.get(f"{address}/healthz", None).status_code == 200
+        assert closed.get(f"{address}/metrics", None).status_code == 401
+        assert closed.get(f"{address}/metrics", "read").status_code == 200
+        with (
+            pytest.raises(httpx.TransportError),
+            httpx.Client(verify=client_context(TlsFiles(closed.client.ca))) as http,
+        ):
+            http.get(f"{address}/healthz")
+
+
+async def fail_to_join(closed: Closed, **settings: Any) -> None:
+    client = ParameterClient(closed.cluster.address, rank=0, **closed.trainer_settings | settings)
+    try:
+        async with asyncio.timeout(10):
+            await client.join()
+    finally:
+        await client.leave()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("token", "error"), [(None, Unauthenticated), ("read", Forbidden)])
+async def test_a_trainer_without_the_right_token_learns_it_at_once(
+    closed: Closed, token: str | None, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match="token"):
+        await fail_to_join(closed, token_file=token and closed.tokens / token)
+
+
+@pytest.mark.asyncio
+async def test_a_trainer_waits_for_its_token(closed: Closed, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="there is no token file"):
+        await fail_to_join(closed, token_file=tmp_path / "train", retry_seconds=0.1)

@@ -1,0 +1,202 @@
+"""Contexts that follow their files, over real sockets."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import trustme
+from cryptography import x509
+
+from ps_protocol.certificates import FreshContext, TlsFiles, WatchedFiles, client_context, server_context
+
+
+@dataclass
+class Authority:
+    """A certificate authority, and a folder with what it issues."""
+
+    folder: Path
+    authority: trustme.CA = field(default_factory=trustme.CA)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(exist_ok=True)
+        self.authority.cert_pem.write_to_path(str(self.ca))
+
+    @property
+    def ca(self) -> Path:
+        return self.folder / "ca.pem"
+
+    def issue(self, name: str, *, only_cert: bool = False) -> TlsFiles:
+        """Write a new certificate of 127.0.0.1 and its key under this name, each by renaming."""
+        issued = self.authority.issue_cert("127.0.0.1", "localhost")
+        files = TlsFiles(self.ca, self.folder / f"{name}.pem", self.folder / f"{name}.key")
+        for path, pem in ((files.cert, issued.cert_chain_pems[0]), (files.key, issued.private_key_pem)):
+            assert path is not None
+            if path == files.key and only_cert:
+                break
+            temporary = path.with_suffix(".temporary")
+            pem.write_to_path(str(temporary))
+            temporary.rename(path)
+        return files
+
+
+def serial(cert: Path) -> int:
+    return x509.load_pem_x509_certificate(cert.read_bytes()).serial_number
+
+
+def serial_of_peer(tls: ssl.SSLSocket) -> int:
+    certificate = tls.getpeercert()
+    assert certificate
+    return int(str(certificate["serialNumber"]), 16)
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "authority")
+
+
+class Greeter:
+    """Accepts connections one after another and tells each who it is."""
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        self._context = context
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listening.getsockname()[1]
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return
+            connection.settimeout(10)
+            with connection:
+                try:
+                    with self._context.wrap_socket(connection, server_side=True) as tls:
+                        tls.sendall(b"%x" % (serial_of_peer(tls) if tls.getpeercert() else 0))
+                except OSError:
+                    pass
+
+    def ask(self, context: ssl.SSLContext) -> tuple[int, int]:
+        """Serial numbers of its certificate, and of ours as it saw it (0: it asked for none)."""
+        with (
+            socket.create_connection(("127.0.0.1", self.port), 10) as raw,
+            context.wrap_socket(raw, server_hostname="127.0.0.1") as tls,
+        ):
+            answer = tls.recv(100)
+            if not answer:
+                raise ConnectionResetError("refused after the handshake")
+            return serial_of_peer(tls), int(answer, 16)
+
+    def close(self) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self._thread.join()
+
+
+@pytest.fixture
+def mutual(authority: Authority) -> Iterator[Greeter]:
+    greeter = Greeter(server_context(authority.issue("service")))
+    yield greeter
+    greeter.close()
+
+
+def test_both_sides_show_a_certificate(authority: Authority, mutual: Greeter) -> None:
+    client = authority.issue("client")
+    assert client.cert
+    assert mutual.ask(client_context(client)) == (serial(authority.folder / "service.pem"), serial(client.cert))
+    for stranger in (TlsFiles(authority.ca), Authority(authority.folder.parent / "other").issue("client")):
+        context = client_context(TlsFiles(authority.ca, stranger.cert, stranger.key))
+        with pytest.raises(OSError):
+            assert mutual.ask(context)[1], "it was let in"
+
+
+def test_new_connections_use_the_new_certificates(authority: Authority, mutual: Greeter) -> None:
+    client = authority.issue("client")
+    assert client.cert
+    context = client_context(client)
+    first = mutual.ask(context)
+    assert mutual.ask(context) == first
+    authority.issue("client")
+    authority.issue("service")
+    second = mutual.ask(context)
+    assert second == (serial(authority.folder / "service.pem"), serial(client.cert))
+    assert not set(first) & set(second)
+
+
+def test_an_authority_may_be_replaced(authority: Authority, mutual: Greeter) -> None:
+    client = authority.issue("client")
+    context = client_context(client)
+    mutual.ask(context)
+    authority.authority = trustme.CA()
+    authority.__post_init__()
+    authority.issue("service")
+    with pytest.raises(OSError):
+        assert mutual.ask(context)[1], "the old authority's certificate was let in"
+    authority.issue("client")
+    assert mutual.ask(context)[1] == serial(authority.folder / "client.pem")
+
+
+def test_files_that_do_not_fit_each_other_are_left(authority: Authority, mutual: Greeter) -> None:
+    context = client_context(authority.issue("client"))
+    first = mutual.ask(context)
+    authority.issue("service", only_cert=True)
+    assert mutual.ask(context) == first
+    authority.issue("service")
+    assert mutual.ask(context)[0] == serial(authority.folder / "service.pem") != first[0]
+
+
+def test_what_failed_is_tried_again(authority: Authority, mutual: Greeter) -> None:
+    files = authority.issue("client")
+    assert files.cert
+    built: list[ssl.SSLContext] = []
+
+    def build() -> ssl.SSLContext:
+        if len(built) == 1:
+            built.append(built[0])
+            raise OSError("no file descriptors left")
+        built.append(client_context(files))
+        return built[-1]
+
+    context = FreshContext(files, build)
+    authority.issue("client")
+    for _ in range(3):
+        assert mutual.ask(context)[1] == serial(files.cert)
+    assert len(built) == 3
+
+
+def test_wrong_files_are_refused_at_once(tmp_path: Path, authority: Authority) -> None:
+    with pytest.raises(FileNotFoundError):
+        client_context(TlsFiles(tmp_path / "none.pem"))
+    files = authority.issue("service")
+    with pytest.raises(ssl.SSLError):
+        server_context(TlsFiles(None, files.ca, files.key))
+
+
+def test_a_change_is_told_once(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    watched = WatchedFiles([file])
+    assert not watched.have_changed()
+    file.write_text("a")
+    assert watched.have_changed()
+    assert not watched.have_changed()
+    watched.forget()
+    assert watched.have_changed()
+    file.unlink()
+    assert watched.have_changed()
+    assert not watched.have_changed()
+
+
+def test_contexts_warn_of_nothing(authority: Authority) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        client_context(TlsFiles(authority.ca))
+        client_context(TlsFiles(), with_system=True)

@@ -1,0 +1,295 @@
+"""Who may call a service: over real sockets, on both servers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from ps_protocol.environment import SettingsError
+from ps_protocol.tokens import SCOPES
+from services.runtime import security
+from services.runtime.logs import configure_logs
+from services.runtime.peers import make_peer_client
+from services.runtime.security import KnownHosts
+from services.runtime.server import serve
+from services.runtime.settings import ServiceSettings
+
+from ..protocol.test_tokens import put
+from .support import SERVERS, Running, Sample, http2_client, running
+
+every_server = pytest.mark.parametrize("server", SERVERS)
+
+TOKENS = {scope: f"token-of-{scope}-xxxxxxxx" for scope in SCOPES}
+LARGE = b"x" * (16 << 20)
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}"}
+
+
+@pytest.fixture
+def tokens_dir(tmp_path: Path) -> Path:
+    for scope, token in TOKENS.items():
+        put(tmp_path / scope, token)
+    return tmp_path
+
+
+@pytest_asyncio.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient() as client:
+        yield client
+
+
+async def refusal(response: httpx.Response) -> tuple[int, str]:
+    assert response.headers["content-type"] == "application/problem+json"
+    return response.status_code, response.json()["code"]
+
+
+# ---------------------------------------------------------------------- tokens
+
+
+@every_server
+@pytest.mark.asyncio
+async def test_who_may_do_what(server: str, tokens_dir: Path) -> None:
+    app = Sample().make_app()
+    async with running(app, server=server, tokens_dir=tokens_dir) as service, httpx.AsyncClient() as http:
+
+        async def status(method: str, path: str, scope: str | None) -> int:
+            headers = bearer(TOKENS[scope]) if scope else {}
+            return (await http.request(method, service.address + path, headers=headers)).status_code
+
+        callers = (None, *SCOPES)
+        assert [await status("GET", "/healthz", caller) for caller in callers] == [200, 200, 200, 200]
+        assert [await status("GET", "/metrics", caller) for caller in callers] == [401, 200, 200, 200]
+        assert [await status("GET", "/docs", caller) for caller in callers] == [401, 200, 200, 200]
+        assert [await status("HEAD", "/metrics", caller) for caller in callers] == [401, 405, 405, 405]
+        # Not in the table, so that they need admin whatever they do.
+        for method, path in (("GET", "/stale"), ("POST", "/raw/fine"), ("GET", "/nowhere"), ("POST", "/metrics")):
+            answers = [await status(method, path, caller) for caller in callers]
+            assert answers[:3] == [401, 403, 403], path
+            assert answers[3] not in (401, 403), path
+
+
+@every_server
+@pytest.mark.asyncio
+async def test_what_a_refusal_says(
+    server: str, tokens_dir: Path, capsys: pytest.CaptureFixture[str], http: httpx.AsyncClient
+) -> None:
+    configure_logs("sample", "json")
+    async with running(Sample().make_app(), server=server, tokens_dir=tokens_dir) as service:
+        url = f"{service.address}/raw/fine"
+        for headers in ({}, bearer("x" * 30), {"authorization": f"Basic {TOKENS['admin']}"}):
+            response = await http.post(url, headers=headers)
+            assert await refusal(response) == (401, "unauthenticated")
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert response.json()["needed"] == "admin"
+        response = await http.post(url, headers=bearer(TOKENS["train"]))
+        assert await refusal(response) == (403, "forbidden")
+        assert (response.json()["needed"], response.json()["given"]) == ("admin", "train")
+        # Nor is a token taken from where it would be logged.
+        assert (await http.get(f"{service.address}/metrics?token={TOKENS['admin']}")).status_code == 401
+    logged = "".join(capsys.readouterr())
+    assert "serving" in logged
+    assert "token-of-" not in logged
+
+
+@every_server
+@pytest.mark.asyncio
+async def test_whoever_uploads_gets_to_read_the_refusal(server: str, tokens_dir: Path, http: httpx.AsyncClient) -> None:
+    async with running(Sample().make_app(), server=server, tokens_dir=tokens_dir) as service, http2_client() as http2:
+        for client in (http, http2) if server == "granian" else (http,):
+            for _ in range(3):
+                assert await refusal(await client.post(f"{service.address}/raw/fine", content=LARGE)) == (
+                    401,
+                    "unauthenticated",
+                )
+
+
+@every_server
+@pytest.mark.asyncio
+async def test_a_replaced_token_needs_no_restart(server: str, tokens_dir: Path, http: httpx.AsyncClient) -> None:
+    async with running(Sample().make_app(), server=server, tokens_dir=tokens_dir) as service:
+
+        async def statuses(*tokens: str) -> list[int]:
+            return [
+                (await http.get(f"{service.address}/metrics", headers=bearer(token))).status_code for token in tokens
+            ]
+
+        assert await statuses(TOKENS["read"], "n" * 30) == [200, 401]
+        put(tokens_dir / "read.previous", TOKENS["read"])
+        put(tokens_dir / "read", "n" * 30)
+        assert await statuses("n" * 30, TOKENS["read"]) == [200, 200]
+
+
+@every_server
+@pytest.mark.asyncio
+async def test_a_caller_falls_back_to_the_token_before(server: str, tokens_dir: Path, tmp_path: Path) -> None:
+    """So that folders may be updated in any order."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    put(theirs / "admin", "n" * 30)
+    put(theirs / "admin.previous", TOKENS["admin"])
+    settings = ServiceSettings(tokens_dir=theirs)
+    async with (
+        running(Sample().make_app(), server=server, tokens_dir=tokens_dir) as service,
+        make_peer_client(settings) as peer,
+    ):
+        assert (await peer.post(f"{service.address}/raw/fine", content=b"12345")).text.startswith("5 ")
+        (theirs / "admin.previous").unlink()
+        assert (await peer.post(f"{service.address}/raw/fine", content=b"12345")).status_code == 401
+
+
+@every_server
+@pytest.mark.asyncio
+async def test_the_tokens_may_come_later(
+    server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = asyncio.Event()
+    monkeypatch.setattr(security.log, "info", lambda *_: begun.set())  # the only line until then
+
+    async def begin() -> Running:
+        async with running(Sample().make_app(), server=server, tokens_dir=tmp_path / "later") as service:
+            return service
+
+    serving = asyncio.create_task(begin())
+    await begun.wait()
+    assert not serving.done()
+    (tmp_path / "later").mkdir()
+    put(tmp_path / "later" / "admin", TOKENS["admin"])
+    await serving
+
+
+@pytest.mark.asyncio
+async def test_a_stop_ends_the_wait(tmp_path: Path) -> None:
+    sample, stop = Sample(), asyncio.Event()
+    stop.set()
+    async with asyncio.timeout(10):
+        await serve(sample.make_app(), ServiceSettings(tokens_dir=tmp_path), stop=stop)
+    assert sample.lifespan == []
+
+
+@pytest.mark.asyncio
+async def test_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(security, "TOKEN_WAIT_SECONDS", 0.0)
+    with pytest.raises(SettingsError, match="there is no token file"):
+        async with running(Sample().make_app(), tokens_dir=tmp_path):
+            pass
+
+
+# ---------------------------------------------------------------------- hosts and origins
+
+
+@every_server
+@pytest.mark.asyncio
+async def test_hosts_that_the_service_goes_by(server: str, http: httpx.AsyncClient) -> None:
+    settings = {
+        "advertise_address": "http://PS-0.example:7071",
+        "coordinator": "http://coordinator:7070",
+        "allowed_hosts": "proxy.example, *.inner",
+    }
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    async with running(Sample().make_app(), server=server, port=port, **settings):
+        url = f"http://127.0.0.1:{port}/healthz"
+        for host in (
+            f"127.0.0.1:{port}", f"localhost:{port}", "10.1.2.3", "[::1]:80", "ps-0.example", "PS-0.EXAMPLE:1",
+            "coordinator:7070", "proxy.example", "a.b.inner",
+        ):  # fmt: skip
+            assert (await http.get(url, headers={"host": host})).status_code == 200, host
+        for host in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "inner", "evilinner", ""):
+            response = await http.get(url, headers={"host": host})
+            assert response.status_code in (400, 421), host  # a server refuses none at all by itself
+            if host:
+                assert await refusal(response) == (421, "bad_host")
+        if server == "granian":
+            async with http2_client() as http2:
+                assert (await http2.get(url)).status_code == 200
+                response = await http2.get(url, headers={"host": "evil.example"})
+                assert await refusal(response) == (421, "bad_host")
+
+
+def test_any_host() -> None:
+    assert "evil.example" in KnownHosts(["*"])
+    assert "" not in KnownHosts(["", "a"])
+
+
+@every_server
+@pytest.mark.asyncio
+async def test_pages_of_other_sites_change_nothing(server: str, http: httpx.AsyncClient) -> None:
+    async with running(Sample().make_app(), server=server) as service:
+        url = f"{service.address}/raw/fine"
+        own = service.address
+        for origin in ("http://evil.example", "null", "http://127.0.0.1:1", own + ".evil.example", "http://", "x"):
+            response = await http.post(url, headers={"origin": origin})
+            assert await refusal(response) == (403, "bad_origin"), origin
+            assert (await http.get(f"{own}/healthz", headers={"origin": origin})).status_code == 200
+        for headers in ({}, {"origin": own}):
+            assert (await http.post(url, headers=headers)).status_code == 200
+        # The default port need not be written out.
+        assert (await http.post(url, headers={"host": "localhost", "origin": "http://localhost:80"})).status_code == 200
+
+
+@pytest.mark.asyncio
+async def test_it_is_never_too_late_in_silence() -> None:
+    app = Sample().make_app()
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://service") as http:
+        assert (await http.get("/healthz")).status_code == 200
+    with pytest.raises(RuntimeError, match="cannot be guarded any more"):
+        await serve(app, ServiceSettings(), stop=asyncio.Event())
+
+
+# ---------------------------------------------------------------------- the page
+
+
+@every_server
+@pytest.mark.asyncio
+async def test_the_page_runs_nothing(server: str, http: httpx.AsyncClient) -> None:
+    async with running(Sample().make_app(), server=server) as service:
+        page = await http.get(f"{service.address}/docs")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
+    assert page.headers["x-content-type-options"] == "nosniff"
+    assert page.headers["x-frame-options"] == "DENY"
+    assert page.headers["referrer-policy"] == "no-referrer"
+    assert "<script" not in page.text
+    assert "//" not in page.text  # nothing from elsewhere
+    assert "<code>GET /readyz</code>" in page.text
+
+
+# ---------------------------------------------------------------------- listening
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5"])
+def test_beyond_loopback_is_refused(host: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="gradpost token create"):
+        ServiceSettings(host=host)
+    ServiceSettings(host=host, insecure=True)
+    ServiceSettings(host=host, tokens_dir=tmp_path)
+
+
+@pytest.mark.asyncio
+async def test_what_is_left_unprotected_is_said(tokens_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs("sample", "json")
+    async with running(Sample().make_app(), host="0.0.0.0", insecure=True):
+        assert "whoever reaches this port may do everything" in capsys.readouterr().err
+    async with running(Sample().make_app(), host="0.0.0.0", tokens_dir=tokens_dir):
+        assert "tokens travel unencrypted" in capsys.readouterr().err
+    async with running(Sample().make_app(), tokens_dir=tokens_dir):
+        assert "warning" not in capsys.readouterr().err
+
+
+def test_what_goes_together(tmp_path: Path) -> None:
+    file = tmp_path / "a.pem"
+    file.touch()
+    with pytest.raises(ValueError, match="tls_client_cert and tls_client_key go together"):
+        ServiceSettings(tls_client_cert=file)
+    with pytest.raises(ValueError, match="tls_client_ca needs tls_cert"):
+        ServiceSettings(tls_client_ca=file)

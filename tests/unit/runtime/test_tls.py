@@ -1,0 +1,85 @@
+"""TLS of a service, on both servers: whom it lets in, and certificates that are replaced while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ps_protocol.certificates import TlsFiles, client_context
+from services.runtime.peers import make_peer_client
+from services.runtime.settings import ServiceSettings
+
+from ..protocol.test_certificates import Authority, serial
+from .support import SERVERS, Sample, running
+
+every_server = pytest.mark.parametrize("server", SERVERS)
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "authority")
+
+
+def serving(files: TlsFiles) -> dict[str, Path | None]:
+    return {"tls_client_ca": files.ca, "tls_cert": files.cert, "tls_key": files.key}
+
+
+async def serial_of(address: str, files: TlsFiles) -> int:
+    """The certificate that a new connection gets to see."""
+    host, port = address.removeprefix("https://").split(":")
+    context = client_context(files)
+    reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
+    certificate = writer.get_extra_info("peercert")
+    writer.close()
+    await reader.read()
+    return int(certificate["serialNumber"], 16)
+
+
+@every_server
+@pytest.mark.asyncio
+async def test_callers_must_show_a_certificate(server: str, authority: Authority, tmp_path: Path) -> None:
+    client = authority.issue("client")
+    stranger = Authority(tmp_path / "other").issue("client")
+    async with running(Sample().make_app(), server=server, **serving(authority.issue("service"))) as service:
+        settings = ServiceSettings(tls_ca=client.ca, tls_client_cert=client.cert, tls_client_key=client.key)
+        async with make_peer_client(settings) as peer:
+            assert (await peer.get(f"{service.address}/healthz")).status_code == 200
+        for cert, key in ((None, None), (stranger.cert, stranger.key)):
+            context = client_context(TlsFiles(client.ca, cert, key))
+            async with httpx.AsyncClient(verify=context) as http:
+                with pytest.raises((httpx.TransportError, ssl.SSLError)):
+                    await http.get(f"{service.address}/healthz")
+
+
+@every_server
+@pytest.mark.asyncio
+async def test_a_new_certificate_interrupts_nothing(
+    server: str, authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = authority.issue("client")
+    files = authority.issue("service")
+    assert files.cert
+    sample = Sample()
+    async with (
+        running(sample.make_app(), server=server, **serving(files)) as service,
+        httpx.AsyncClient(verify=client_context(client)) as http,
+        asyncio.timeout(30),
+    ):
+        assert await serial_of(service.address, client) == serial(files.cert)
+        slow = asyncio.create_task(http.get(f"{service.address}/slow"))
+        await sample.slow_begun.wait()
+        authority.issue("service", only_cert=True)  # its key is not there yet
+        first = await serial_of(service.address, client)
+        authority.issue("service")
+        assert first != serial(files.cert)
+        num_requests = 0
+        while await serial_of(service.address, client) != serial(files.cert):
+            assert (await http.get(f"{service.address}/healthz")).status_code == 200
+            num_requests += 1
+        sample.slow_ends.set()
+        assert (await slow).json() == "slow"  # it began with the old one
+        assert {await serial_of(service.address, client) for _ in range(5)} >= {serial(files.cert)}

@@ -1,0 +1,49 @@
+"""A trainer's own certificate, and whom it trusts, are read again when they change; tensors' connections included."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import pytest
+import trustme
+
+from services.runtime import server as server_module
+from trainer_client import transport
+from trainer_client.transport import BODY_EXTENSION, make_bulk_client, make_control_client
+
+from ..protocol.test_certificates import Authority
+from ..runtime.support import Running, Sample, running
+
+BODY = {BODY_EXTENSION: memoryview(b"12345")}
+
+
+def serve(server: str, authority: Authority) -> AbstractAsyncContextManager[Running]:
+    files = authority.issue("service")
+    return running(Sample().make_app(), server=server, tls_client_ca=files.ca, tls_cert=files.cert, tls_key=files.key)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("server", ["granian", "uvicorn"])
+async def test_the_whole_authority_is_replaced(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(server_module, "GRACE_SECONDS", 0.2)  # idle clients do not say goodbye when uvicorn stops
+    authority = Authority(tmp_path / "authority")
+    client = authority.issue("client")
+    async with (
+        make_control_client(client, None) as control,
+        make_bulk_client(client, None, http2=server == "granian") as bulk,
+    ):
+        async with serve(server, authority) as service:
+            url = f"{service.address}/raw/fine"
+            assert (await bulk.post(url, extensions=BODY)).text.startswith("5 ")
+            assert (await control.post(url, content=b"12345")).text == "5 HTTP/1.1\n"
+            authority.issue("client", only_cert=True)  # its key is not there yet
+            assert (await bulk.post(url, extensions=BODY)).status_code == 200
+        authority.authority = trustme.CA()
+        authority.__post_init__()
+        authority.issue("client")
+        async with serve(server, authority) as service:
+            url = f"{service.address}/raw/fine"
+            assert (await bulk.post(url, extensions=BODY)).status_code == 200
+            assert (await control.post(url, content=b"12345")).status_code == 200
