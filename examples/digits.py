@@ -9,6 +9,7 @@ finds its cluster by GRADPOST_COORDINATOR and its place by RANK.
 from __future__ import annotations
 
 import argparse
+from itertools import islice
 
 import torch
 from sklearn.datasets import load_digits
@@ -62,11 +63,17 @@ def main() -> None:
     optimizer = RemoteOptimizer(optimizer, model=model)  # (3) step() happens on the pservers
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.epochs * len(loader))
 
-    for epoch in range(options.epochs):
+    # Started again, or resumed: `optimizer.round` steps are in the parameters, so that data and schedule go on after.
+    done, steps_per_epoch = optimizer.round, len(loader)
+    for _ in range(done):
+        schedule.step()
+
+    for epoch in range(done // steps_per_epoch, options.epochs):
         sampler.set_epoch(epoch)
+        torch.manual_seed(options.seed + epoch)  # whatever is drawn is a function of the epoch, too
         model.train()
         total = 0.0
-        for inputs, labels in loader:
+        for inputs, labels in islice(loader, max(0, done - epoch * steps_per_epoch), None):
             optimizer.zero_grad()
             loss: Tensor = nn.functional.cross_entropy(model(inputs), labels)
             loss.backward()

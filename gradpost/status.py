@@ -53,7 +53,7 @@ def show_status(coordinator: str | None, token_file: Path | None, *, watch: bool
 def open_view(coordinator: str | None, token_file: Path | None = None, scope: Scope = "read") -> ClusterView:
     """A client of the coordinator that the flag, the environment or the settings file names.
 
-    So are its token and certificates; without a `token_file` it sends that of the `scope` in `tokens_dir`, if that is set.
+    So are its token and certificates; without a `token_file` it sends that of the `scope` in `tokens_dir`, if any.
     """
     check_environment(os.environ)
     address = coordinator or named_coordinator() or DEFAULT_COORDINATOR

@@ -20,7 +20,7 @@ from .settings import CoordinatorSettings
 def main(settings: CoordinatorSettings) -> int:
     """Serve until stopped or, with exit_when_done, until the run is over; returns the exit code."""
     configure_logs("coordinator", settings.log_format, settings.log_level)
-    arm_failpoints(settings.failpoints)
+    arm_failpoints(settings.failpoints or "")
     return run_service(lambda stop: _serve(settings, stop))
 
 

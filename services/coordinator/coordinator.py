@@ -14,7 +14,7 @@ import httpx
 from ps_protocol.errors import GradpostError, NotReady, StorageFailed
 from ps_protocol.messages import PlanReady, PserverState, RunSummary, ShardSummary
 from ps_protocol.routes import STATE
-from ps_protocol.vocabulary import Incarnation, Rank
+from ps_protocol.vocabulary import Incarnation, Rank, Round
 from services.runtime.logs import bind_facts, get_logger
 from services.runtime.places import open_place
 
@@ -169,9 +169,9 @@ class Coordinator:
         run = self.cluster.run
         if self._recorded is run:
             return
-        await self._take_summary()
+        summary = await self._take_summary()
         if run.state == "finished" and run.plan is not None and run.defaults.checkpoint_interval(run.plan):
-            await self._keep_result()
+            await self._keep_result(summary.rounds)
         if self.cluster.run is run:  # else the next one has begun meanwhile
             self._recorded = run
             self.cluster.run_recorded()
@@ -204,13 +204,12 @@ class Coordinator:
 
     # ------------------------------------------------------------------ summary
 
-    async def _keep_result(self) -> None:
-        rounds = {member.round for member in self.cluster.registry.members.values()}
+    async def _keep_result(self, round_: Round) -> None:
         try:
             async with asyncio.timeout(RESULT_SECONDS):
                 for member in self.cluster.registry.members.values():
-                    await want_checkpoint(self.http, member, self.cluster.run.name, max(rounds))
-                while max(rounds) not in self.cluster.complete_checkpoints:
+                    await want_checkpoint(self.http, member, self.cluster.run.name, round_)
+                while round_ not in self.cluster.complete_checkpoints:
                     await asyncio.sleep(HEARTBEAT_CHECK_SECONDS)  # they tell of it in their heartbeats
                     await self._manifests.update()
         except (TimeoutError, httpx.HTTPError, GradpostError, ValueError) as error:

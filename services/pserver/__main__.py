@@ -25,7 +25,7 @@ from .settings import PserverSettings
 def main(settings: PserverSettings) -> int:
     """Serve until stopped or until the run is over; returns the exit code."""
     configure_logs("pserver", settings.log_format, settings.log_level)
-    arm_failpoints(settings.failpoints)
+    arm_failpoints(settings.failpoints or "")
     torch.set_num_threads(settings.threads)
     return run_service(lambda stop: _serve(settings, stop))
 

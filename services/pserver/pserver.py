@@ -62,8 +62,14 @@ class Pserver:
         metrics.staged_bytes.set_function(lambda: self.pool.used_bytes)
         metrics.pooled_bytes.set_function(lambda: self.pool.idle_bytes)
         metrics.round.set_function(lambda: self._run.round if self._run else 0)
+        metrics.log_bytes.set_function(lambda: self._storage.log_bytes if self._storage else 0)
+        metrics.checkpoint_round.set_function(lambda: max(self._storage.checkpoints, default=0) if self._storage else 0)
         metrics.queued.set_function(lambda: self._run.num_queued if self._run else 0)
         metrics.missing.set_function(lambda: len(self.heartbeat().missing))
+
+    @property
+    def _storage(self) -> RunStorage | None:
+        return None if self._run is None else self._run.storage
 
     @property
     def run(self) -> PserverRun:

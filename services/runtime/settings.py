@@ -72,7 +72,9 @@ class ServiceSettings(BaseSettings):
     checkpoints: str | None = Field(
         default=None, description="folder or fsspec URL of the checkpoints; none: checkpoints in state_dir"
     )
-    failpoints: str = Field(default="", description="for tests: where this process dies, such as apply.before=kill@3")
+    failpoints: str | None = Field(
+        default=None, description="for tests: where this process dies, such as apply.before=kill@3"
+    )
     ready_fd: int | None = Field(
         default=None, ge=0, description="file descriptor that gets the address and a newline once it serves"
     )
@@ -84,8 +86,8 @@ class ServiceSettings(BaseSettings):
 
     @field_validator("failpoints")
     @classmethod
-    def _check_failpoints(cls, text: str) -> str:
-        parse_failpoints(text)
+    def _check_failpoints(cls, text: str | None) -> str | None:
+        parse_failpoints(text or "")
         return text
 
     @property
