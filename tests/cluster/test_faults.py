@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
+from pathlib import Path
+from signal import SIGCONT, SIGSTOP, SIGTERM
 
 import pytest
 
@@ -50,3 +53,128 @@ def test_everybody_dies_at_random_points(seed: int) -> None:
                     run.kill(run.cluster.trainers[int(number)])
                     run.start_trainer(int(number))
         assert run.results(90) == [expected_result(160)] * 2
+
+
+def test_the_others_go_on_within_a_lease_and_who_comes_back_joins(server: str) -> None:
+    with FaultyRun(150, trainers=3, server=server, on_trainer_loss="continue", min_trainers=2) as run:
+        run.wait_for_round(10)
+        begun = time.monotonic()
+        run.kill(run.cluster.trainers[2])
+        before = run.round_of(0)
+        run.wait_for_round(before + 3)
+        assert time.monotonic() - begun < 1 + 1.5  # a lease, the coordinator's tick, a freeze and an install
+        run.start_trainer(2)
+        run.wait_for_line("[trainer 2] begin", 2)
+        run.wait_for_round(140, rank=2)
+        run.kill(run.cluster.trainers[1])  # two are left, which is enough
+        results = {child: child.wait(60) for child in (run.cluster.trainers[0], run.cluster.trainers[2])}
+        assert set(results.values()) == {0}
+        run.wait_for_line("[trainer 0] result")
+        last = {line.split("result ")[1] for line in run.lines if "] result " in line}
+        assert len(last) == 1
+        assert run.cluster.status().waiting_for == ()
+
+
+@pytest.mark.extended
+def test_fewer_than_enough_wait_for_another_life(server: str) -> None:
+    with FaultyRun(60, server=server, on_trainer_loss="continue", min_trainers=2, rejoin_timeout_seconds=60) as run:
+        run.wait_for_round(10)
+        run.kill(run.cluster.trainers[1])
+        line = run.wait_for_line("trainer 1 was lost")
+        assert "[trainer 0]" in line
+        assert "the run fails unless it comes back within 60 s" in line
+        status = run.cluster.status()
+        assert status.waiting_for == ("trainer 1",)
+        run.start_trainer(1)
+        assert run.results() == [expected_result(60)] * 2
+
+
+@pytest.mark.extended
+def test_nobody_is_waited_for_beyond_the_rejoin_time_out(server: str) -> None:
+    with FaultyRun(100, server=server, rejoin_timeout_seconds=1.5) as run:
+        run.wait_for_round(10)
+        run.kill(run.cluster.trainers[1])
+        begun = time.monotonic()
+        assert run.cluster.trainers[0].wait(30) == 1
+        assert time.monotonic() - begun < 1 + 1.5 + 2.5
+        run.wait_for_line("TrainerLost: trainer 1 was lost")
+        run.wait_for_line("did not come back within the rejoin time-out of 1.5 s")
+
+
+def test_a_rolling_restart_fails_no_step(server: str) -> None:
+    with FaultyRun(120, server=server) as run:
+        for index in (0, 1):
+            run.wait_for_round(20 + 30 * index)
+            child = run.cluster.pservers[index]
+            child.signal(SIGTERM)
+            assert child.wait(20) == 0
+            run.cluster.start_pserver(index)
+        assert run.results() == [expected_result(120)] * 2
+        assert not [line for line in run.lines if "Traceback" in line]
+
+
+def test_a_log_that_was_damaged_takes_everybody_back(server: str, tmp_path: Path) -> None:
+    with FaultyRun(100, server=server, state_dir=tmp_path, checkpoint_rounds=1000) as run:
+        run.wait_for_round(30)
+        run.kill(run.cluster.pservers[1])
+        log = tmp_path / "pserver-1" / "log" / f"{0:012}.log"
+        content = bytearray(log.read_bytes())
+        content[len(content) // 2] ^= 1
+        log.write_bytes(content)
+        run.cluster.start_pserver(1)
+        assert run.results() == [expected_result(100)] * 2  # the loop takes the lost rounds again
+        assert "damaged" in run.wait_for_line("the log is damaged")
+        assert "the run is rolled back" in run.wait_for_line("the run is rolled back")
+        assert "have to be taken again" in run.wait_for_line("have to be taken again", 2)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("name", "passage"),
+    [
+        *((name, 12) for name in ("log.append.before", "log.append.after", "apply.before", "apply.after")),
+        *((name, 3) for name in ("checkpoint.rename", "checkpoint.shard")),
+        *((name, 2) for name in ("freeze.before", "freeze.after")),
+        *((name, 1) for name in ("install.before", "install.after")),
+    ],
+)
+def test_a_pserver_dies_at_each_point_and_nothing_is_lost(name: str, passage: int) -> None:
+    """It is frozen for its own return, and once more for that of a trainer, whose members are then installed."""
+    with FaultyRun(80, checkpoint_rounds=5) as run:
+        run.wait_for_round(3)
+        run.kill(run.cluster.pservers[1])
+        run.cluster.start_pserver(1, GRADPOST_FAILPOINTS=f"{name}=kill@{passage}")
+        run.wait_for_round(run.round_of(0) + 3)
+        if name.startswith(("freeze", "install")):
+            run.kill(run.cluster.trainers[1])
+            run.start_trainer(1)
+        run.cluster.pservers[1].wait(40)
+        run.cluster.start_pserver(1)
+        assert run.results() == [expected_result(80)] * 2
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["decide.before", "decide.after", "checkpoint.manifest"])
+def test_the_coordinator_dies_at_each_point_and_nothing_is_lost(name: str) -> None:
+    with FaultyRun(60, checkpoint_rounds=5) as run:
+        run.wait_for_round(3)
+        run.kill(run.cluster.coordinator)
+        run.cluster.restart_coordinator(GRADPOST_FAILPOINTS=f"{name}=kill@2")
+        run.wait_for_round(10)
+        if name.startswith("decide"):
+            run.kill(run.cluster.trainers[1])
+            run.start_trainer(1)
+        run.cluster.coordinator.wait(30)
+        run.cluster.restart_coordinator()
+        assert run.results() == [expected_result(60)] * 2
+
+
+@pytest.mark.extended
+def test_a_paused_pserver_and_a_paused_trainer_go_on_where_they_were() -> None:
+    with FaultyRun(80) as run:
+        for round_, child in ((10, run.cluster.pservers[0]), (30, run.cluster.trainers[1])):
+            run.wait_for_round(round_)
+            child.signal(SIGSTOP)
+            run.wait_for_line("is silent" if child in run.cluster.pservers else "trainer 1 was lost")
+            child.signal(SIGCONT)
+        assert run.results() == [expected_result(80)] * 2

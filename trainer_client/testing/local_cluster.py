@@ -100,10 +100,10 @@ class LocalCluster:
             self.start_pserver(index)
         return self
 
-    def restart_coordinator(self) -> Child:
+    def restart_coordinator(self, **env: Any) -> Child:
         """Start the coordinator again, once it has ended, with the state and under the address that it had."""
         self.coordinator.wait()
-        self._start_coordinator(self.address.rpartition(":")[2], lambda: False)
+        self._start_coordinator(self.address.rpartition(":")[2], lambda: False, **env)
         return self.coordinator
 
     def restart(self, service: Child) -> Child:
@@ -112,7 +112,7 @@ class LocalCluster:
             return self.restart_coordinator()
         return self.start_pserver(self.pservers.index(service))
 
-    def _start_coordinator(self, port: str, give_up: Callable[[], bool]) -> None:
+    def _start_coordinator(self, port: str, give_up: Callable[[], bool], **env: Any) -> None:
         read_fd, write_fd = os.pipe()
         try:
             self._coordinator = self._spawn_service(
@@ -123,6 +123,7 @@ class LocalCluster:
                 GRADPOST_READY_FD=str(write_fd),
                 GRADPOST_NUM_PSERVERS=str(self.num_pservers),
                 GRADPOST_NUM_TRAINERS=str(self.num_trainers),
+                **env,
             )
             os.close(write_fd)
             write_fd = -1
