@@ -91,6 +91,8 @@ def print_status(status: ClusterStatus) -> None:
     print_line(line)
     if status.waiting_for:
         print_line(f"waiting for {', '.join(status.waiting_for)}")
+    for line in status.prospects:
+        print_line(line)
     if status.failure:
         print_line(f"failed: {status.failure.get('detail')} ({status.failure.get('code')})")
     print_line()

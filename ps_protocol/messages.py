@@ -351,6 +351,7 @@ class ClusterStatus(Message):
     num_pservers: int
     num_trainers: int
     waiting_for: tuple[str, ...]
+    prospects: tuple[str, ...] = Field(default=(), description="who was lost, and when the run fails without them")
     failure: dict[str, Any] | None
     plan_digest: str | None
     num_parameters: int
@@ -403,10 +404,14 @@ class PushAnswer(Message):
 
 
 class BarrierAnswer(Message):
-    """What became of a barrier: the open round and whom its batch barrier still waits for."""
+    """What became of a barrier: the open round and whom its batch barrier still waits for.
+
+    `notice` says what will become of those who were lost.
+    """
 
     round: Round
     missing: tuple[Rank, ...] = ()
+    notice: str = ""
 
 
 def heartbeat_period(lease_seconds: float) -> float:

@@ -32,6 +32,9 @@ def describe_status(coordinator: Coordinator) -> ClusterStatus:
         num_pservers=cluster.registry.num_pservers,
         num_trainers=run.defaults.num_trainers,
         waiting_for=tuple(cluster.waiting_for),
+        prospects=tuple(
+            f"{text}; the run fails in {seconds:.0f} s unless it comes back" for text, seconds in cluster.prospects(now)
+        ),
         failure=run.failure.to_problem() if run.failure else None,
         plan_digest=plan.digest if plan else None,
         num_parameters=len(plan.parameters) if plan else 0,

@@ -89,6 +89,7 @@ class PserverRun(ABC):
         self.pushed_bytes = 0
         self.pulled_bytes = 0
         self.transports: set[str] = set()  # HTTP versions of the data requests
+        self.notice = ""  # what the coordinator says of those who were lost
         self.complete_checkpoints: tuple[Round, ...] = ()  # of the whole model, as the coordinator says
         self._condition = asyncio.Condition()
         self._compute = compute

@@ -120,7 +120,7 @@ class SyncRun(PserverRun):
         else:
             apply = self.rounds.fetch_barrier_arrived(fence.rank, fence.trainer_incarnation, fence.round)
         self._start(apply)
-        return BarrierAnswer(round=self.rounds.open, missing=tuple(self.rounds.missing))
+        return BarrierAnswer(round=self.rounds.open, missing=tuple(self.rounds.missing), notice=self.notice)
 
     async def _freeze(self) -> FrozenRounds:
         """Let a running apply end, and from then on count no barrier until members are installed."""
@@ -314,6 +314,6 @@ class SyncRun(PserverRun):
             return self.timed_out(missing, owed, round=self.rounds.open)
         if not self.is_readable:
             return NotReady("the initial values are not complete", waiting_for=self.uploader_name)
-        return RoundPending(
-            f"round {round_} waits for {name_trainers(missing) or 'its apply'}", missing=missing, round=self.rounds.open
-        )
+        text = f"round {round_} waits for {name_trainers(missing) or 'its apply'}"
+        notice = f" ({self.notice})" if self.notice else ""
+        return RoundPending(text + notice, missing=missing, round=self.rounds.open)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +56,12 @@ def is_waiting_for(view: ClusterView, *names: str) -> bool:
         return view.status().waiting_for == names
     except Unreachable:
         return False
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Services keep their state in the folder in which they are started."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

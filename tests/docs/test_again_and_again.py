@@ -64,7 +64,7 @@ async def test_data_requests_that_come_again() -> None:
         # barrier, get
         assert [(await SET_BARRIER.send(http)).status_code for _ in range(2)] == [200, 200]
         assert [(await GET.send(http)).content for _ in range(3)] == [REPLIED] * 3
-        assert (await SET_BARRIER.send(http)).json() == {"round": 2, "missing": [0]}
+        assert (await SET_BARRIER.send(http)).json() == {"round": 2, "missing": [0], "notice": ""}
         # send, round applied
         assert (await SEND.send(http, OTHER)).json()["status"] == "already_applied"
         assert "`already_applied`" in documented["`send`, round applied"]

@@ -1,0 +1,133 @@
+"""`gradpost up` starts again what has died, and goes on where a run has stopped; models are exported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from .fault_script import digest_of, make_model
+from .faulty_run import SCRIPT, expected_result
+from .up_support import ROOT, RunningUp, clean_environment
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("server_in_environment")]
+
+ROUNDS = 60
+
+
+def train(
+    folder: Path, *arguments: object, script: Path = SCRIPT, rounds: int = ROUNDS, **environ: str
+) -> tuple[int, str]:
+    command = ["--", "python", script, rounds, 0.005]
+    with RunningUp("--lease-seconds", 1, *arguments, *command, folder=folder, **environ) as up:
+        code, stdout, stderr = up.finish()
+        return code, stdout + stderr
+
+
+def ask(folder: Path, *arguments: object) -> str:
+    command = [sys.executable, "-P", "-m", "gradpost", *map(str, arguments)]
+    environment = {**clean_environment(), "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+
+
+def failing_script(folder: Path, round_: int) -> Path:
+    """Fails on trainer 1 after this round, in its first life."""
+    script = folder / "train.py"
+    source = SCRIPT.read_text().replace(
+        "        time.sleep(pause)",
+        f'        if session.rank == 1 and optimizer.round == {round_} and not Path("failed").exists():\n'
+        '            Path("failed").touch()\n'
+        '            raise RuntimeError("no memory left")\n'
+        "        time.sleep(pause)",
+    )
+    script.write_text(source.replace("import time\n", "import time\nfrom pathlib import Path\n"))
+    return script
+
+
+def test_services_and_scripts_that_die_are_started_again(tmp_path: Path) -> None:
+    script = failing_script(tmp_path, 20)
+    code, output = train(tmp_path, "--max-restarts", 3, script=script, GRADPOST_FAILPOINTS="apply.after=kill@25")
+    assert code == 0, output
+    assert output.count(f"result {expected_result(ROUNDS)}") == 2, output
+    assert "trainer 1 failed with exit code 1; starting it again (2 restarts left)" in output
+    assert "pserver 0 was ended by SIGKILL (out of memory?); starting it again" in output
+
+
+def test_a_run_that_failed_is_resumed_and_its_model_exported(tmp_path: Path) -> None:
+    code, output = train(tmp_path, script=failing_script(tmp_path, 20))
+    assert code == 1
+    assert "no memory left" in output
+    code, output = train(tmp_path, "--resume")
+    assert code == 0, output
+    assert "begin 20" in output or "begin 19" in output, output
+    assert output.count(f"result {expected_result(ROUNDS)}") == 2, output
+    assert json.loads(ask(tmp_path, "checkpoint", "list", "--json"))[0]["round"] == ROUNDS
+    assert "of round 60 of run" in ask(tmp_path, "checkpoint", "export", "model.safetensors")
+    model = make_model()
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
+    assert f"{digest_of(model)} {ROUNDS}" == expected_result(ROUNDS)
+
+
+@pytest.mark.extended
+def test_a_checkpoint_is_resumed_on_other_pservers_and_another_placement(tmp_path: Path) -> None:
+    code, output = train(tmp_path)
+    assert code == 0, output
+    code, output = train(tmp_path, "--resume", "--pservers", 3, "--placement", "hash", rounds=2 * ROUNDS)
+    assert code == 0, output
+    assert output.count(f"begin {ROUNDS}") == 2, output
+    assert output.count(f"result {expected_result(2 * ROUNDS)}") == 2, output
+
+
+def test_there_is_nothing_to_resume(tmp_path: Path) -> None:
+    code, output = train(tmp_path, "--resume")
+    assert code == 2
+    assert "there is no run to resume in .gradpost (--state-dir)" in output
+
+
+@pytest.mark.extended
+def test_tied_parameters_and_buffers_are_exported(tmp_path: Path) -> None:
+    script = tmp_path / "tied.py"
+    script.write_text(
+        """
+import torch
+from trainer_client import RemoteOptimizer
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.into = torch.nn.Embedding(12, 6)
+        self.norm = torch.nn.BatchNorm1d(6)
+        self.out = torch.nn.Linear(6, 12, bias=False, dtype=torch.float32)
+        self.out.weight = self.into.weight
+
+torch.manual_seed(0)
+model = Tied()
+if __name__ == "__main__":
+    optimizer = RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model.out(model.norm(model.into(torch.arange(12)))).square().mean().backward()
+        optimizer.step()
+    torch.save(model.state_dict()["into.weight"], "weight.pt")
+"""
+    )
+    with RunningUp("--trainers", 1, "--", "python", script, folder=tmp_path) as up:
+        code, stdout, stderr = up.finish()
+    assert code == 0, stdout + stderr
+    ask(tmp_path, "checkpoint", "export", "model.safetensors")
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(tensors["into.weight"], torch.load(tmp_path / "weight.pt", weights_only=True))
+    assert torch.equal(tensors["into.weight"], tensors["out.weight"])
+    assert tensors["norm.num_batches_tracked"].dtype == torch.int64
+    namespace: dict[str, object] = {"__name__": "tied"}
+    exec(script.read_text(), namespace)
+    model = namespace["model"]
+    assert isinstance(model, torch.nn.Module)
+    model.load_state_dict(tensors, strict=True)
