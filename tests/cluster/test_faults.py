@@ -11,7 +11,7 @@ import pytest
 
 from .faulty_run import FaultyRun, expected_result
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
 def test_each_role_dies_once(server: str) -> None:
@@ -96,7 +96,7 @@ def test_nobody_is_waited_for_beyond_the_rejoin_time_out(server: str) -> None:
         run.kill(run.cluster.trainers[1])
         begun = time.monotonic()
         assert run.cluster.trainers[0].wait(30) == 1
-        assert time.monotonic() - begun < 1 + 1.5 + 2.5
+        assert time.monotonic() - begun < 1 + 1.5 + 5  # and the end of the script
         run.wait_for_line("TrainerLost: trainer 1 was lost")
         run.wait_for_line("did not come back within the rejoin time-out of 1.5 s")
 

@@ -15,7 +15,7 @@ from .fault_script import digest_of, make_model
 from .faulty_run import SCRIPT, expected_result
 from .up_support import ROOT, RunningUp, clean_environment
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("server_in_environment")]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.usefixtures("server_in_environment")]
 
 ROUNDS = 60
 
