@@ -20,6 +20,7 @@ from ps_protocol.vocabulary import Round
 from .frame_sink import FrameSink
 from .membership import read_problem
 from .metrics import TrainerMetrics
+from .pauses import choose_pause
 from .transport import BODY_EXTENSION
 
 T = TypeVar("T")
@@ -163,7 +164,7 @@ class PserverClient:
                 if not isinstance(answer, RoundPending) and loop.time() > give_up:
                     raise
                 self._metrics.retries.labels(answer.code).inc()
-                await asyncio.sleep(PAUSE_SECONDS)
+                await asyncio.sleep(choose_pause(answer, PAUSE_SECONDS))
 
     async def _reach(self, route: str, attempt: Callable[[], Awaitable[T]]) -> T:
         loop = asyncio.get_running_loop()
