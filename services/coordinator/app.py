@@ -25,6 +25,7 @@ from ps_protocol.messages import (
 )
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank
 from services.runtime.app import make_app
+from services.runtime.limits import RequestLimits
 from services.runtime.metrics import ServiceMetrics
 
 from .coordinator import Coordinator
@@ -32,12 +33,20 @@ from .inspection import describe_parameters, describe_status, read_parameter
 from .targets import describe_targets
 
 MAX_WAIT_SECONDS = 30.0
+_LIMITS = RequestLimits()
 
 
-def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, lifespan: Any = None) -> FastAPI:
+def make_coordinator_app(
+    coordinator: Coordinator, metrics: ServiceMetrics, lifespan: Any = None, *, limits: RequestLimits = _LIMITS
+) -> FastAPI:
     """The application; `coordinator` must be running on the same event loop."""
     app = make_app(
-        title="Gradpost coordinator", role="coordinator", metrics=metrics, is_ready=lambda: None, lifespan=lifespan
+        title="Gradpost coordinator",
+        role="coordinator",
+        metrics=metrics,
+        is_ready=lambda: None,
+        lifespan=lifespan,
+        limits=limits,
     )
     cluster = coordinator.cluster
 

@@ -9,11 +9,13 @@ import torch
 
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import configure_logs
+from services.runtime.machine import usable_memory_bytes
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.peers import make_peer_client
 from services.runtime.server import run_service, serve
 
 from .app import make_pserver_app
+from .in_flight import InFlight
 from .metrics import PserverMetrics
 from .pserver import Pserver
 from .registration import Registration
@@ -30,8 +32,9 @@ def main(settings: PserverSettings) -> int:
 async def _serve(settings: PserverSettings, stop: asyncio.Event) -> int:
     compute = ComputeExecutor()
     metrics = ServiceMetrics("pserver")
-    pserver = Pserver(compute, PserverMetrics(metrics.registry, compute), settings.frame_limits)
-    app = make_pserver_app(pserver, metrics)
+    in_flight = InFlight(settings.max_inflight_bytes or usable_memory_bytes() // 4)
+    pserver = Pserver(compute, PserverMetrics(metrics.registry, compute), settings.frame_limits, in_flight)
+    app = make_pserver_app(pserver, metrics, limits=settings.request_limits)
     async with make_peer_client(settings) as http, asyncio.TaskGroup() as tasks:
         registration = Registration(pserver, settings, http)
 

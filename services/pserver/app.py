@@ -10,21 +10,30 @@ from ps_protocol import routes
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import InstallMembers, InstallRun, PserverState
 from services.runtime.app import add_raw_route, make_app
+from services.runtime.limits import RequestLimits
 from services.runtime.metrics import ServiceMetrics
 
 from .endpoints import TensorEndpoints
 from .openapi import BARRIER_OPENAPI, BUFFERS_OPENAPI, GET_OPENAPI, SEND_OPENAPI
 from .pserver import Pserver
 
+_LIMITS = RequestLimits()
 BINARY: dict[int | str, dict[str, Any]] = {
     200: {"content": {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
 }
 
 
-def make_pserver_app(pserver: Pserver, metrics: ServiceMetrics, lifespan: Any = None) -> FastAPI:
+def make_pserver_app(
+    pserver: Pserver, metrics: ServiceMetrics, lifespan: Any = None, *, limits: RequestLimits = _LIMITS
+) -> FastAPI:
     """The application; everything runs on the event loop that serves it."""
     app = make_app(
-        title="Gradpost pserver", role="pserver", metrics=metrics, is_ready=pserver.readiness, lifespan=lifespan
+        title="Gradpost pserver",
+        role="pserver",
+        metrics=metrics,
+        is_ready=pserver.readiness,
+        lifespan=lifespan,
+        limits=limits,
     )
     tensors = TensorEndpoints(pserver)
     for method, path, endpoint, summary, openapi in (

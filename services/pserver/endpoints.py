@@ -16,6 +16,7 @@ from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES
 from ps_protocol.routes import BARRIER_HEADER, WAIT_HEADER
 
 from .bodies import content_length, discard_body, receive_body
+from .in_flight import WaitingGets
 from .pserver import Pserver
 from .run import BarrierKind, Reply
 
@@ -29,6 +30,7 @@ class TensorEndpoints:
     def __init__(self, pserver: Pserver) -> None:
         self._pserver = pserver
         self._limits = pserver.limits
+        self._waiting = WaitingGets()
 
     async def send(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Push one bucket of gradient blocks for the open round."""
@@ -52,8 +54,9 @@ class TensorEndpoints:
             await discard_body(receive)
             raise
         run.transports.add(scope["http_version"])
-        body = await receive_body(receive, num_bytes, self._limits, self._pserver.pool)
-        answer = await (run.set_initial(fence, body) if initial else run.push(fence, body))
+        with self._pserver.in_flight.reserve(fence.rank, num_bytes, len(run.members)):
+            body = await receive_body(receive, num_bytes, self._limits, self._pserver.pool)
+            answer = await (run.set_initial(fence, body) if initial else run.push(fence, body))
         await _send_json(send, answer.model_dump_json())
 
     async def barrier(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,7 +84,8 @@ class TensorEndpoints:
         run.check_names(names)
         if BARRIER_HEADER in headers:  # last, since a request that is refused must not have counted
             run.barrier_arrived(fence, "batch")
-        reply = await run.get(fence, wait_seconds, names)
+        async with self._waiting.place(fence.rank):
+            reply = await run.get(fence, wait_seconds, names)
         run.transports.add(scope["http_version"])
         await _send_reply(send, reply)
         run.pulled_bytes += reply.num_bytes

@@ -14,6 +14,7 @@ from services.runtime.logs import bind_facts
 
 from .async_run import AsyncRun
 from .bodies import BufferPool
+from .in_flight import InFlight
 from .metrics import PserverMetrics
 from .run import PserverRun
 from .sync_run import SyncRun
@@ -24,17 +25,21 @@ FRAME_ROOM_BYTES = 1024  # what a frame needs beside the one block in it
 class Pserver:
     """Who this process is (assigned by the coordinator) and what it holds. Lives on the event loop."""
 
-    def __init__(self, compute: ComputeExecutor, metrics: PserverMetrics, limits: FrameLimits) -> None:
+    def __init__(
+        self, compute: ComputeExecutor, metrics: PserverMetrics, limits: FrameLimits, in_flight: InFlight | None = None
+    ) -> None:
         self.instance = secrets.token_hex(16)  # of the process, so that a registration can be retried
         self.index: PserverIndex | None = None
         self.incarnation: Incarnation | None = None
         self.pool = BufferPool()
         self.limits = limits
+        self.in_flight = in_flight or InFlight(limits.max_body_bytes)
         self._compute = compute
         self._metrics = metrics
         self._run: PserverRun | None = None
         self._ended_runs: set[str] = set()  # of this process, so that a late installation brings none of them back
         metrics.staged_bytes.set_function(lambda: self.pool.used_bytes)
+        metrics.in_flight_bytes.set_function(lambda: self.in_flight.num_bytes)
         metrics.pooled_bytes.set_function(lambda: self.pool.idle_bytes)
         metrics.round.set_function(lambda: self._run.round if self._run else 0)
         metrics.queued.set_function(lambda: self._run.num_queued if self._run else 0)

@@ -9,15 +9,19 @@ from typing import Protocol
 
 import uvicorn
 from granian.constants import HTTPModes, Interfaces
-from granian.http import HTTP2Settings
+from granian.http import HTTP1Settings, HTTP2Settings
 from granian.log import LogLevels
 from granian.server.embed import Server as GranianServer
 from starlette.types import ASGIApp
 
+from .guarded_protocol import guard_protocol
 from .settings import ServiceSettings
 
 BACKLOG = 1024
 KEEP_ALIVE_SECONDS = 75  # longer than most rounds: a connection that closes between two costs a failed request
+PING_INTERVAL_SECONDS = 30
+PING_TIMEOUT_SECONDS = 20
+MAX_STREAMS = 100  # of one connection
 
 _KIB = 1024
 _MIB = 1024 * _KIB
@@ -44,6 +48,8 @@ def make_granian(app: ASGIApp, settings: ServiceSettings, bound: socket.socket) 
         http=HTTPModes.auto,
         websockets=False,
         backlog=BACKLOG,
+        backpressure=settings.max_connections,
+        http1_settings=HTTP1Settings(header_read_timeout=int(settings.header_timeout_seconds * 1000)),
         # The application gets one frame at a time, so that large frames spare it work; a window must hold several
         # of them, or an upload stands still for a round trip each time it is used up.
         http2_settings=HTTP2Settings(
@@ -51,7 +57,10 @@ def make_granian(app: ASGIApp, settings: ServiceSettings, bound: socket.socket) 
             initial_stream_window_size=16 * _MIB,
             initial_connection_window_size=32 * _MIB,
             max_headers_size=64 * _KIB,
-            max_concurrent_streams=200,
+            max_concurrent_streams=MAX_STREAMS,
+            # So that a connection whose other end is gone, or never was an HTTP/2 client, does not stay for ever.
+            keep_alive_interval=PING_INTERVAL_SECONDS * 1000,
+            keep_alive_timeout=PING_TIMEOUT_SECONDS,
         ),
         ssl_cert=settings.tls_cert,
         ssl_key=settings.tls_key,
@@ -66,7 +75,7 @@ def make_uvicorn(app: ASGIApp, settings: ServiceSettings, bound: socket.socket, 
     """HTTP/1.1 only. It listens on `bound` itself and, once stopped, gives up on what takes over `grace_seconds`."""
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=guard_protocol(settings),
         ws="none",
         loop="none",
         lifespan="off",

@@ -11,6 +11,7 @@ from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSett
 from ps_protocol.environment import PREFIX, check_base_url, check_environment, read_settings_file
 from ps_protocol.frames import FrameLimits
 
+from .limits import RequestLimits
 from .logs import LogFormat, LogLevel
 
 _LIMITS = FrameLimits()
@@ -47,6 +48,10 @@ class ServiceSettings(BaseSettings):
     max_body_bytes: int = Field(default=_LIMITS.max_body_bytes, ge=1)
     max_header_bytes: int = Field(default=_LIMITS.max_header_bytes, ge=1)
     max_tensors: int = Field(default=_LIMITS.max_tensors, ge=1)
+    max_requests: int = Field(default=2048, ge=1, description="requests at once, those that wait included")
+    max_connections: int = Field(default=1024, ge=1, description="open connections")
+    header_timeout_seconds: float = Field(default=30.0, gt=0, description="for the headers of a request")
+    body_timeout_seconds: float = Field(default=30.0, gt=0, description="for the next byte of a body")
     ready_fd: int | None = Field(
         default=None, ge=0, description="file descriptor that gets the address and a newline once it serves"
     )
@@ -55,6 +60,11 @@ class ServiceSettings(BaseSettings):
     def frame_limits(self) -> FrameLimits:
         """What a receiver of tensors accepts."""
         return FrameLimits(self.max_body_bytes, self.max_header_bytes, self.max_tensors)
+
+    @property
+    def request_limits(self) -> RequestLimits:
+        """How many requests at once, and how slow they may be."""
+        return RequestLimits(self.max_requests, self.body_timeout_seconds)
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
