@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from granian.server.embed import Server as GranianServer
 from starlette.types import ASGIApp
 
 from .guarded_protocol import guard_protocol
+from .machine import usable_memory_bytes
+from .paced_replies import PaceReplies
 from .settings import ServiceSettings
 
 BACKLOG = 1024
@@ -40,8 +43,15 @@ class Backend(Protocol):
 def make_granian(app: ASGIApp, settings: ServiceSettings, bound: socket.socket) -> Backend:
     """HTTP/1.1 and HTTP/2 on one port. It binds beside `bound`, which must have been taken with `share`."""
     host, port, *_ = bound.getsockname()
-    return GranianServer(
+    paced = PaceReplies(
         app,
+        port,
+        max_untaken_bytes=settings.max_untaken_bytes or usable_memory_bytes() // 8,
+        stall_seconds=settings.body_timeout_seconds,
+        silent_seconds=settings.header_timeout_seconds,
+    )
+    server = GranianServer(
+        paced,
         host,
         port,
         interface=Interfaces.ASGINL,
@@ -69,6 +79,7 @@ def make_granian(app: ASGIApp, settings: ServiceSettings, bound: socket.socket) 
         log_level=LogLevels.error,
         log_dictconfig={"incremental": True, "formatters": {}, "handlers": {}, "loggers": {}},
     )
+    return _Granian(server, paced)
 
 
 def make_uvicorn(app: ASGIApp, settings: ServiceSettings, bound: socket.socket, *, grace_seconds: int) -> Backend:
@@ -90,6 +101,22 @@ def make_uvicorn(app: ASGIApp, settings: ServiceSettings, bound: socket.socket, 
         ssl_keyfile=settings.tls_key,
     )
     return _Uvicorn(config, bound)
+
+
+class _Granian:
+    def __init__(self, server: GranianServer, paced: PaceReplies) -> None:
+        self._server = server
+        self._paced = paced
+
+    async def serve(self) -> None:
+        sweeping = asyncio.create_task(self._paced.sweep_forever(), name="sweep connections")
+        try:
+            await self._server.serve()
+        finally:
+            sweeping.cancel()
+
+    def stop(self) -> None:
+        self._server.stop()  # type: ignore[no-untyped-call]
 
 
 class _Uvicorn(uvicorn.Server):

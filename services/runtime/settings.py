@@ -50,6 +50,9 @@ class ServiceSettings(BaseSettings):
     max_tensors: int = Field(default=_LIMITS.max_tensors, ge=1)
     max_requests: int = Field(default=2048, ge=1, description="requests at once, those that wait included")
     max_connections: int = Field(default=1024, ge=1, description="open connections")
+    max_untaken_bytes: int | None = Field(
+        default=None, ge=1, description="replies that clients do not take; None: an eighth of the memory"
+    )
     header_timeout_seconds: float = Field(default=30.0, gt=0, description="for the headers of a request")
     body_timeout_seconds: float = Field(default=30.0, gt=0, description="for the next byte of a body")
     ready_fd: int | None = Field(
