@@ -25,6 +25,7 @@ from ps_protocol.messages import (
 )
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank
 from services.runtime.app import make_app
+from services.runtime.large_replies import LargeReplies, LargeReply
 from services.runtime.limits import RequestLimits
 from services.runtime.metrics import ServiceMetrics
 
@@ -49,6 +50,7 @@ def make_coordinator_app(
         limits=limits,
     )
     cluster = coordinator.cluster
+    large = LargeReplies()
 
     @app.post(routes.REGISTER_PSERVER, tags=["membership"])
     async def register_pserver(request: RegisterPserver) -> PserverRegistered:
@@ -123,7 +125,11 @@ def make_coordinator_app(
     )
     async def parameter(name: str) -> Response:
         """One whole parameter, live, as a safetensors file; `round` in its metadata is the version."""
-        return Response(await read_parameter(coordinator, name), media_type=CONTENT_TYPE)
+
+        async def read() -> list[bytes]:
+            return [await read_parameter(coordinator, name)]
+
+        return LargeReply(large, read, CONTENT_TYPE)
 
     @app.get(routes.TARGETS, tags=["inspection"])
     async def targets() -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Response
@@ -10,6 +11,7 @@ from ps_protocol import routes
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import InstallMembers, InstallRun, PserverState
 from services.runtime.app import add_raw_route, make_app
+from services.runtime.large_replies import LargeReplies, LargeReply
 from services.runtime.limits import RequestLimits
 from services.runtime.metrics import ServiceMetrics
 
@@ -36,6 +38,7 @@ def make_pserver_app(
         limits=limits,
     )
     tensors = TensorEndpoints(pserver)
+    large = LargeReplies()
     for method, path, endpoint, summary, openapi in (
         ("POST", routes.SEND, tensors.send, "Push a bucket of gradient blocks", SEND_OPENAPI),
         ("POST", routes.INITIAL, tensors.initial, "Upload a bucket of initial values", SEND_OPENAPI),
@@ -58,11 +61,12 @@ def make_pserver_app(
     @app.get(routes.STATE, tags=["inspection"])
     async def state(digest: bool = False) -> PserverState:
         """The run, its barriers and counters; with `digest` also a digest of everything that is held."""
-        return await pserver.state(with_digest=digest)
+        async with large.place() if digest else nullcontext():
+            return await pserver.state(with_digest=digest)
 
     @app.get(routes.BLOCKS, tags=["inspection"], response_class=Response, responses=BINARY)
     async def blocks(name: Annotated[list[str], Query()]) -> Response:
         """Blocks as they are now, all of one version, which stands in the metadata."""
-        return Response(b"".join(await pserver.run.inspect(name)), media_type=CONTENT_TYPE)
+        return LargeReply(large, lambda: pserver.run.inspect(name), CONTENT_TYPE)
 
     return app

@@ -54,7 +54,10 @@ class InFlight:
 
 
 class WaitingGets:
-    """The gets of each trainer. One too many ends the oldest: its client has most likely gone."""
+    """The gets of each trainer that wait, or whose replies are being taken.
+
+    One too many ends the oldest: its client has most likely gone.
+    """
 
     def __init__(self, max_each: int = MAX_WAITING_GETS) -> None:
         self._max_each = max_each

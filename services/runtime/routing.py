@@ -69,6 +69,7 @@ class _Message(Request):
         self._receive_next = request.receive
         self._most = most
         self._num_bytes = 0
+        self._num_items = 0
 
     def __enter__(self) -> _Message:
         return self
@@ -76,18 +77,15 @@ class _Message(Request):
     def __exit__(self, *_: object) -> None:
         self._count(-self._num_bytes)
 
-    async def body(self) -> bytes:
-        """All of it; refused before it is parsed if that would take very much memory."""
-        body = await super().body()
-        if body.count(b",") + body.count(b"[") + body.count(b"{") > MAX_MESSAGE_ITEMS:
+    async def _receive_counted(self) -> Message:
+        message = await self._receive_next()
+        body = message.get("body", b"")
+        num_bytes = len(body)
+        self._num_items += body.count(b",") + body.count(b"[") + body.count(b"{")
+        if self._num_items > MAX_MESSAGE_ITEMS:
             raise HTTPException(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a message may have {MAX_MESSAGE_ITEMS} items at most"
             )
-        return body
-
-    async def _receive_counted(self) -> Message:
-        message = await self._receive_next()
-        num_bytes = len(message.get("body", b""))
         if self._num_bytes + num_bytes > self._most:
             raise HTTPException(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"this message may have {self._most} bytes at most"
