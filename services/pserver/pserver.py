@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import deque
 
 from ps_protocol.errors import BadModel, Conflict, GradpostError, NotReady, StalePserver, StaleRun
 from ps_protocol.frames import FrameLimits
@@ -19,6 +20,7 @@ from .metrics import PserverMetrics
 from .run import PserverRun
 from .sync_run import SyncRun
 
+MAX_ENDED_RUNS = 1000
 FRAME_ROOM_BYTES = 1024  # what a frame needs beside the one block in it
 
 
@@ -37,7 +39,8 @@ class Pserver:
         self._compute = compute
         self._metrics = metrics
         self._run: PserverRun | None = None
-        self._ended_runs: set[str] = set()  # of this process, so that a late installation brings none of them back
+        # The newest of this process, so that a late installation brings none of them back.
+        self._ended_runs: deque[str] = deque(maxlen=MAX_ENDED_RUNS)
         metrics.staged_bytes.set_function(lambda: self.pool.used_bytes)
         metrics.in_flight_bytes.set_function(lambda: self.in_flight.num_bytes)
         metrics.pooled_bytes.set_function(lambda: self.pool.idle_bytes)
@@ -66,7 +69,7 @@ class Pserver:
         bind_facts(run=run.install.run if run else None)
         self.pool.forget_idle()
         if old is not None:
-            self._ended_runs.add(old.install.run)
+            self._ended_runs.append(old.install.run)
             await old.end(reason)
 
     async def install_run(self, message: InstallRun) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Iterator
 from typing import Protocol
@@ -84,6 +85,7 @@ def make_granian(app: ASGIApp, settings: ServiceSettings, bound: socket.socket) 
 
 def make_uvicorn(app: ASGIApp, settings: ServiceSettings, bound: socket.socket, *, grace_seconds: int) -> Backend:
     """HTTP/1.1 only. It listens on `bound` itself and, once stopped, gives up on what takes over `grace_seconds`."""
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # else a line for whatever is no HTTP
     config = uvicorn.Config(
         app,
         http=guard_protocol(settings),

@@ -52,16 +52,10 @@ class LimitRequests:
                 if upload.is_over:
                     self._uploads.discard(upload)
 
-        async def send_closing(message: Message) -> None:
-            if upload.was_too_slow and message["type"] == "http.response.start" and scope["http_version"] < "2":
-                # Else a connection stays open on which the rest of the body may come for ever.
-                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
-            await send(message)
-
         self._num_requests += 1
         self._uploads.add(upload)
         try:
-            await self._app(scope, receive_timed, send_closing)
+            await self._app(scope, receive_timed, send)
         finally:
             self._num_requests -= 1
             self._uploads.discard(upload)
