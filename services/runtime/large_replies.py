@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import Response
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ps_protocol.errors import Overloaded
@@ -49,8 +50,22 @@ class LargeReply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Make it and send it."""
-        async with self._places.place():
-            await send_parts(send, await self._make(), str(self.media_type))
+        while (await receive()).get("more_body"):  # to its end, behind which a disconnect is all that can come
+            pass
+        left = asyncio.create_task(_wait_until_left(receive))
+        try:
+            async with self._places.place():
+                await asyncio.sleep(0)  # if its client has left meanwhile, let us hear of it
+                if left.done():
+                    raise ClientDisconnect
+                await send_parts(send, await self._make(), str(self.media_type))
+        finally:
+            left.cancel()
+
+
+async def _wait_until_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def send_parts(send: Send, chunks: Sequence[bytes], content_type: str) -> None:

@@ -13,7 +13,7 @@ from ps_protocol.errors import StaleRound
 from services.runtime import large_replies
 from services.runtime.large_replies import PART_BYTES, LargeReplies, LargeReply, send_parts
 
-from .support import Sample, running
+from .support import SERVERS, Sample, running
 
 pytestmark = pytest.mark.asyncio
 
@@ -54,6 +54,37 @@ async def test_a_place_for_each_and_patience_for_the_others(monkeypatch: pytest.
         for _ in range(3):  # an error gives its place back
             assert (await client.get("/fails")).json()["code"] == "stale_round"
         assert len((await client.get("/large")).content) == PART_BYTES + 4
+
+
+@pytest.mark.parametrize("server", SERVERS)
+async def test_who_left_while_waiting_for_a_place_is_not_served(server: str) -> None:
+    may_end = asyncio.Event()
+    num_made = 0
+    large = LargeReplies(max_at_once=1)
+
+    async def make() -> list[bytes]:
+        nonlocal num_made
+        num_made += 1
+        await may_end.wait()
+        return [b"end"]
+
+    app = Sample().make_app()
+
+    @app.get("/large")
+    async def read() -> Response:
+        return LargeReply(large, make, "application/octet-stream")
+
+    async with running(app, server=server) as served, httpx.AsyncClient(base_url=served.address) as client:
+        first = asyncio.create_task(client.get("/large"))
+        await asyncio.sleep(0.1)
+        for _ in range(5):
+            with pytest.raises(httpx.ReadTimeout):
+                await client.get("/large", timeout=0.05)
+        await asyncio.sleep(0.1)
+        may_end.set()
+        assert (await first).content == b"end"
+        assert (await client.get("/large")).content == b"end"
+    assert num_made == 2
 
 
 async def test_parts() -> None:
