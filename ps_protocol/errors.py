@@ -26,6 +26,7 @@ class GradpostError(Exception):
     code: ClassVar[str] = "internal_error"
     status: ClassVar[int] = 500
     may_be_retried: ClassVar[bool] = False
+    retry_after_seconds: float | None = None  # at a client: what the answer's `Retry-After` said
 
     def __init__(self, detail: str, /, **facts: Any) -> None:
         super().__init__(detail)
@@ -309,6 +310,19 @@ class QueueFull(TryAgain):
     """A block's queue has no room; `blocks` names some of those that are full."""
 
     code = "queue_full"
+
+
+class Overloaded(TryAgain):
+    """The service has as many requests, or bytes of bodies, as it may take at once; `Retry-After` says when again."""
+
+    code = "overloaded"
+
+
+class SlowBody(TryAgain):
+    """The body did not come in the time that it may take; what had come of it was dropped."""
+
+    code = "slow_body"
+    status = 408
 
 
 class Ended(GradpostError):

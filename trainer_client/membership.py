@@ -38,6 +38,7 @@ from ps_protocol.vocabulary import PROTOCOL_VERSION, Round
 
 from .logs import make_log
 from .news import News
+from .pauses import choose_pause, read_retry_after
 from .settings import TrainerSettings
 
 T = TypeVar("T")
@@ -198,6 +199,7 @@ class Membership:
         loop = asyncio.get_running_loop()
         silent_since = refused_since = loop.time()
         while True:
+            pause = RETRY_SECONDS
             try:
                 return await self._request(method, path, message, params)
             except httpx.TransportError as error:
@@ -217,7 +219,8 @@ class Membership:
                 elif loop.time() - refused_since > self._settings.retry_seconds / 4:
                     raise
                 self._say("waiting", f"waiting: {error.detail}")
-            await asyncio.sleep(RETRY_SECONDS)
+                pause = choose_pause(error, RETRY_SECONDS)
+            await asyncio.sleep(pause)
 
     def _say(self, topic: str, line: str) -> None:
         if line != self._said.get(topic):
@@ -249,7 +252,9 @@ def read_problem(response: httpx.Response) -> GradpostError:
     with contextlib.suppress(ValueError):
         document = response.json()
     if isinstance(document, dict) and "code" in document:
-        return error_from_problem(document)
+        error = error_from_problem(document)
+        error.retry_after_seconds = read_retry_after(response.headers.get("retry-after"))
+        return error
     if response.status_code in (502, 503, 504):
         raise httpx.RemoteProtocolError(f"a gateway answered {response.status_code}")
     return Ended(f"{response.url} answered {response.status_code} without a problem document; is it Gradpost?")

@@ -32,6 +32,7 @@ from .frame_sink import FrameSink
 from .membership import read_problem
 from .metrics import TrainerMetrics
 from .news import News
+from .pauses import choose_pause
 from .transport import BODY_EXTENSION
 
 T = TypeVar("T")
@@ -215,7 +216,7 @@ class PserverClient:
                 if not isinstance(answer, RoundPending) and loop.time() > give_up:
                     raise
                 self._metrics.retries.labels(answer.code).inc()
-                await asyncio.sleep(PAUSE_SECONDS)
+                await asyncio.sleep(choose_pause(answer, PAUSE_SECONDS))
             except ContributionMissing as answer:
                 if round_ not in self._kept or repushed == MAX_REPUSHES:
                     raise

@@ -26,6 +26,8 @@ from ps_protocol.messages import (
 )
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank
 from services.runtime.app import make_app
+from services.runtime.large_replies import LargeReplies, LargeReply
+from services.runtime.limits import RequestLimits
 from services.runtime.metrics import ServiceMetrics
 
 from .checkpointing import create_checkpoint
@@ -34,14 +36,23 @@ from .inspection import describe_parameters, describe_status, read_parameter
 from .targets import describe_targets
 
 MAX_WAIT_SECONDS = 30.0
+_LIMITS = RequestLimits()
 
 
-def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, lifespan: Any = None) -> FastAPI:
+def make_coordinator_app(
+    coordinator: Coordinator, metrics: ServiceMetrics, lifespan: Any = None, *, limits: RequestLimits = _LIMITS
+) -> FastAPI:
     """The application; `coordinator` must be running on the same event loop."""
     app = make_app(
-        title="Gradpost coordinator", role="coordinator", metrics=metrics, is_ready=lambda: None, lifespan=lifespan
+        title="Gradpost coordinator",
+        role="coordinator",
+        metrics=metrics,
+        is_ready=lambda: None,
+        lifespan=lifespan,
+        limits=limits,
     )
     cluster = coordinator.cluster
+    large = LargeReplies()
 
     @app.post(routes.REGISTER_PSERVER, tags=["membership"])
     async def register_pserver(request: RegisterPserver) -> PserverRegistered:
@@ -129,7 +140,11 @@ def make_coordinator_app(coordinator: Coordinator, metrics: ServiceMetrics, life
     )
     async def parameter(name: str) -> Response:
         """One whole parameter, live, as a safetensors file; `round` in its metadata is the version."""
-        return Response(await read_parameter(coordinator, name), media_type=CONTENT_TYPE)
+
+        async def read() -> list[bytes]:
+            return [await read_parameter(coordinator, name)]
+
+        return LargeReply(large, read, CONTENT_TYPE)
 
     @app.get(routes.TARGETS, tags=["inspection"])
     async def targets() -> list[dict[str, Any]]:

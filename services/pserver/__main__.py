@@ -10,12 +10,14 @@ import torch
 from services.runtime.compute import ComputeExecutor
 from services.runtime.failpoints import arm_failpoints
 from services.runtime.logs import configure_logs
+from services.runtime.machine import usable_memory_bytes
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.peers import make_peer_client
 from services.runtime.server import run_service, serve
 
 from .app import make_pserver_app
 from .durable.disk import Disk
+from .in_flight import InFlight
 from .metrics import PserverMetrics
 from .pserver import Pserver
 from .registration import Registration
@@ -34,8 +36,9 @@ async def _serve(settings: PserverSettings, stop: asyncio.Event) -> int:
     compute = ComputeExecutor()
     metrics = ServiceMetrics("pserver")
     disk = Disk(settings.state_dir, settings.checkpoints)
-    pserver = Pserver(compute, PserverMetrics(metrics.registry, compute), settings.frame_limits, disk)
-    app = make_pserver_app(pserver, metrics)
+    in_flight = InFlight(settings.max_inflight_bytes or usable_memory_bytes() // 4)
+    pserver = Pserver(compute, PserverMetrics(metrics.registry, compute), settings.frame_limits, in_flight, disk)
+    app = make_pserver_app(pserver, metrics, limits=settings.request_limits)
     async with make_peer_client(settings) as http, asyncio.TaskGroup() as tasks:
         registration = Registration(pserver, settings, http)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Response
@@ -11,23 +12,34 @@ from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRun, PserverState, WantCheckpoint
 from ps_protocol.vocabulary import Round
 from services.runtime.app import add_raw_route, make_app
+from services.runtime.large_replies import LargeReplies, LargeReply
+from services.runtime.limits import RequestLimits
 from services.runtime.metrics import ServiceMetrics
 
 from .endpoints import TensorEndpoints
 from .openapi import BARRIER_OPENAPI, BUFFERS_OPENAPI, GET_OPENAPI, SEND_OPENAPI
 from .pserver import Pserver
 
+_LIMITS = RequestLimits()
 BINARY: dict[int | str, dict[str, Any]] = {
     200: {"content": {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
 }
 
 
-def make_pserver_app(pserver: Pserver, metrics: ServiceMetrics, lifespan: Any = None) -> FastAPI:
+def make_pserver_app(
+    pserver: Pserver, metrics: ServiceMetrics, lifespan: Any = None, *, limits: RequestLimits = _LIMITS
+) -> FastAPI:
     """The application; everything runs on the event loop that serves it."""
     app = make_app(
-        title="Gradpost pserver", role="pserver", metrics=metrics, is_ready=pserver.readiness, lifespan=lifespan
+        title="Gradpost pserver",
+        role="pserver",
+        metrics=metrics,
+        is_ready=pserver.readiness,
+        lifespan=lifespan,
+        limits=limits,
     )
     tensors = TensorEndpoints(pserver)
+    large = LargeReplies()
     for method, path, endpoint, summary, openapi in (
         ("POST", routes.SEND, tensors.send, "Push a bucket of gradient blocks", SEND_OPENAPI),
         ("POST", routes.INITIAL, tensors.initial, "Upload a bucket of initial values", SEND_OPENAPI),
@@ -65,11 +77,12 @@ def make_pserver_app(pserver: Pserver, metrics: ServiceMetrics, lifespan: Any = 
     @app.get(routes.STATE, tags=["inspection"])
     async def state(digest: bool = False) -> PserverState:
         """The run, its barriers and counters; with `digest` also a digest of everything that is held."""
-        return await pserver.state(with_digest=digest)
+        async with large.place() if digest else nullcontext():
+            return await pserver.state(with_digest=digest)
 
     @app.get(routes.BLOCKS, tags=["inspection"], response_class=Response, responses=BINARY)
     async def blocks(name: Annotated[list[str], Query()]) -> Response:
         """Blocks as they are now, all of one version, which stands in the metadata."""
-        return Response(b"".join(await pserver.run.inspect(name)), media_type=CONTENT_TYPE)
+        return LargeReply(large, lambda: pserver.run.inspect(name), CONTENT_TYPE)
 
     return app

@@ -6,6 +6,7 @@ Each one parses the fence, checks it before the body is read, and hands over to 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -16,6 +17,7 @@ from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES
 from ps_protocol.routes import BARRIER_HEADER, WAIT_HEADER
 
 from .bodies import content_length, discard_body, receive_body
+from .in_flight import WaitingGets
 from .pserver import Pserver
 from .run import BarrierKind, Reply
 
@@ -29,6 +31,7 @@ class TensorEndpoints:
     def __init__(self, pserver: Pserver) -> None:
         self._pserver = pserver
         self._limits = pserver.limits
+        self._waiting = WaitingGets()
 
     async def send(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Push one bucket of gradient blocks for the open round."""
@@ -52,8 +55,10 @@ class TensorEndpoints:
             await discard_body(receive)
             raise
         run.transports.add(scope["http_version"])
-        body = await receive_body(receive, num_bytes, self._limits, self._pserver.pool)
-        answer = await (run.set_initial(fence, body) if initial else run.push(fence, body))
+        with self._pserver.in_flight.reserve(fence.rank, num_bytes, len(run.members)):
+            limits = replace(self._limits, max_tensors=min(self._limits.max_tensors, run.num_tensors))
+            body = await receive_body(receive, num_bytes, limits, self._pserver.pool)
+            answer = await (run.set_initial(fence, body) if initial else run.push(fence, body))
         await _send_json(send, answer.model_dump_json())
 
     async def barrier(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,7 +71,11 @@ class TensorEndpoints:
     async def buffers(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the buffers that live here."""
         await discard_body(receive)
-        await _send_reply(send, await self._pserver.run.get_buffers(Fence.from_headers(_headers(scope))))
+        fence = Fence.from_headers(_headers(scope))
+        run = self._pserver.run
+        run.check_fence(fence)
+        async with self._waiting.place(fence.rank):
+            await _send_reply(send, await run.get_buffers(fence))
 
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one version of the shard, or of the blocks named in the body (a JSON list)."""
@@ -81,9 +90,10 @@ class TensorEndpoints:
         run.check_names(names)
         if BARRIER_HEADER in headers:  # last, since a request that is refused must not have counted
             run.barrier_arrived(fence, "batch")
-        reply = await run.get(fence, wait_seconds, names)
-        run.transports.add(scope["http_version"])
-        await _send_reply(send, reply)
+        async with self._waiting.place(fence.rank):
+            reply = await run.get(fence, wait_seconds, names)
+            run.transports.add(scope["http_version"])
+            await _send_reply(send, reply)
         run.pulled_bytes += reply.num_bytes
 
 

@@ -27,6 +27,9 @@ class PserverMetrics:
         self.staged_bytes = Gauge(
             "gradpost_staged_bytes", "Bytes in received bodies that are in use.", registry=registry
         )
+        self.in_flight_bytes = Gauge(
+            "gradpost_in_flight_bytes", "Bytes of bodies that are being received.", registry=registry
+        )
         self.pooled_bytes = Gauge("gradpost_pooled_bytes", "Bytes in idle receive buffers.", registry=registry)
         self.missing = Gauge(
             "gradpost_barrier_missing", "Trainers that the open batch barrier waits for.", registry=registry

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import deque
 
 from ps_protocol.errors import BadModel, Conflict, Ended, GradpostError, NotReady, StalePserver, StaleRun, StorageFailed
 from ps_protocol.frames import FrameLimits
@@ -29,10 +30,12 @@ from .async_run import AsyncRun
 from .bodies import BufferPool
 from .durable.disk import Disk
 from .durable.storage import Restored, RunStorage
+from .in_flight import InFlight
 from .metrics import PserverMetrics
 from .run import PserverRun
 from .sync_run import SyncRun
 
+MAX_ENDED_RUNS = 1000
 FRAME_ROOM_BYTES = 1024  # what a frame needs beside the one block in it
 
 
@@ -44,6 +47,7 @@ class Pserver:
         compute: ComputeExecutor,
         metrics: PserverMetrics,
         limits: FrameLimits,
+        in_flight: InFlight | None = None,
         disk: Disk | None = None,
     ) -> None:
         self.disk = disk
@@ -52,14 +56,17 @@ class Pserver:
         self.incarnation: Incarnation | None = None
         self.pool = BufferPool()
         self.limits = limits
+        self.in_flight = in_flight or InFlight(limits.max_body_bytes)
         self._compute = compute
         self._metrics = metrics
         self._run: PserverRun | None = None
         self._installing = asyncio.Lock()
         self._is_stopping = False
         self.has_news = asyncio.Event()  # for the next heartbeat, which should come at once
-        self._ended_runs: set[str] = set()  # of this process, so that a late installation brings none of them back
+        # The newest of this process, so that a late installation brings none of them back.
+        self._ended_runs: deque[str] = deque(maxlen=MAX_ENDED_RUNS)
         metrics.staged_bytes.set_function(lambda: self.pool.used_bytes)
+        metrics.in_flight_bytes.set_function(lambda: self.in_flight.num_bytes)
         metrics.pooled_bytes.set_function(lambda: self.pool.idle_bytes)
         metrics.round.set_function(lambda: self._run.round if self._run else 0)
         metrics.log_bytes.set_function(lambda: self._storage.log_bytes if self._storage else 0)
@@ -150,7 +157,7 @@ class Pserver:
         plan = SlicePlan.from_json(message.plan)
         self._check_size(plan, self.index)  # before the shard takes memory
         if current is not None and current.install.run != message.run:
-            self._ended_runs.add(current.install.run)
+            self._ended_runs.append(current.install.run)
         del current  # its shard goes before another is made
         await self._replace_run(None, StaleRun("this pserver serves another run now", current=message.run))
         storage, restored = await self._open_storage(message)

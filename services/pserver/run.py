@@ -86,6 +86,7 @@ class PserverRun(ABC):
         self._buffers = {spec.name: spec for spec in self.plan.buffers if spec.pserver == index}
         # Of all that lives here, on the wire.
         self.num_bytes = self.plan.shard_bytes(index) + sum(spec.num_bytes for spec in self._buffers.values())
+        self.num_tensors = len(self.plan.shards[index]) + len(self._buffers)
         self.pushed_bytes = 0
         self.pulled_bytes = 0
         self.transports: set[str] = set()  # HTTP versions of the data requests

@@ -11,4 +11,7 @@ class PserverSettings(ServiceSettings):
     """Flag over `GRADPOST_*` over file over default."""
 
     pserver_index: int | None = Field(default=None, ge=0, description="None: the coordinator chooses")
+    max_inflight_bytes: int | None = Field(
+        default=None, ge=1, description="bodies that are being received; None: a quarter of the memory"
+    )
     threads: int = Field(default=1, ge=1, description="torch threads of the compute thread")

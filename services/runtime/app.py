@@ -14,8 +14,10 @@ from ps_protocol.errors import PROBLEM_CONTENT_TYPE, NotReady
 from ps_protocol.routes import HEALTH, METRICS, READY
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 
+from .limits import RequestLimits
 from .loop_lag import watch_loop_lag
 from .metrics import MeasureRequests, ServiceMetrics
+from .overload import LimitRequests
 from .pages import PAGE_HEADERS, render_operations
 from .problems import install_error_handlers
 from .routing import MessageRoute, RawEndpoint, RawRoute
@@ -23,6 +25,7 @@ from .scopes import DOCS
 
 Lifespan: TypeAlias = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
+_DEFAULT_LIMITS = RequestLimits()
 _PROBLEM_SCHEMA = {
     "type": "object",
     "description": "RFC 9457 problem document; further members depend on the code",
@@ -50,6 +53,7 @@ def make_app(
     metrics: ServiceMetrics,
     is_ready: Callable[[], str | None],
     lifespan: Lifespan | None = None,
+    limits: RequestLimits = _DEFAULT_LIMITS,
 ) -> FastAPI:
     """An application with problem documents for errors, request metrics, and the routes that every service has.
 
@@ -78,6 +82,7 @@ def make_app(
     )
     app.router.route_class = MessageRoute
     install_error_handlers(app)
+    app.add_middleware(LimitRequests, limits=limits)
     app.add_middleware(MeasureRequests, metrics=metrics)  # added last, so outermost: it sees what the client gets
 
     @app.get(HEALTH, tags=["service"])

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Iterator
 
 import uvicorn
 from granian.constants import HTTPModes, Interfaces
-from granian.http import HTTP2Settings
+from granian.http import HTTP1Settings, HTTP2Settings
 from granian.log import LogLevels
 from granian.server.embed import Server as GranianServer
 from starlette.types import ASGIApp
 
 from ps_protocol.certificates import WatchedFiles, server_context
 
+from .guarded_protocol import guard_protocol
+from .machine import usable_memory_bytes
+from .paced_replies import PaceReplies
 from .renewal import Backend, RenewedServer
 from .settings import ServiceSettings
 
 BACKLOG = 1024
 KEEP_ALIVE_SECONDS = 75  # longer than most rounds: a connection that closes between two costs a failed request
+PING_INTERVAL_SECONDS = 30
+PING_TIMEOUT_SECONDS = 20
+MAX_STREAMS = 100  # of one connection
 
 _KIB = 1024
 _MIB = 1024 * _KIB
@@ -32,16 +40,25 @@ def make_granian(app: ASGIApp, settings: ServiceSettings, bound: socket.socket) 
     return _make_granian(app, settings, bound)
 
 
-def _make_granian(app: ASGIApp, settings: ServiceSettings, bound: socket.socket) -> GranianServer:
+def _make_granian(app: ASGIApp, settings: ServiceSettings, bound: socket.socket) -> Backend:
     host, port, *_ = bound.getsockname()
-    return GranianServer(
+    paced = PaceReplies(
         app,
+        port,
+        max_untaken_bytes=settings.max_untaken_bytes or usable_memory_bytes() // 8,
+        stall_seconds=settings.body_timeout_seconds,
+        silent_seconds=settings.header_timeout_seconds,
+    )
+    server = GranianServer(
+        paced,
         host,
         port,
         interface=Interfaces.ASGINL,
         http=HTTPModes.auto,
         websockets=False,
         backlog=BACKLOG,
+        backpressure=settings.max_connections,
+        http1_settings=HTTP1Settings(header_read_timeout=int(settings.header_timeout_seconds * 1000)),
         # The application gets one frame at a time, so that large frames spare it work; a window must hold several
         # of them, or an upload stands still for a round trip each time it is used up.
         http2_settings=HTTP2Settings(
@@ -49,7 +66,10 @@ def _make_granian(app: ASGIApp, settings: ServiceSettings, bound: socket.socket)
             initial_stream_window_size=16 * _MIB,
             initial_connection_window_size=32 * _MIB,
             max_headers_size=64 * _KIB,
-            max_concurrent_streams=200,
+            max_concurrent_streams=MAX_STREAMS,
+            # So that a connection whose other end is gone, or never was an HTTP/2 client, does not stay for ever.
+            keep_alive_interval=PING_INTERVAL_SECONDS * 1000,
+            keep_alive_timeout=PING_TIMEOUT_SECONDS,
         ),
         ssl_cert=settings.tls_cert,
         ssl_key=settings.tls_key,
@@ -60,13 +80,15 @@ def _make_granian(app: ASGIApp, settings: ServiceSettings, bound: socket.socket)
         log_level=LogLevels.error,
         log_dictconfig={"incremental": True, "formatters": {}, "handlers": {}, "loggers": {}},
     )
+    return _Granian(server, paced)
 
 
 def make_uvicorn(app: ASGIApp, settings: ServiceSettings, bound: socket.socket, *, grace_seconds: int) -> Backend:
     """HTTP/1.1 only. It listens on `bound` itself and, once stopped, gives up on what takes over `grace_seconds`."""
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # else a line for whatever is no HTTP
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=guard_protocol(settings),
         ws="none",
         loop="none",
         lifespan="off",
@@ -80,6 +102,22 @@ def make_uvicorn(app: ASGIApp, settings: ServiceSettings, bound: socket.socket, 
         ssl_context_factory=(lambda *_: server_context(settings.server_tls)) if settings.tls_cert else None,
     )
     return _Uvicorn(config, bound)
+
+
+class _Granian:
+    def __init__(self, server: GranianServer, paced: PaceReplies) -> None:
+        self._server = server
+        self._paced = paced
+
+    async def serve(self) -> None:
+        sweeping = asyncio.create_task(self._paced.sweep_forever(), name="sweep connections")
+        try:
+            await self._server.serve()
+        finally:
+            sweeping.cancel()
+
+    def stop(self) -> None:
+        self._server.stop()  # type: ignore[no-untyped-call]
 
 
 class _Uvicorn(uvicorn.Server):

@@ -72,11 +72,12 @@ class ServiceMetrics:
         self, route: str, method: str, status: int, *, seconds: float, received_bytes: int, sent_bytes: int
     ) -> None:
         """Count one request. `route` is a template, never a path; status 0 means that none was sent."""
+        method = method if method in _METHODS else "other"
         key = (route, method, status // 100)
         request = self._requests.get(key)
         if request is None:  # looking up a child by its labels takes a lock and builds strings
             code = f"{status // 100}xx" if status else "none"
-            values = (route, method if method in _METHODS else "other", code)
+            values = (route, method, code)
             request = self._requests[key] = _Request(
                 self._total.labels(*values),
                 self._seconds.labels(*values),

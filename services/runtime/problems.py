@@ -29,7 +29,10 @@ from ps_protocol.errors import (
     LengthRequired,
     MethodNotAllowed,
     NotFound,
+    Overloaded,
+    QueueFull,
     RoundPending,
+    SlowBody,
     TryAgain,
 )
 
@@ -42,10 +45,11 @@ DISCARD_SECONDS = 5.0  # for the rest of a body that nobody wants
 _BY_STATUS: Mapping[int, type[GradpostError]] = {
     HTTPStatus.NOT_FOUND: NotFound,
     HTTPStatus.METHOD_NOT_ALLOWED: MethodNotAllowed,
+    HTTPStatus.REQUEST_TIMEOUT: SlowBody,
     HTTPStatus.LENGTH_REQUIRED: LengthRequired,
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: BodyTooLarge,
     HTTPStatus.UNPROCESSABLE_ENTITY: InvalidMessage,
-    HTTPStatus.SERVICE_UNAVAILABLE: TryAgain,
+    HTTPStatus.SERVICE_UNAVAILABLE: Overloaded,
 }
 
 
@@ -61,7 +65,7 @@ def problem_response(
         document["instance"] = quote(instance)
     all_headers = dict(headers or {})
     if isinstance(error, TryAgain):
-        all_headers["retry-after"] = "0" if isinstance(error, RoundPending) else "1"
+        all_headers["retry-after"] = "0" if isinstance(error, RoundPending | QueueFull) else "1"
     # A fact that JSON does not know must not turn a clear answer into an internal error.
     return Response(json.dumps(document, default=str), error.status, all_headers, PROBLEM_CONTENT_TYPE)
 

@@ -11,15 +11,23 @@ from fastapi.routing import APIRoute
 from starlette.routing import Match, Route
 from starlette.types import Message, Receive, Scope, Send
 
+from ps_protocol.routes import DECLARE_MODEL, RUN
+
 RawEndpoint: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # the plan of a model of very many blocks is the largest message
+MAX_MESSAGE_BYTES = 1024 * 1024
+MAX_PLAN_BYTES = 64 * 1024 * 1024  # what names all parameters or blocks of a model
+MAX_MESSAGE_ITEMS = 4 * 1024 * 1024  # members and elements; each takes up some 60 bytes when it is parsed
+MAX_MESSAGES_BYTES = 2 * MAX_PLAN_BYTES  # of all messages that are being received or worked on
+
+_WITH_PLANS = frozenset({DECLARE_MODEL, RUN})
 
 
 class MessageRoute(APIRoute):
     """A path operation that reads no more than `MAX_MESSAGE_BYTES` of a body and then answers `body_too_large`.
 
-    FastAPI's own limit is not used: older versions have none, and its answer is not a problem document.
+    All messages together may have `MAX_MESSAGES_BYTES`; beyond that they are `overloaded`. FastAPI's own limit is not
+    used: older versions have none, and its answer is not a problem document.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -27,7 +35,9 @@ class MessageRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_limited(request: Request) -> Response:
-            return await handle(Request(request.scope, _limit(request.receive)))
+            most = MAX_PLAN_BYTES if self.path in _WITH_PLANS else MAX_MESSAGE_BYTES
+            with _Message(request, most) as message:
+                return await handle(message)
 
         return handle_limited
 
@@ -51,17 +61,43 @@ class RawRoute(Route):
         return match, child_scope
 
 
-def _limit(receive: Receive) -> Receive:
-    num_bytes = 0
+class _Message(Request):
+    """A request whose body is read whole, in bounds. HTTPException is all that FastAPI lets through meanwhile."""
 
-    async def limited() -> Message:
-        nonlocal num_bytes
-        message = await receive()
-        num_bytes += len(message.get("body", b""))
-        if num_bytes > MAX_MESSAGE_BYTES:
-            # The only kind of exception that FastAPI lets through while it reads a body.
-            detail = f"a message may have {MAX_MESSAGE_BYTES} bytes at most"
-            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, detail)
+    def __init__(self, request: Request, most: int) -> None:
+        super().__init__(request.scope, self._receive_counted)
+        self._receive_next = request.receive
+        self._most = most
+        self._num_bytes = 0
+        self._num_items = 0
+
+    def __enter__(self) -> _Message:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._count(-self._num_bytes)
+
+    async def _receive_counted(self) -> Message:
+        message = await self._receive_next()
+        body = message.get("body", b"")
+        num_bytes = len(body)
+        self._num_items += body.count(b",") + body.count(b"[") + body.count(b"{")
+        if self._num_items > MAX_MESSAGE_ITEMS:
+            raise HTTPException(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a message may have {MAX_MESSAGE_ITEMS} items at most"
+            )
+        if self._num_bytes + num_bytes > self._most:
+            raise HTTPException(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"this message may have {self._most} bytes at most"
+            )
+        if self._count(num_bytes) > MAX_MESSAGES_BYTES:
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, "too many large messages are being received")
         return message
 
-    return limited
+    def _count(self, num_bytes: int) -> int:
+        """Add bytes to what all messages of this application hold; returns the sum."""
+        self._num_bytes += num_bytes
+        state = self.scope["app"].state
+        state.message_bytes = getattr(state, "message_bytes", 0) + num_bytes
+        total: int = state.message_bytes
+        return total

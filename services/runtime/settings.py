@@ -15,6 +15,7 @@ from ps_protocol.frames import FrameLimits
 from ps_protocol.hosts import check_listening
 
 from .failpoints import parse_failpoints
+from .limits import RequestLimits
 from .logs import LogFormat, LogLevel
 
 _LIMITS = FrameLimits()
@@ -68,6 +69,13 @@ class ServiceSettings(BaseSettings):
     max_body_bytes: int = Field(default=_LIMITS.max_body_bytes, ge=1)
     max_header_bytes: int = Field(default=_LIMITS.max_header_bytes, ge=1)
     max_tensors: int = Field(default=_LIMITS.max_tensors, ge=1)
+    max_requests: int = Field(default=2048, ge=1, description="requests at once, those that wait included")
+    max_connections: int = Field(default=1024, ge=1, description="open connections")
+    max_untaken_bytes: int | None = Field(
+        default=None, ge=1, description="replies that clients do not take; None: an eighth of the memory"
+    )
+    header_timeout_seconds: float = Field(default=30.0, gt=0, description="for the headers of a request")
+    body_timeout_seconds: float = Field(default=30.0, gt=0, description="for the next byte of a body")
     state_dir: Path = Field(default=Path(".gradpost"), description="folder for what must outlive the process")
     checkpoints: str | None = Field(
         default=None, description="folder or fsspec URL of the checkpoints; none: checkpoints in state_dir"
@@ -106,6 +114,11 @@ class ServiceSettings(BaseSettings):
         if self.token_file is None and self.tokens_dir is not None:
             return self.tokens_dir / "admin"
         return self.token_file
+
+    @property
+    def request_limits(self) -> RequestLimits:
+        """How many requests at once, and how slow they may be."""
+        return RequestLimits(self.max_requests, self.body_timeout_seconds)
 
     @model_validator(mode="after")
     def _check_security(self) -> Self:

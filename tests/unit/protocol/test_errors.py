@@ -50,7 +50,7 @@ def test_the_status_fits_the_family(cls: type[GradpostError]) -> None:
     elif issubclass(cls, errors.Conflict):
         assert cls.status == HTTPStatus.CONFLICT
     elif issubclass(cls, errors.TryAgain):
-        assert cls.status == HTTPStatus.SERVICE_UNAVAILABLE
+        assert cls.status == (HTTPStatus.REQUEST_TIMEOUT if cls is errors.SlowBody else HTTPStatus.SERVICE_UNAVAILABLE)
         assert cls.may_be_retried
     elif issubclass(cls, errors.Ended):
         assert not cls.may_be_retried

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from ps_protocol.errors import NotReady, RoundPending, StaleRound
 from services.runtime.app import add_raw_route, make_app
+from services.runtime.limits import RequestLimits
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.server import serve
 from services.runtime.settings import ServiceSettings
@@ -39,7 +40,7 @@ class Sample:
     slow_begun: asyncio.Event = field(default_factory=asyncio.Event)
     slow_ends: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def make_app(self) -> FastAPI:
+    def make_app(self, limits: RequestLimits | None = None) -> FastAPI:
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             self.lifespan.append("begin")
@@ -49,7 +50,12 @@ class Sample:
                 self.lifespan.append("end")
 
         app = make_app(
-            title="Sample", role="sample", metrics=self.metrics, is_ready=lambda: self.missing, lifespan=lifespan
+            title="Sample",
+            role="sample",
+            metrics=self.metrics,
+            is_ready=lambda: self.missing,
+            lifespan=lifespan,
+            limits=limits or RequestLimits(),
         )
 
         @app.post("/greet/{name:path}")

@@ -90,6 +90,23 @@ async def test_too_large_a_message_is_refused(client: httpx.AsyncClient, monkeyp
     assert (await client.post("/raw/fine", content=b"x" * 200)).status_code == 200
 
 
+async def test_a_message_of_too_many_items_is_refused(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "MAX_MESSAGE_ITEMS", 100)
+    response = await client.post("/greet/a", content=b"[" + b"[]," * 100 + b"[]]")
+    assert (response.status_code, response.json()["code"]) == (413, "body_too_large")
+    assert (await client.post("/greet/a", json={"name": "b", "times": 1})).status_code == 200
+
+
+async def test_all_messages_together_are_bounded(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "MAX_MESSAGES_BYTES", 100)
+    for _ in range(3):  # and what was counted is given back
+        response = await client.post("/greet/a", content=b" " * 101)
+        assert (response.status_code, response.json()["code"]) == (503, "overloaded")
+        assert (await client.post("/greet/a", json={"name": "b", "times": 1})).status_code == 200
+
+
 async def test_openapi_describes_raw_routes_and_problems(client: httpx.AsyncClient) -> None:
     for _ in range(2):  # it is built once and then kept
         document = (await client.get("/openapi.json")).json()

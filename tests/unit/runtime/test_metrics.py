@@ -26,6 +26,7 @@ def test_clients_cannot_invent_labels() -> None:
         metrics.observe_request("unmatched", method, 404, seconds=0, received_bytes=0, sent_bytes=0)
     labels = {"route": "unmatched", "method": "other", "code": "4xx"}
     assert metrics.registry.get_sample_value("gradpost_http_requests_total", labels) == 2
+    assert len(metrics._requests) == 1, "what is kept for each label must not grow with what clients invent"
 
 
 def test_request_without_an_answer() -> None:

@@ -1,0 +1,138 @@
+"""A real pserver under attack, beside a client that only wants its parameters."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+import time
+from asyncio.subprocess import PIPE, create_subprocess_exec
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from ps_protocol.routes import BLOCKS, GET, HEALTH, SEND, STATE
+from tests.cluster.wire import WireTrainer
+from trainer_client.testing import LocalCluster
+from trainer_client.transport import BulkTransport
+
+from .target import Target
+
+ROOT = Path(__file__).parents[2]
+PARAMETERS = [("large", (4_000_000,), "F32", 0), ("small", (1000,), "F32", 0)]
+REQUESTS_PER_SECOND = 100
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one attack did; seconds and bytes."""
+
+    attack: str
+    server: str
+    p99_before: float
+    p99_during: float
+    num_failed: int  # of the good client's requests
+    grown_bytes: int  # of the pserver's memory at its peak
+    kept_bytes: int  # of it, a second after the attack
+    outcome: str
+    state_is_unchanged: bool
+
+
+class Arena:
+    """One cluster, one run at version 0, one good client."""
+
+    def __init__(self, cluster: LocalCluster, server: str, trainer: WireTrainer, http: httpx.AsyncClient) -> None:
+        self.cluster = cluster
+        self.server = server
+        self._trainer = trainer
+        self._http = http
+        self._good = httpx.AsyncClient(transport=BulkTransport(http2=server == "granian"), timeout=None)
+        address = trainer.ready.pservers[0].address
+        self.target = Target(
+            address, cluster.address, HEALTH, f"{BLOCKS}?name=large.block0", SEND, {**trainer.fence(1)}
+        )
+
+    async def judge(self, attack: str, seconds: float) -> Verdict:
+        """Measure before and during the attack, which takes so many seconds."""
+        digest = await self._digest()
+        before, _ = await self._measure(seconds)
+        self._forget_peak()
+        memory = self._memory("VmRSS")
+        attacker = await create_subprocess_exec(
+            sys.executable, "-m", "benchmarks.attacks.attacker", attack, str(seconds), self.target.to_json(),
+            cwd=ROOT, stdout=PIPE,
+        )  # fmt: skip
+        await asyncio.sleep(0.5)  # it is being imported
+        during, num_failed = await self._measure(seconds)
+        printed, _ = await asyncio.wait_for(attacker.communicate(), seconds + 60)
+        grown = self._memory("VmHWM") - memory
+        await asyncio.sleep(1)
+        told = json.loads(printed)
+        answers = sorted(told["answers"].items(), key=lambda item: -item[1])
+        heard = ", ".join(f"{what} ×{count}" for what, count in answers[:5]) or "served"
+        return Verdict(
+            attack, self.server, _p99(before), _p99(during), num_failed, grown, self._memory("VmRSS") - memory,
+            f"{told['sent']} sent over {told['connections']} connections: {heard}",
+            await self._digest() == digest,
+        )  # fmt: skip
+
+    async def _measure(self, seconds: float) -> tuple[list[float], int]:
+        """Latencies of a steady stream of gets, and how many of them failed."""
+        latencies, num_failed = [], 0
+        begin = time.perf_counter()
+        for number in range(int(seconds * REQUESTS_PER_SECOND)):
+            await asyncio.sleep(max(0.0, begin + number / REQUESTS_PER_SECOND - time.perf_counter()))
+            asked = time.perf_counter()
+            if asked > begin + 2 * seconds:
+                break
+            try:
+                response = await asyncio.wait_for(
+                    self._good.post(self.target.address + GET, headers=self._trainer.fence(0), json=["small.block0"]),
+                    10,
+                )
+                num_failed += response.status_code != 200
+            except (httpx.TransportError, TimeoutError):
+                num_failed += 1
+            latencies.append(time.perf_counter() - asked)
+        return latencies, num_failed
+
+    async def _digest(self) -> str:
+        state = (await self._http.get(self.target.address + STATE, params={"digest": True})).json()
+        return str(state["digest"])
+
+    @property
+    def _process(self) -> Path:
+        return Path("/proc") / str(self.cluster.pservers[0].pid)
+
+    def _memory(self, name: str) -> int:
+        [line] = [line for line in (self._process / "status").read_text().splitlines() if line.startswith(name)]
+        return int(line.split()[1]) * 1024
+
+    def _forget_peak(self) -> None:
+        (self._process / "clear_refs").write_text("5")
+
+
+def _p99(latencies: list[float]) -> float:
+    return statistics.quantiles(latencies, n=100)[98]
+
+
+@asynccontextmanager
+async def open_arena(server: str, **settings: object) -> AsyncIterator[Arena]:
+    """A cluster of one pserver. Slow clients have two seconds, so that a short attack shows what becomes of them."""
+    times = {"header_timeout_seconds": 2, "body_timeout_seconds": 2, "lease_seconds": 3600}
+    limits = {"max_untaken_bytes": 64 * MIB, "max_inflight_bytes": 64 * MIB}
+    cluster = LocalCluster(pservers=1, trainers=1, server=server, **{**times, **limits, **settings})
+    with cluster:
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
+            trainer = WireTrainer(http, cluster.address)
+            await trainer.join("a", 0)
+            await trainer.declare(parameters=PARAMETERS, min_block_size=10_000_000)
+            await trainer.wait_for_plan()
+            await trainer.upload_initial()
+            await trainer.get(0)
+            yield Arena(cluster, server, trainer, http)

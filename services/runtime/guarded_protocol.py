@@ -1,0 +1,126 @@
+"""uvicorn's HTTP/1.1 protocol with what it lacks: limits for headers, in bytes and seconds, and for connections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from ps_protocol.errors import PROBLEM_CONTENT_TYPE, BodyTooLarge, GradpostError, Overloaded, SlowBody
+
+from .settings import ServiceSettings
+
+MAX_HEAD_BYTES = 64 * 1024  # the request line and all headers
+
+
+def guard_protocol(settings: ServiceSettings) -> type[HttpToolsProtocol]:
+    """The class of which uvicorn makes an object for each connection, without passing on settings of ours."""
+
+    class Guarded(GuardedProtocol):
+        limits = settings
+
+    return Guarded
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection. The time for a request's headers begins with the connection, later with their first byte.
+
+    A reply that is not taken is given up, too: within the time for a body there has to be room for its next part.
+    """
+
+    limits: ServiceSettings
+
+    def __init__(self, config: Config, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._head_bytes = 0  # of the headers that are coming; what came with their first byte is not counted
+        self._in_head = False
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for headers, or refuse if there are too many connections."""
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections:
+            self._refuse(Overloaded(f"{self.limits.max_connections} connections are open already"))
+        else:
+            self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing will come any more."""
+        self._stop_timer()
+        super().connection_lost(exc)  # which calls resume_writing
+
+    def data_received(self, data: bytes) -> None:
+        """Parse it, and refuse headers without an end."""
+        if self.transport.is_closing():
+            return
+        was_in_head = self._in_head
+        super().data_received(data)
+        if was_in_head and self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(BodyTooLarge("the headers are too large", expected=f"<= {MAX_HEAD_BYTES} bytes"))
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        super().on_message_begin()
+        self._in_head = True
+        self._head_bytes = 0
+        if self._head_timer is None:
+            self._start_timer()
+
+    def on_headers_complete(self) -> None:
+        """The request can begin."""
+        self._in_head = False
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        """Take the next request, unless the rest of this one's body was not wanted: it could go on for ever."""
+        super().on_response_complete()
+        if self.cycle.response_complete and self.cycle.more_body:
+            self.transport.close()
+
+    def pause_writing(self) -> None:
+        """The client does not take its reply as fast as it is made."""
+        super().pause_writing()
+        # Not `close`, which would wait for the client.
+        self._write_timer = self.loop.call_later(self.limits.body_timeout_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has taken what there was."""
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+        super().resume_writing()
+
+    def _start_timer(self) -> None:
+        self._head_timer = self.loop.call_later(self.limits.header_timeout_seconds, self._headers_are_late)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _headers_are_late(self) -> None:
+        if self._in_head:
+            self._refuse(SlowBody("the headers came too slowly"))
+        else:  # nothing came at all, so that nobody waits for an answer
+            self.transport.close()
+
+    def _refuse(self, error: GradpostError) -> None:
+        self._stop_timer()
+        body = json.dumps(error.to_problem()).encode()
+        headers = {
+            "content-type": PROBLEM_CONTENT_TYPE,
+            "content-length": str(len(body)),
+            **({"retry-after": "1"} if error.may_be_retried else {}),
+            "connection": "close",
+        }
+        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", *map(": ".join, headers.items())]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        self.transport.close()

@@ -1,0 +1,93 @@
+"""When a pserver takes in no more, trainers come back later, and the round is completed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from ps_protocol.errors import PROBLEM_CONTENT_TYPE
+from ps_protocol.optimizers import check_optimizer
+from ps_protocol.routes import METRICS, SEND
+from ps_protocol.vocabulary import ParameterSpec
+from trainer_client import ParameterClient
+from trainer_client.testing import LocalCluster
+from trainer_client.transport import BulkTransport
+
+from .wire import WireTrainer, completion, encode_blocks
+
+pytestmark = [pytest.mark.cluster, pytest.mark.asyncio]
+
+SGD = check_optimizer("SGD", [{"nesterov": False, "maximize": False}])
+NUMBERS = [{"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}]
+SPECS = [ParameterSpec(f"w{i}", (100_000,)) for i in range(2)]
+
+
+async def count_refused(address: str) -> float:
+    async with httpx.AsyncClient() as http:
+        text = (await http.get(address + METRICS)).text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return sum(
+        sample.value
+        for sample in samples
+        if sample.name == "gradpost_http_requests_total" and sample.labels["route"] == SEND
+        and sample.labels["code"] == "5xx"
+    )  # fmt: skip
+
+
+async def train(address: str, rank: int) -> dict[str, torch.Tensor]:
+    # A block is a bucket, and all of them are sent at once.
+    async with ParameterClient(coordinator=address, rank=rank, bucket_bytes=1) as client:
+        await client.declare(SPECS, SGD)
+        if client.joined.rank == client.uploader:
+            await client.send_initial({spec.name: torch.zeros(spec.shape) for spec in SPECS})
+        await client.get(0)
+        await client.send(1, {spec.name: torch.full(spec.shape, rank + 1.0) for spec in SPECS}, NUMBERS)
+        await client.batch_barrier(1)
+        return {name: value.clone() for name, value in (await client.get(1)).items()}
+
+
+async def test_a_round_is_completed_when_only_one_body_fits(server: str) -> None:
+    with LocalCluster(pservers=1, trainers=2, server=server, max_inflight_bytes=1) as cluster:
+        async with asyncio.timeout(60):
+            results = await asyncio.gather(*(train(cluster.address, rank) for rank in range(2)))
+        refused = await count_refused(cluster.status().pservers[0].address)
+    assert refused > 0, "the limit was never reached, so this shows nothing"
+    for result in results:
+        assert all(torch.equal(value, torch.full_like(value, -1.5)) for value in result.values())
+
+
+async def test_it_is_decided_before_the_body_is_sent(server: str) -> None:
+    """A body that was announced and is on its way takes up the trainer's share."""
+    with LocalCluster(pservers=1, trainers=1, server=server, max_inflight_bytes=1, lease_seconds=60) as cluster:
+        async with httpx.AsyncClient() as http:
+            trainer = WireTrainer(http, cluster.address)
+            await trainer.join("a", 0)
+            await trainer.declare()
+            await trainer.wait_for_plan()
+            await trainer.upload_initial()
+            await trainer.get(0)
+            body = encode_blocks(trainer.plan, trainer.plan.shards[0], completion(len(trainer.plan.shards[0])))
+            send = trainer.ready.pservers[0].address + SEND
+            begun, may_end = asyncio.Event(), asyncio.Event()
+
+            async def crawl():
+                yield body[:-1]
+                begun.set()
+                await may_end.wait()
+                yield body[-1:]
+
+            headers = {**trainer.fence(1), "content-length": str(len(body))}
+            first = asyncio.create_task(http.post(send, headers=headers, content=crawl()))
+            await begun.wait()
+            for transport in (httpx.AsyncHTTPTransport(), BulkTransport(http2=server == "granian")):
+                async with httpx.AsyncClient(transport=transport) as other:
+                    response = await other.post(send, headers=trainer.fence(1), content=body)
+                    assert (response.status_code, response.json()["code"]) == (503, "overloaded")
+                    assert response.headers["content-type"] == PROBLEM_CONTENT_TYPE
+                    assert response.headers["retry-after"] == "1"
+            may_end.set()
+            assert (await first).json()["complete"] is True

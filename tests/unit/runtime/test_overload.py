@@ -1,0 +1,122 @@
+"""Too many requests, and bodies that do not come: refused, ended, and forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import HTTPException
+
+from ps_protocol.errors import PROBLEM_CONTENT_TYPE
+from services.runtime import overload
+from services.runtime.limits import RequestLimits
+from services.runtime.overload import Upload
+
+from .support import SERVERS, Running, Sample, http2_client, running
+
+pytestmark = pytest.mark.asyncio
+every_server = pytest.mark.parametrize("server", SERVERS)
+
+
+async def begin_upload(server: Running, path: str, body: bytes = b"x") -> tuple[asyncio.StreamReader, Any]:
+    """A request that announces more than it sends."""
+    host, port = server.address.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n".encode() + body)
+    return reader, writer
+
+
+@every_server
+@pytest.mark.parametrize("path", ["/raw/fine", "/greet/a"])
+async def test_a_body_that_does_not_come_is_answered_and_its_connection_closed(server: str, path: str) -> None:
+    app = Sample().make_app(RequestLimits(body_timeout_seconds=0.1))
+    async with running(app, server=server) as served:
+        reader, writer = await begin_upload(served, path)
+        answer = await asyncio.wait_for(reader.read(), 5)  # to the end of the connection
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert PROBLEM_CONTENT_TYPE.encode() in answer
+    assert b'"code": "slow_body"' in answer
+
+
+async def test_a_body_that_does_not_come_over_http2() -> None:
+    async def crawl() -> Any:
+        yield b"x"
+        await asyncio.sleep(5)
+
+    app = Sample().make_app(RequestLimits(body_timeout_seconds=0.1))
+    async with running(app) as served, http2_client() as client:
+        response = await client.post(f"{served.address}/raw/fine", content=crawl(), headers={"content-length": "9"})
+        assert (response.status_code, response.json()["code"]) == (408, "slow_body")
+        assert (await client.post(f"{served.address}/raw/fine", content=b"12345")).text == "5 HTTP/2\n"
+
+
+async def drip() -> dict[str, Any]:
+    await asyncio.sleep(0.02)
+    return {"type": "http.request", "body": b"x", "more_body": True}
+
+
+async def receive_all(upload: Upload) -> None:
+    for _ in range(50):
+        await upload.receive()
+
+
+async def test_a_byte_now_and_then_is_no_progress() -> None:
+    upload = Upload(drip, timeout_seconds=0.1)
+    with pytest.raises(HTTPException, match="408"):
+        await receive_all(upload)
+    assert 2 <= upload.num_bytes <= 10
+    assert (await upload.receive())["type"] == "http.disconnect"
+
+
+async def test_a_fast_enough_body_takes_its_time() -> None:
+    async def rate() -> dict[str, Any]:
+        await asyncio.sleep(0.02)
+        return {"type": "http.request", "body": bytes(1000), "more_body": True}
+
+    upload = Upload(rate, timeout_seconds=0.1)
+    for _ in range(20):  # four times the time-out
+        await upload.receive()
+
+
+async def test_what_comes_after_the_body_may_take_any_time() -> None:
+    """The wait for the client to go, which a long poll may do."""
+
+    async def end() -> dict[str, Any]:
+        await asyncio.sleep(0.05)
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    upload = Upload(end, timeout_seconds=0.01)
+    upload.is_over = True
+    await upload.receive()
+
+
+@every_server
+async def test_one_request_too_many(server: str) -> None:
+    sample = Sample()
+    app = sample.make_app(RequestLimits(max_requests=1))
+    async with running(app, server=server) as served, httpx.AsyncClient() as first, httpx.AsyncClient() as second:
+        slow = asyncio.create_task(first.get(f"{served.address}/slow"))
+        await sample.slow_begun.wait()
+        response = await second.post(f"{served.address}/raw/fine", content=b"12345")
+        assert (response.status_code, response.json()["code"]) == (503, "overloaded")
+        assert response.headers["retry-after"] == "1"
+        assert response.headers["content-type"] == PROBLEM_CONTENT_TYPE
+        sample.slow_ends.set()
+        assert (await slow).status_code == 200
+        assert (await second.post(f"{served.address}/raw/fine", content=b"12345")).status_code == 200
+
+
+@every_server
+async def test_a_crawling_body_makes_room_for_a_new_request(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overload, "HURRIED_SECONDS", 0.05)
+    app = Sample().make_app(RequestLimits(max_requests=1))
+    async with running(app, server=server) as served, httpx.AsyncClient() as client:
+        reader, writer = await begin_upload(served, "/raw/fine")
+        async with asyncio.timeout(5):
+            while (await client.get(f"{served.address}/healthz")).status_code == 503:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 408 ")
+        writer.close()

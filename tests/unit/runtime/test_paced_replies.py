@@ -1,0 +1,137 @@
+"""granian takes any reply at once; ours waits for the client, and gives up on one that does not read."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+import httpx
+import pytest
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.settings import SettingCodes, Settings
+
+from services.runtime.app import add_raw_route
+from services.runtime.connections import Connections, Traffic
+from services.runtime.paced_replies import Flow
+
+from .support import Running, Sample, http2_client, running
+
+pytestmark = [
+    pytest.mark.asyncio,
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much a client has taken"),
+]
+
+MIB = 1024 * 1024
+MAX_UNTAKEN_BYTES = 8 * MIB
+NUM_CHUNKS = 50
+NUM_STREAMS = 20  # granian itself holds some MiB for each
+
+
+class Large:
+    """A reply of 50 MiB, and how much of it was given to the server."""
+
+    def __init__(self) -> None:
+        self.num_given = 0
+        self.num_running = 0
+        self.app = Sample().make_app()
+        add_raw_route(self.app, "/large", self.reply, methods=["GET"], summary="Much")
+
+    async def reply(self, scope: Any, receive: Any, send: Any) -> None:
+        self.num_running += 1
+        headers = [(b"content-length", b"%d" % (NUM_CHUNKS * MIB))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for i in range(NUM_CHUNKS):
+            await send({"type": "http.response.body", "body": bytes(MIB), "more_body": i + 1 < NUM_CHUNKS})
+            self.num_given += MIB
+        self.num_running -= 1
+
+
+async def open_connection(server: Running) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = server.address.removeprefix("http://").split(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def ask_without_a_window(server: Running) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await open_connection(server)
+    http2 = H2Connection(H2Configuration(client_side=True))
+    http2.local_settings = Settings(client=True, initial_values={SettingCodes.INITIAL_WINDOW_SIZE: 0})
+    http2.initiate_connection()
+    headers = [(":method", "GET"), (":path", "/large"), (":scheme", "http"), (":authority", "a")]
+    for i in range(NUM_STREAMS):
+        http2.send_headers(2 * i + 1, headers, end_stream=True)
+    writer.write(http2.data_to_send())
+    return reader, writer
+
+
+async def ask_and_read_nothing(server: Running) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await open_connection(server)
+    writer.transport.pause_reading()  # type: ignore[attr-defined]
+    writer.write(b"GET /large HTTP/1.1\r\nHost: a\r\n\r\n")
+    return reader, writer
+
+
+@pytest.mark.parametrize("ask", [ask_without_a_window, ask_and_read_nothing])
+async def test_a_reply_that_is_not_taken_waits_here_and_is_given_up(ask: Any) -> None:
+    large = Large()
+    async with running(large.app, max_untaken_bytes=MAX_UNTAKEN_BYTES, body_timeout_seconds=1) as server:
+        _reader, writer = await ask(server)
+        async with asyncio.timeout(5):
+            while not large.num_given:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        # What the kernels hold of it counts as taken.
+        assert large.num_given <= MAX_UNTAKEN_BYTES + NUM_STREAMS * MIB + 8 * MIB
+        async with asyncio.timeout(10):
+            while large.num_running:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        writer.close()
+
+
+@pytest.mark.parametrize("make_client", [http2_client, httpx.AsyncClient])
+async def test_who_reads_gets_all_of_it(make_client: Any) -> None:
+    large = Large()
+    async with running(large.app, max_untaken_bytes=4 * MIB) as server, make_client() as client:
+        for _ in range(3):
+            assert len((await client.get(f"{server.address}/large")).content) == NUM_CHUNKS * MIB
+
+
+@pytest.mark.parametrize("start", [b"", b"PRI * HT"])
+async def test_a_connection_that_says_nothing_is_cut_off(start: bytes) -> None:
+    async with running(Sample().make_app(), header_timeout_seconds=0.4) as server:
+        reader, writer = await open_connection(server)
+        writer.write(start)
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+
+
+async def test_what_the_kernel_says_of_a_connection() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(bytes(100_000))
+        await writer.drain()
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(talk, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        peer = writer.get_extra_info("sockname")
+        writer.write(b"12345")
+        await reader.readexactly(100_000)
+        connections = Connections(port)
+        async with asyncio.timeout(5):
+            while connections.scan() != {peer: Traffic(100_000, 5)}:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        connections.cut(("127.0.0.1", 1))
+        connections.cut(peer)
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+
+
+async def test_answers_to_pings_are_no_progress() -> None:
+    flow = Flow(given=1000, asked_at=0.0, progress_at=0.0)
+    flow.observe(Traffic(170, 0), now=10.0)
+    assert (flow.untaken, flow.progress_at) == (830, 0.0)
+    flow.observe(Traffic(170 + 50_000, 0), now=20.0)
+    assert (flow.untaken, flow.progress_at) == (0, 20.0)
