@@ -73,7 +73,7 @@ def crawl(target: Target, seconds: float, start: bytes, drip: Callable[[int], by
 
 
 def head(path: str, method: str, headers: dict[str, str]) -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "host: a", *(f"{key}: {value}" for key, value in headers.items()), "", ""]
+    lines = [f"{method} {path} HTTP/1.1", "host: localhost", *(f"{key}: {value}" for key, value in headers.items()), "", ""]
     return "\r\n".join(lines).encode()
 
 
@@ -84,7 +84,7 @@ def silent_connections(target: Target, seconds: float) -> Outcome:
 
 def slow_headers(target: Target, seconds: float) -> Outcome:
     """A header every half second (Slowloris)."""
-    return crawl(target, seconds, b"GET / HTTP/1.1\r\nhost: a\r\n", lambda number: f"x-{number}: a\r\n".encode())
+    return crawl(target, seconds, b"GET / HTTP/1.1\r\nhost: localhost\r\n", lambda number: f"x-{number}: a\r\n".encode())
 
 
 def slow_bodies(target: Target, seconds: float) -> Outcome:

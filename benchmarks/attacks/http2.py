@@ -88,7 +88,7 @@ class Connection:
         self, *, path: str | None = None, method: str = "GET", ends: bool = True, **headers: str
     ) -> HeadersFrame:
         """A new stream's HEADERS."""
-        named = {":method": method, ":path": path or self._target.path, ":scheme": "http", ":authority": "a", **headers}
+        named = {":method": method, ":path": path or self._target.path, ":scheme": "http", ":authority": "localhost", **headers}
         frame = HeadersFrame(self._next_stream, self._encoder.encode(list(named.items())), flags=["END_HEADERS"])
         if ends:
             frame.flags.add("END_STREAM")

@@ -105,7 +105,7 @@ class AnswerFailures:
         async def watch_send(message: Message) -> None:
             nonlocal started
             if not started and message["status"] >= HTTPStatus.BAD_REQUEST and not body_ended:
-                with suppress(TimeoutError):
+                with suppress(TimeoutError, HTTPException):  # too slow for us, or for the limit of bodies
                     async with asyncio.timeout(DISCARD_SECONDS):
                         while not body_ended:
                             await watch_receive()

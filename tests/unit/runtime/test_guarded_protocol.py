@@ -40,7 +40,7 @@ async def test_an_idle_connection_is_not_cut_off_by_the_time_for_headers() -> No
     async with running(Sample().make_app(), server="uvicorn", header_timeout_seconds=0.2) as server:
         reader, writer = await connect(server)
         for _ in range(2):
-            writer.write(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
+            writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert await asyncio.wait_for(reader.readline(), 5) == b"HTTP/1.1 200 OK\r\n"
             await asyncio.sleep(0.5)
             await reader.readuntil(b"}")
@@ -68,7 +68,7 @@ async def test_headers_without_an_end(part: bytes) -> None:
         answer.cancel() if not answer.done() else None
         writer.close()
         reader, writer = await connect(server)
-        writer.write(b"GET /healthz HTTP/1.1\r\nX-A: " + b"x" * 60_000 + b"\r\n\r\n")
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-A: " + b"x" * 60_000 + b"\r\n\r\n")
         assert await asyncio.wait_for(reader.readline(), 5) == b"HTTP/1.1 200 OK\r\n"
         writer.close()
 
@@ -85,7 +85,7 @@ async def test_one_connection_too_many() -> None:
         async with asyncio.timeout(5):
             while not answer.startswith(b"HTTP/1.1 200 "):
                 again, other = await connect(server)
-                other.write(b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+                other.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
                 answer = await read_all(again)
                 other.close()
         for _, each in (*kept, (reader, writer)):
@@ -96,7 +96,7 @@ async def test_the_rest_of_a_refused_body_cannot_go_on_for_ever(monkeypatch: pyt
     monkeypatch.setattr(problems, "DISCARD_SECONDS", 0.1)
     async with running(Sample().make_app(), server="uvicorn") as server:
         reader, writer = await connect(server)
-        writer.write(b"POST /nowhere HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\nx")
+        writer.write(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nx")
         assert (await read_all(reader)).startswith(b"HTTP/1.1 404 ")
         writer.close()
 
@@ -118,6 +118,6 @@ async def test_a_reply_that_nobody_takes() -> None:
     async with running(app, server="uvicorn", body_timeout_seconds=0.2) as server:
         _, writer = await connect(server)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
-        writer.write(b"GET /large HTTP/1.1\r\nHost: a\r\n\r\n")
+        writer.write(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await asyncio.wait_for(ended.wait(), 5)
         writer.close()

@@ -24,7 +24,7 @@ async def begin_upload(server: Running, path: str, body: bytes = b"x") -> tuple[
     """A request that announces more than it sends."""
     host, port = server.address.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n".encode() + body)
+    writer.write(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n".encode() + body)
     return reader, writer
 
 

@@ -58,7 +58,7 @@ async def ask_without_a_window(server: Running) -> tuple[asyncio.StreamReader, a
     http2 = H2Connection(H2Configuration(client_side=True))
     http2.local_settings = Settings(client=True, initial_values={SettingCodes.INITIAL_WINDOW_SIZE: 0})
     http2.initiate_connection()
-    headers = [(":method", "GET"), (":path", "/large"), (":scheme", "http"), (":authority", "a")]
+    headers = [(":method", "GET"), (":path", "/large"), (":scheme", "http"), (":authority", "localhost")]
     for i in range(NUM_STREAMS):
         http2.send_headers(2 * i + 1, headers, end_stream=True)
     writer.write(http2.data_to_send())
@@ -68,7 +68,7 @@ async def ask_without_a_window(server: Running) -> tuple[asyncio.StreamReader, a
 async def ask_and_read_nothing(server: Running) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await open_connection(server)
     writer.transport.pause_reading()  # type: ignore[attr-defined]
-    writer.write(b"GET /large HTTP/1.1\r\nHost: a\r\n\r\n")
+    writer.write(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
     return reader, writer
 
 
