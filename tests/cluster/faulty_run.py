@@ -29,7 +29,7 @@ class FaultyRun:
         self._progress = threading.Condition()
         self._round = [0] * trainers
         self.cluster = LocalCluster(
-            pservers=pservers, trainers=trainers, on_line=self._line, **{"lease_seconds": 1, **settings}
+            pservers=pservers, trainers=trainers, on_line=self._line, **{"lease_seconds": 2, **settings}
         )
 
     def _line(self, name: str, line: str) -> None:

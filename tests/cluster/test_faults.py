@@ -11,6 +11,8 @@ import pytest
 
 from .faulty_run import FaultyRun, expected_result
 
+LEASE = 1.5
+
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
@@ -56,13 +58,15 @@ def test_everybody_dies_at_random_points(seed: int) -> None:
 
 
 def test_the_others_go_on_within_a_lease_and_who_comes_back_joins(server: str) -> None:
-    with FaultyRun(150, trainers=3, server=server, on_trainer_loss="continue", min_trainers=2) as run:
+    with FaultyRun(
+        150, trainers=3, server=server, lease_seconds=LEASE, on_trainer_loss="continue", min_trainers=2
+    ) as run:
         run.wait_for_round(10)
         begun = time.monotonic()
         run.kill(run.cluster.trainers[2])
         before = run.round_of(0)
         run.wait_for_round(before + 3)
-        assert time.monotonic() - begun < 1 + 1.5  # a lease, the coordinator's tick, a freeze and an install
+        assert time.monotonic() - begun < LEASE + 2  # the coordinator's tick, a freeze and an install
         run.start_trainer(2)
         run.wait_for_line("[trainer 2] begin", 2)
         run.wait_for_round(140, rank=2)
@@ -91,12 +95,12 @@ def test_fewer_than_enough_wait_for_another_life(server: str) -> None:
 
 @pytest.mark.extended
 def test_nobody_is_waited_for_beyond_the_rejoin_time_out(server: str) -> None:
-    with FaultyRun(100, server=server, rejoin_timeout_seconds=1.5) as run:
+    with FaultyRun(100, server=server, lease_seconds=LEASE, rejoin_timeout_seconds=1.5) as run:
         run.wait_for_round(10)
         run.kill(run.cluster.trainers[1])
         begun = time.monotonic()
         assert run.cluster.trainers[0].wait(30) == 1
-        assert time.monotonic() - begun < 1 + 1.5 + 5  # and the end of the script
+        assert time.monotonic() - begun < LEASE + 1.5 + 5  # and the end of the script
         run.wait_for_line("TrainerLost: trainer 1 was lost")
         run.wait_for_line("did not come back within the rejoin time-out of 1.5 s")
 
