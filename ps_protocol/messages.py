@@ -54,7 +54,8 @@ class FrozenRounds(Message):
     """Where a pserver stands while members change: what is applied, and who is how far in the rounds after it.
 
     `participants` are those whose contributions are in the newest applied rounds; `complete` those of whom a round's
-    whole contribution is here, `counted` those whose batch barrier is in.
+    whole contribution is here, `counted` those whose batch barrier is in, `verdicts` those whose barrier said that
+    their gradient holds NaN or infinity.
     """
 
     applied: Round
@@ -62,6 +63,7 @@ class FrozenRounds(Message):
     participants: dict[Round, tuple[Rank, ...]] = {}
     complete: dict[Round, tuple[Rank, ...]] = {}
     counted: dict[Round, tuple[Rank, ...]] = {}
+    verdicts: dict[Round, tuple[Rank, ...]] = {}
     opens: dict[Rank, Round] = Field(default={}, description="asynchronous modes: the step that each would push next")
 
 
@@ -236,7 +238,8 @@ class InstallRun(Message):
 
     `restore` is the round that the shard is restored to, None if it begins with initial values. `starts` is the first
     round of those members who have not been here from round 1; `sets` are, for open rounds, those whose contributions
-    are applied, where that is not simply every member who has started.
+    are applied, where that is not simply every member who has started; `verdicts` those of them whose gradients are not
+    finite.
     """
 
     run: str
@@ -256,6 +259,7 @@ class InstallRun(Message):
     members: dict[Rank, Incarnation]
     starts: dict[Rank, Round] = {}
     sets: dict[Round, tuple[Rank, ...]] = {}
+    verdicts: dict[Round, tuple[Rank, ...]] = {}
 
 
 class WantCheckpoint(Message):
@@ -284,7 +288,7 @@ class Freeze(Message):
 class InstallMembers(Message):
     """A numbered change of members; an older number changes nothing. `failure` ends every wait.
 
-    `starts` and `sets` are those of InstallRun.
+    `starts`, `sets` and `verdicts` are those of InstallRun.
     """
 
     run: str
@@ -293,6 +297,7 @@ class InstallMembers(Message):
     members: dict[Rank, Incarnation]
     starts: dict[Rank, Round] = {}
     sets: dict[Round, tuple[Rank, ...]] = {}
+    verdicts: dict[Round, tuple[Rank, ...]] = {}
     failure: dict[str, Any] | None = None
 
 
@@ -401,6 +406,7 @@ class PushAnswer(Message):
     staged: int = 0
     duplicates: int = 0
     complete: bool = False
+    finite: bool = Field(default=True, description="policy skip_round: whether it holds neither NaN nor infinity")
 
 
 class BarrierAnswer(Message):

@@ -38,11 +38,15 @@ CHECKPOINTS = "/v1/checkpoints"
 
 # "batch" or "fetch" on a barrier; "batch" on a get lets the batch barrier ride on it
 BARRIER_HEADER = "gradpost-barrier"
+# "nonfinite" with a batch barrier: the trainer's own gradient, or what a pserver said of it, holds NaN or infinity
+VERDICT_HEADER = "gradpost-verdict"
 # how long the server may hold the answer back, in seconds; it answers round_pending after that
 WAIT_HEADER = "gradpost-wait-seconds"
 
 # metadata of an answer in the asynchronous modes: how many contributions, of all trainers, are applied there
 APPLIED_KEY = "applied"
+# the same in the synchronous mode: the round stepped nothing, because these trainers' gradients were not finite
+SKIPPED_KEY = "skipped_for"
 
 # metadata of a pushed frame
 NUM_BLOCKS_KEY = "num_blocks"

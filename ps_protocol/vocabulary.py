@@ -24,7 +24,7 @@ PserverIndex: TypeAlias = int  # from 0
 
 Mode: TypeAlias = Literal["sync", "async", "ssp"]
 Placement: TypeAlias = Literal["balanced", "round_robin", "hash"]
-NonfinitePolicy: TypeAlias = Literal["reject", "allow"]
+NonfinitePolicy: TypeAlias = Literal["reject", "skip_round", "allow"]
 Durability: TypeAlias = Literal["none", "log", "fsync"]
 LossPolicy: TypeAlias = Literal["wait", "continue", "fail"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import httpx
@@ -65,6 +65,7 @@ class ParameterClient:
         self.is_declared = False  # all trainers have declared the same, and there is a plan
         self.unfinished: set[asyncio.Task[Any]] = set()  # steps that are on their way
         self._begun_round: Round = 0  # the newest that something was pushed for
+        self._is_finite = True  # the gradient that was sent last
         self._sent_round: Round = 0  # the newest of which all pushes are acknowledged
         self._metrics_server: MetricsServer | None = None
         self._lag: asyncio.Task[None] | None = None
@@ -283,30 +284,38 @@ class ParameterClient:
             metadata = completion(shard, hyper_parameters, computed_on)
             frames = [b.frame() for b in shard[:-1]] + [shard[-1].frame(metadata)]
             pushes.append(self._push_all(pserver, round_, frames))
-        await self.membership.guard(_gather(pushes))
+        answers = await self.membership.guard(_gather(pushes))
+        self._is_finite = all(answers)
         self._sent_round = round_
 
     async def batch_barrier(self, round_: Round) -> None:
         """Tell every pserver that this trainer's contribution is complete everywhere. Nothing in asynchronous modes."""
         if self.joined.consistency.is_async:
             return
-        await self._on_all(lambda pserver: pserver.barrier(round_, "batch"))
+        await self._on_all(lambda pserver: pserver.barrier(round_, "batch", is_finite=self._is_finite))
 
     async def get(self, round_: Round, names: Sequence[str] | None = None) -> dict[str, Tensor]:
         """Wait for version `round_` and return parameters by name, newly allocated; all of them without `names`."""
         specs = [self.plan.parameter[name] for name in (self.plan.parameter if names is None else names)]
         values = {spec.name: torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype]) for spec in specs}
         destinations = self.destinations({name: writable_bytes(tensor) for name, tensor in values.items()})
-        await self.membership.guard(
+        skipped_for = await self.membership.guard(
             _gather(
                 pserver.get(round_, wanted, names=() if names is None else list(wanted))
                 for pserver, wanted in zip(self.pservers, destinations, strict=True)
                 if wanted or names is None
             )
         )
+        self._note_skipped(round_, skipped_for)
         if names is None:
             self.membership.round = max(self.membership.round, round_)
         return values
+
+    def _note_skipped(self, round_: Round, skipped_for: Sequence[Sequence[Rank]]) -> None:
+        if culprits := sorted({rank for ranks in skipped_for for rank in ranks}):
+            self.metrics.skipped.inc()
+            names = ", ".join(f"trainer {rank}" for rank in culprits)
+            self.log.warning(f"round {round_} was skipped on all pservers: NaN or infinity in gradients of {names}")
 
     async def fetch_barrier(self, round_: Round) -> None:
         """Tell every pserver that this version was read; any message for a later round implies it.
@@ -345,15 +354,24 @@ class ParameterClient:
         return result
 
     async def pull(
-        self, round_: Round, destinations: Sequence[Mapping[str, memoryview]], *, with_batch_barrier: bool
+        self,
+        round_: Round,
+        destinations: Sequence[Mapping[str, memoryview]],
+        *,
+        with_batch_barrier: bool,
+        is_finite: bool = True,
     ) -> None:
-        """Wait for version `round_` of every shard and write it to `destinations`; the barrier may ride on it."""
-        await self.membership.guard(
+        """Wait for version `round_` of every shard and write it to `destinations`; the barrier may ride on it.
+
+        `is_finite` says whether every pserver found this trainer's gradient finite.
+        """
+        skipped_for = await self.membership.guard(
             _gather(
-                pserver.get(round_, wanted, with_batch_barrier=with_batch_barrier)
+                pserver.get(round_, wanted, with_batch_barrier=with_batch_barrier, is_finite=is_finite)
                 for pserver, wanted in zip(self.pservers, destinations, strict=True)
             )
         )
+        self._note_skipped(round_, skipped_for)
         self.membership.round = round_
 
     async def pull_buffers(self, memory: Mapping[str, memoryview]) -> None:
@@ -363,21 +381,22 @@ class ParameterClient:
             owned.setdefault(spec.pserver, {})[spec.name] = memory[spec.name]
         await self.membership.guard(_gather(self.pservers[i].get_buffers(wanted) for i, wanted in owned.items()))
 
-    async def push(self, round_: Round, bucket: Bucket, frame: memoryview) -> None:
-        """Push one bucket; its buffer belongs to this request until it returns."""
+    async def push(self, round_: Round, bucket: Bucket, frame: memoryview) -> bool:
+        """Push one bucket; its buffer belongs to this request until it returns. Whether the pserver found it finite."""
         self._begun_round = round_
-        await self.membership.guard(self.pservers[bucket.pserver].push(round_, frame))
+        answer = await self.membership.guard(self.pservers[bucket.pserver].push(round_, frame))
+        return answer.finite
 
     async def _push_all(
         self, pserver: PserverClient, round_: Round, frames: Sequence[memoryview], *, initial: bool = False
-    ) -> None:
+    ) -> bool:
         limit = asyncio.Semaphore(MAX_CONCURRENT_PUSHES)
 
-        async def push(frame: memoryview) -> None:
+        async def push(frame: memoryview) -> bool:
             async with limit:
-                await pserver.push(round_, frame, initial=initial)
+                return (await pserver.push(round_, frame, initial=initial)).finite
 
-        await _gather(push(frame) for frame in frames)
+        return all(await _gather(push(frame) for frame in frames))
 
     async def _on_all(self, action: Callable[[PserverClient], Coroutine[Any, Any, object]]) -> None:
         await self.membership.guard(_gather(action(pserver) for pserver in self.pservers))
@@ -399,11 +418,11 @@ def completion(
     return metadata
 
 
-async def _gather(work: Any) -> None:
-    """Run all at once; the first error cancels the rest and is raised as it is."""
+async def _gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all at once and return their results; the first error cancels the rest and is raised as it is."""
     tasks = [asyncio.ensure_future(item) for item in work]
     try:
-        await asyncio.gather(*tasks)
+        return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()

@@ -31,6 +31,9 @@ class TrainerMetrics:
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
         self.rounds = Counter("gradpost_trainer_rounds", "Rounds completed.", registry=registry)
+        self.skipped = Counter(
+            "gradpost_trainer_rounds_skipped", "Rounds that stepped nothing for NaN or infinity.", registry=registry
+        )
         self.round = Gauge("gradpost_trainer_round", "Newest completed round.", registry=registry)
         self.step_seconds = self._histogram("gradpost_trainer_step_seconds", "One step(): push, barrier and pull.")
         self.push_seconds = self._histogram("gradpost_trainer_push_seconds", "Until every push was acknowledged.")

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 from torch import Tensor
 
@@ -89,7 +90,7 @@ class Pipeline:
         layout = self._layout(step, frozenset(gradients))
         is_async = self._client.joined.consistency.is_async
         before, pushed = self._pushed, _Acknowledged()
-        pushes: list[Future[None]] = []
+        pushes: list[Future[bool]] = []
         try:
             # Bucket by bucket, so that the network works while the next one is being copied.
             for bucket, shard in _interleave(layout):
@@ -104,15 +105,15 @@ class Pipeline:
         pull = self._io.start(self._pull(step, pushes, pushed, self._newest_pull, perf_counter()))
         self._pulls[step] = self._newest_pull = pull
 
-    async def _push(self, step: Round, bucket: Bucket, frame: memoryview, before: _Acknowledged) -> None:
+    async def _push(self, step: Round, bucket: Bucket, frame: memoryview, before: _Acknowledged) -> bool:
         if not await before.wait():
             raise GradpostError(f"step {step} was not pushed, because the one before it failed")
-        await self._client.push(step, bucket, frame)
+        return await self._client.push(step, bucket, frame)
 
     async def _pull(
         self,
         step: Round,
-        pushes: Sequence[Future[None]],
+        pushes: Sequence[Future[bool]],
         pushed: _Acknowledged,
         before: Future[None] | None,
         begun: float,
@@ -122,7 +123,7 @@ class Pipeline:
         self._client.unfinished.add(task)
         task.add_done_callback(self._client.unfinished.discard)
         try:
-            await asyncio.gather(*map(asyncio.wrap_future, pushes))
+            verdicts = await asyncio.gather(*map(asyncio.wrap_future, pushes))
             pushed.succeeded = True
         finally:
             pushed.event.set()
@@ -130,7 +131,8 @@ class Pipeline:
         if before is not None:
             await asyncio.wrap_future(before)
         is_sync = not self._client.joined.consistency.is_async
-        await self._client.pull(step, self._destinations[self.slot(step)], with_batch_barrier=is_sync)
+        destinations = self._destinations[self.slot(step)]
+        await self._client.pull(step, destinations, with_batch_barrier=is_sync, is_finite=all(verdicts))
         metrics, ended = self._client.metrics, perf_counter()
         metrics.push_seconds.observe(acknowledged - begun)
         metrics.pull_seconds.observe(ended - acknowledged)
@@ -182,6 +184,6 @@ def _interleave(layout: list[list[Bucket]]) -> list[tuple[Bucket, list[Bucket]]]
     return [(shard[i], shard) for i in range(longest) for shard in layout if i < len(shard)]
 
 
-def _cancel(futures: Iterable[Future[None]]) -> None:
+def _cancel(futures: Iterable[Future[Any]]) -> None:
     for future in futures:
         future.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -25,8 +26,20 @@ from ps_protocol.errors import (
 from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE, FrameLimits
 from ps_protocol.messages import BarrierAnswer, PserverInfo, PushAnswer
-from ps_protocol.routes import APPLIED_KEY, BARRIER, BARRIER_HEADER, BUFFERS, GET, HEALTH, INITIAL, SEND, WAIT_HEADER
-from ps_protocol.vocabulary import Round
+from ps_protocol.routes import (
+    APPLIED_KEY,
+    BARRIER,
+    BARRIER_HEADER,
+    BUFFERS,
+    GET,
+    HEALTH,
+    INITIAL,
+    SEND,
+    SKIPPED_KEY,
+    VERDICT_HEADER,
+    WAIT_HEADER,
+)
+from ps_protocol.vocabulary import Rank, Round
 
 from .frame_sink import FrameSink
 from .membership import read_problem
@@ -118,11 +131,11 @@ class PserverClient:
         for old in [known for known in self._kept if known <= round_]:
             del self._kept[old]
 
-    async def barrier(self, round_: Round, kind: str) -> BarrierAnswer:
-        """Send a batch or fetch barrier."""
+    async def barrier(self, round_: Round, kind: str, *, is_finite: bool = True) -> BarrierAnswer:
+        """Send a batch or fetch barrier; a batch barrier says whether this trainer's gradient is finite."""
 
         async def attempt() -> BarrierAnswer:
-            headers = {**self._fence.at_round(round_).to_headers(), BARRIER_HEADER: kind}
+            headers = {**self._fence.at_round(round_).to_headers(), BARRIER_HEADER: kind, **_verdict(is_finite)}
             response = await self._http.post(self.info.address + BARRIER, headers=headers)
             _raise_for_problem(response)
             return BarrierAnswer.model_validate_json(response.content)
@@ -135,15 +148,18 @@ class PserverClient:
         destinations: Mapping[str, memoryview],
         *,
         with_batch_barrier: bool = False,
+        is_finite: bool = True,
         names: Sequence[str] = (),
-    ) -> None:
+    ) -> tuple[Rank, ...]:
         """Wait for version `round_` and write its blocks to `destinations` (block name -> its writable bytes).
+
+        Returns for whose gradients the round was skipped, if it was.
 
         Without `names` the whole shard is fetched and every block of it needs a destination.
         """
         headers = {WAIT_HEADER: f"{WAIT_SECONDS:g}"}
         if with_batch_barrier:
-            headers[BARRIER_HEADER] = "batch"
+            headers |= {BARRIER_HEADER: "batch", **_verdict(is_finite)}
         asked = perf_counter()
         metadata, answered = await self._fetch("POST", GET, round_, headers, destinations, names)
         self._metrics.barrier_wait.observe(answered - asked)
@@ -151,6 +167,7 @@ class PserverClient:
         self._check_version(metadata, round_)
         if not names:
             self._forget(round_)
+        return tuple(json.loads(metadata.get(SKIPPED_KEY, "[]")))
 
     async def get_buffers(self, destinations: Mapping[str, memoryview]) -> None:
         """Fetch the buffers that live there, which no round changes."""
@@ -293,6 +310,10 @@ class PserverClient:
                 f"pserver {self.info.index} at {self.info.address} could not be reached for "
                 f"{self._retry_seconds:g} s: {cause!r}"
             ) from cause
+
+
+def _verdict(is_finite: bool) -> dict[str, str]:
+    return {} if is_finite else {VERDICT_HEADER: "nonfinite"}
 
 
 def _reason(state: tenacity.RetryCallState) -> str:

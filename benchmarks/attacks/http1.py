@@ -73,8 +73,10 @@ def crawl(target: Target, seconds: float, start: bytes, drip: Callable[[int], by
 
 
 def head(path: str, method: str, headers: dict[str, str]) -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "host: localhost", *(f"{key}: {value}" for key, value in headers.items()), "", ""]
-    return "\r\n".join(lines).encode()
+    named = {"host": "localhost", **headers}
+    return "\r\n".join(
+        [f"{method} {path} HTTP/1.1", *(f"{key}: {value}" for key, value in named.items()), "", ""]
+    ).encode()
 
 
 def silent_connections(target: Target, seconds: float) -> Outcome:
@@ -84,7 +86,8 @@ def silent_connections(target: Target, seconds: float) -> Outcome:
 
 def slow_headers(target: Target, seconds: float) -> Outcome:
     """A header every half second (Slowloris)."""
-    return crawl(target, seconds, b"GET / HTTP/1.1\r\nhost: localhost\r\n", lambda number: f"x-{number}: a\r\n".encode())
+    begin = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
+    return crawl(target, seconds, begin, lambda number: f"x-{number}: a\r\n".encode())
 
 
 def slow_bodies(target: Target, seconds: float) -> Outcome:

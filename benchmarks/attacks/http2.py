@@ -88,7 +88,8 @@ class Connection:
         self, *, path: str | None = None, method: str = "GET", ends: bool = True, **headers: str
     ) -> HeadersFrame:
         """A new stream's HEADERS."""
-        named = {":method": method, ":path": path or self._target.path, ":scheme": "http", ":authority": "localhost", **headers}
+        pseudo = {":method": method, ":path": path or self._target.path, ":scheme": "http", ":authority": "localhost"}
+        named = {**pseudo, **headers}
         frame = HeadersFrame(self._next_stream, self._encoder.encode(list(named.items())), flags=["END_HEADERS"])
         if ends:
             frame.flags.add("END_STREAM")

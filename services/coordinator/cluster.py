@@ -275,6 +275,7 @@ class Cluster:
             members=run.membership.members,
             starts=run.membership.starts,
             sets=run.membership.sets,
+            verdicts=run.membership.verdicts,
         )
 
     def members_message(self, number: int) -> InstallMembers:
@@ -287,6 +288,7 @@ class Cluster:
             members=run.membership.members,
             starts=run.membership.starts,
             sets=run.membership.sets,
+            verdicts=run.membership.verdicts,
             failure=run.failure.to_problem() if run.failure else None,
         )
 

@@ -24,6 +24,9 @@ class Membership:
     members: dict[Rank, Incarnation] = field(default_factory=dict)
     starts: dict[Rank, Round] = field(default_factory=dict)
     sets: dict[Round, tuple[Rank, ...]] = field(default_factory=dict)
+    verdicts: dict[Round, tuple[Rank, ...]] = field(
+        default_factory=dict
+    )  # whose barriers said that they are not finite
 
     def has_claim(self, rank: Rank, round_: Round) -> bool:
         """Whether the rank's contribution was to be in this round, as far as was decided."""
@@ -59,7 +62,7 @@ def decide(
     >>> two = Membership({0: 1, 1: 1})
     >>> holds = FrozenRounds(applied=6, complete={7: (0, 1)}, counted={7: (1,)})
     >>> decide(two, {0: 1}, [holds, FrozenRounds(applied=7, participants={7: (0, 1)})])
-    Membership(members={0: 1}, starts={}, sets={7: (0, 1), 8: (0,)})
+    Membership(members={0: 1}, starts={}, sets={7: (0, 1), 8: (0,)}, verdicts={})
     >>> lost = FrozenRounds(applied=6)
     >>> decide(two, {0: 1}, [lost, FrozenRounds(applied=7, participants={7: (0, 1)})])
     Rollback(newest=6)
@@ -86,7 +89,19 @@ def decide(
         starts[rank] = min(open_to_it, default=last + 1)
         for round_ in range(starts[rank], last + 1):
             sets[round_].add(rank)
-    return Membership(dict(members), starts, {round_: tuple(sorted(ranks)) for round_, ranks in sets.items()})
+    verdicts: dict[Round, set[Rank]] = {}
+    for answer in answers:
+        for round_, ranks in answer.verdicts.items():
+            # What a life has said counts for the rounds that it is in, not for those of its successor.
+            said = {rank for rank in ranks if rank in sets.get(round_, ()) and round_ < starts.get(rank, last + 1)}
+            said |= stay.intersection(ranks) & sets.get(round_, set())
+            if said:
+                verdicts.setdefault(round_, set()).update(said)
+    return Membership(dict(members), starts, _as_tuples(sets), _as_tuples(verdicts))
+
+
+def _as_tuples(sets: Mapping[Round, Collection[Rank]]) -> dict[Round, tuple[Rank, ...]]:
+    return {round_: tuple(sorted(ranks)) for round_, ranks in sets.items()}
 
 
 def _is_in(rank: Rank, round_: Round, answers: Collection[FrozenRounds]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import zip_longest
 
-from ps_protocol.errors import ModelMismatch
+from ps_protocol.errors import BadModel, ModelMismatch
 from ps_protocol.messages import DeclareModel
 from ps_protocol.optimizers import check_optimizer
 from ps_protocol.plan import SlicePlan, make_plan
@@ -15,6 +15,8 @@ from .defaults import RunDefaults
 
 def plan_model(model: DeclareModel, defaults: RunDefaults, num_pservers: int) -> SlicePlan:
     """The slice plan of a declared model. Raises BadModel or UnsupportedOptimizer."""
+    if defaults.consistency.is_async and model.nonfinite == "skip_round":
+        raise BadModel("nonfinite skip_round belongs to the synchronous mode: there are no rounds in the others")
     return make_plan(
         [ParameterSpec(*fields) for fields in model.parameters],
         num_pservers,

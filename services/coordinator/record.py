@@ -53,6 +53,7 @@ class RunRecord(Message):
     members: dict[Rank, Incarnation]
     starts: dict[Rank, Round]
     sets: dict[Round, tuple[Rank, ...]]
+    verdicts: dict[Round, tuple[Rank, ...]]
     trainers: tuple[TrainerRecord, ...]
 
     @property
@@ -108,6 +109,7 @@ def _describe_run(cluster: Cluster) -> RunRecord | None:
         members=run.membership.members,
         starts=run.membership.starts,
         sets=run.membership.sets,
+        verdicts=run.membership.verdicts,
         trainers=tuple(
             TrainerRecord(
                 rank=t.rank,
@@ -161,7 +163,7 @@ def _recall_run(cluster: Cluster, record: RunRecord, now: float) -> None:
     run.failure = None if record.failure is None else error_from_problem(record.failure)
     run.plan, run.declaration, run.uploader = SlicePlan.from_json(record.plan), record.declaration, record.uploader
     run.attempt, run.resume, run.source, run.number = record.attempt, record.resume, record.source, record.number + 1
-    run.membership = Membership(dict(record.members), dict(record.starts), dict(record.sets))
+    run.membership = Membership(dict(record.members), dict(record.starts), dict(record.sets), dict(record.verdicts))
     run.started_at = now
     run.ended_at = now if run.is_over else None
     for t in record.trainers:

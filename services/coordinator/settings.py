@@ -62,6 +62,8 @@ class CoordinatorSettings(ServiceSettings):
             _ = self.consistency
         except BadModel as error:
             raise ValueError(error.detail) from None
+        if self.mode != "sync" and self.nonfinite == "skip_round":
+            raise ValueError("nonfinite skip_round belongs to the synchronous mode: there are no rounds in the others")
         if self.mode != "sync" and (self.durability not in (None, "none") or self.checkpoint_rounds):
             raise ValueError(f"durability and checkpoint_rounds are not available in mode {self.mode} yet")
         return self

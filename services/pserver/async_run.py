@@ -189,7 +189,7 @@ class AsyncRun(PserverRun):
             if (failure := self._queues[name].failure) is not None:
                 raise copy.copy(failure)
 
-    def barrier_arrived(self, fence: Fence, kind: BarrierKind) -> BarrierAnswer:
+    def barrier_arrived(self, fence: Fence, kind: BarrierKind, *, is_finite: bool = True) -> BarrierAnswer:
         """There are no barriers: raises ModeMismatch."""
         self.check_fence(fence)
         raise ModeMismatch(

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from ps_protocol.errors import BadHeader, BodyTooLarge, GradpostError, MalformedFrame
 from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES
-from ps_protocol.routes import BARRIER_HEADER, WAIT_HEADER
+from ps_protocol.routes import BARRIER_HEADER, VERDICT_HEADER, WAIT_HEADER
 
 from .bodies import content_length, discard_body, receive_body
 from .in_flight import WaitingGets
@@ -65,7 +65,9 @@ class TensorEndpoints:
         """Count a batch or fetch barrier and answer at once."""
         headers = _headers(scope)
         await discard_body(receive)
-        answer = self._pserver.run.barrier_arrived(Fence.from_headers(headers), _barrier_kind(headers))
+        answer = self._pserver.run.barrier_arrived(
+            Fence.from_headers(headers), _barrier_kind(headers), is_finite=_is_finite(headers)
+        )
         await _send_json(send, answer.model_dump_json())
 
     async def buffers(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,11 +87,12 @@ class TensorEndpoints:
         wait_seconds = _wait_seconds(headers)
         if BARRIER_HEADER in headers and _barrier_kind(headers) != "batch":
             raise BadHeader("only the batch barrier may ride on a get", expected="batch")
+        is_finite = _is_finite(headers)
         names = await _receive_names(receive)
         run.check_fence(fence)
         run.check_names(names)
         if BARRIER_HEADER in headers:  # last, since a request that is refused must not have counted
-            run.barrier_arrived(fence, "batch")
+            run.barrier_arrived(fence, "batch", is_finite=is_finite)
         async with self._waiting.place(fence.rank):
             reply = await run.get(fence, wait_seconds, names)
             run.transports.add(scope["http_version"])
@@ -109,6 +112,15 @@ def _barrier_kind(headers: dict[str, str]) -> BarrierKind:
             return "fetch"
         case other:
             raise BadHeader(f"the header {BARRIER_HEADER} names no barrier", expected="batch or fetch", actual=other)
+
+
+def _is_finite(headers: dict[str, str]) -> bool:
+    verdict = headers.get(VERDICT_HEADER)
+    if verdict not in (None, "finite", "nonfinite"):
+        raise BadHeader(
+            f"the header {VERDICT_HEADER} is no verdict", expected="finite or nonfinite", actual=verdict[:40]
+        )
+    return verdict != "nonfinite"
 
 
 def _wait_seconds(headers: dict[str, str]) -> float:

@@ -64,7 +64,10 @@ class PserverMetrics:
         self.log_failures = Counter(
             "gradpost_log_failures", "Tries to write an update to the log that failed.", registry=registry
         )
-        self.nonfinite = Counter("gradpost_nonfinite_pushes", "Pushes refused for NaN or infinity.", registry=registry)
+        self.nonfinite = Counter("gradpost_nonfinite_pushes", "Pushes with NaN or infinity.", registry=registry)
+        self.skipped = Counter(
+            "gradpost_rounds_skipped", "Rounds that stepped nothing for NaN or infinity.", registry=registry
+        )
         self.disagreements = Counter(
             "gradpost_hyper_parameter_disagreements", "Contributions whose numbers were ignored.", registry=registry
         )

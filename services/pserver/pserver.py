@@ -146,6 +146,7 @@ class Pserver:
                     members=message.members,
                     starts=message.starts,
                     sets=message.sets,
+                    verdicts=message.verdicts,
                 )
             )
             return

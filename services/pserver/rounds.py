@@ -22,6 +22,7 @@ from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 from .admission import Admission, admit, check_member
 from .contribution import Contribution, Payload
+from .history import History
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Apply(Generic[Payload]):
     round: Round
     ranks: tuple[Rank, ...]
     contributions: tuple[Contribution[Payload], ...]
+    nonfinite: tuple[Rank, ...] = ()  # whose barriers said so: then the round steps nothing, on every pserver alike
 
     @property
     def hyper_parameters(self) -> list[HyperParameters]:
@@ -58,19 +60,20 @@ class Rounds(Generic[Payload]):
         max_delay: int = 0,
         *,
         applied: Round = 0,
-        participants: Mapping[Round, tuple[Rank, ...]] | None = None,
+        history: History | None = None,
     ) -> None:
         self.members = dict(members)
         self.max_delay = max_delay
         self.applied = applied
-        self.participants = dict(participants or {})  # whose contributions are in the newest k + 1 applied rounds
+        self.history = history or History()  # of the newest k + 1 applied rounds
         self.applying: Apply[Payload] | None = None
         self.is_frozen = False
         self._starts: dict[Rank, Round] = {}  # of those who have not been here from round 1
         self._sets: dict[Round, frozenset[Rank]] = {}  # of open rounds, where it was decided
-        self._held: dict[tuple[Rank, Round], Incarnation] = {}  # batch barriers that came while frozen
+        self._held: dict[tuple[Rank, Round], tuple[Incarnation, bool]] = {}  # batch barriers that came while frozen
         self._staged: dict[Round, dict[Rank, Contribution[Payload]]] = {}
         self._batch_barriers: dict[Round, set[Rank]] = {}
+        self._nonfinite: dict[Round, set[Rank]] = {}  # whose barriers of open rounds said so
         self._fetched: dict[Rank, Round] = {}  # the newest version that a member is known to have read
 
     @property
@@ -161,8 +164,10 @@ class Rounds(Generic[Payload]):
     def _has_fetched(self, rank: Rank, version: Round) -> None:
         self._fetched[rank] = max(self._fetched.get(rank, version), version)
 
-    def batch_barrier_arrived(self, rank: Rank, incarnation: Incarnation, round_: Round) -> Apply[Payload] | None:
-        """Count a trainer's batch barrier; returns the apply that it completes, if any."""
+    def batch_barrier_arrived(
+        self, rank: Rank, incarnation: Incarnation, round_: Round, *, is_finite: bool = True
+    ) -> Apply[Payload] | None:
+        """Count a trainer's batch barrier and its verdict; returns the apply that it completes, if any."""
         if self.admit(rank, incarnation, round_) == "already_applied":
             return None
         if not self.is_complete(rank, round_):
@@ -173,12 +178,14 @@ class Rounds(Generic[Payload]):
                 actual=0 if staged is None else len(staged.blocks),
             )
         if self.is_frozen:
-            self._held[rank, round_] = incarnation
+            self._held[rank, round_] = incarnation, is_finite
             return None
-        self._count(rank, round_)
+        self._count(rank, round_, is_finite=is_finite)
         return self._start_apply()
 
-    def _count(self, rank: Rank, round_: Round) -> None:
+    def _count(self, rank: Rank, round_: Round, *, is_finite: bool) -> None:
+        if not is_finite and rank not in self._batch_barriers.get(round_, ()):
+            self._nonfinite.setdefault(round_, set()).add(rank)
         self._batch_barriers.setdefault(round_, set()).add(rank)
         self._has_fetched(rank, round_ - 1 - self.max_delay)
 
@@ -203,9 +210,10 @@ class Rounds(Generic[Payload]):
                 complete.setdefault(round_, []).append(rank)
         return FrozenRounds(
             applied=self.applied,
-            participants=self.participants,
+            participants=self.history.participants,
             complete={round_: tuple(ranks) for round_, ranks in complete.items()},
-            counted={round_: tuple(sorted(ranks)) for round_, ranks in sorted(self._batch_barriers.items()) if ranks},
+            counted=_as_tuples(self._batch_barriers),
+            verdicts={**self.history.nonfinite, **_as_tuples(self._nonfinite)},
         )
 
     def members_changed(
@@ -213,6 +221,7 @@ class Rounds(Generic[Payload]):
         members: Mapping[Rank, Incarnation],
         starts: Mapping[Rank, Round] | None = None,
         sets: Mapping[Round, tuple[Rank, ...]] | None = None,
+        verdicts: Mapping[Round, tuple[Rank, ...]] | None = None,
     ) -> Apply[Payload] | None:
         """Install a set of members, for each decided round those whose contributions it takes, and end the freeze.
 
@@ -221,12 +230,15 @@ class Rounds(Generic[Payload]):
         before, self.members, self._starts = self.members, dict(members), dict(starts or {})
         self._sets = {round_: frozenset(ranks) for round_, ranks in (sets or {}).items() if round_ > self.applied}
         self.is_frozen = False
+        for round_, ranks in (verdicts or {}).items():
+            if round_ > self.applied:
+                self._nonfinite.setdefault(round_, set()).update(ranks)
         for rank in [rank for rank, incarnation in before.items() if members.get(rank) != incarnation]:
             self._remove(rank)
         held, self._held = self._held, {}
-        for (rank, round_), incarnation in held.items():
+        for (rank, round_), (incarnation, is_finite) in held.items():
             if members.get(rank) == incarnation and rank in self.required(round_):
-                self._count(rank, round_)
+                self._count(rank, round_, is_finite=is_finite)
         return self._start_apply()
 
     def _remove(self, rank: Rank) -> None:
@@ -240,15 +252,16 @@ class Rounds(Generic[Payload]):
             elif not stays:
                 self._staged.get(round_, {}).pop(rank, None)
                 self._batch_barriers.get(round_, set()).discard(rank)
+                self._nonfinite.get(round_, set()).discard(rank)
 
     def round_applied(self) -> Apply[Payload] | None:
         """The apply is done: its round becomes readable. Returns the next one if it is complete already."""
         assert self.applying is not None
         self.applied = self.applying.round
-        self.participants[self.applied] = self.applying.ranks
-        self.participants.pop(self.applied - self.max_delay - 1, None)
+        ranks, nonfinite = self.applying.ranks, self.applying.nonfinite
+        self.history.add(self.applied, ranks, nonfinite, keep=self.max_delay + 1)
         self.applying = None
-        for rounds in (self._staged, self._batch_barriers, self._sets):
+        for rounds in (self._staged, self._batch_barriers, self._nonfinite, self._sets):
             rounds.pop(self.applied, None)
         return self._start_apply()
 
@@ -263,5 +276,10 @@ class Rounds(Generic[Payload]):
         here = [rank for rank in ranks if rank in self.members and self._starts.get(rank, 1) <= self.open]
         if any(self._fetched.get(rank, -1) < needed for rank in here):
             return None
-        self.applying = Apply(self.open, ranks, tuple(self.contributions[rank] for rank in ranks))
+        contributions = tuple(self.contributions[rank] for rank in ranks)
+        self.applying = Apply(self.open, ranks, contributions, tuple(sorted(self._nonfinite.get(self.open, ()))))
         return self.applying
+
+
+def _as_tuples(sets: Mapping[Round, set[Rank]]) -> dict[Round, tuple[Rank, ...]]:
+    return {round_: tuple(sorted(ranks)) for round_, ranks in sorted(sets.items()) if ranks}

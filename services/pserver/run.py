@@ -38,6 +38,7 @@ from services.runtime.logs import get_logger
 from .admission import Admission, check_member
 from .bodies import Body
 from .durable.storage import Restored, RunStorage
+from .history import History
 from .metrics import PserverMetrics
 from .pushes import read_blocks, read_buffers
 from .shard import Shard
@@ -137,8 +138,8 @@ class PserverRun(ABC):
         """Validate and stage one bucket. Answers as before if it was staged before; changes nothing on an error."""
 
     @abstractmethod
-    def barrier_arrived(self, fence: Fence, kind: BarrierKind) -> BarrierAnswer:
-        """Count a barrier. Never waits."""
+    def barrier_arrived(self, fence: Fence, kind: BarrierKind, *, is_finite: bool = True) -> BarrierAnswer:
+        """Count a barrier, and with a batch barrier the trainer's verdict on its gradient. Never waits."""
 
     @abstractmethod
     async def get(self, fence: Fence, wait_seconds: float, names: Sequence[str] = ()) -> Reply:
@@ -255,7 +256,7 @@ class PserverRun(ABC):
         """The initial values are checkpoint 0: it is on the disk before anybody has seen them."""
         if self.shard.version == 0 and 0 not in storage.checkpoints:
             try:
-                await asyncio.to_thread(await self._compute.run(storage.snapshot, self.shard, {}))
+                await asyncio.to_thread(await self._compute.run(storage.snapshot, self.shard, self._history()))
             except OSError as error:
                 await self.fail(self.storage_failed("write checkpoint 0", error))
                 self.check_failure()
@@ -264,24 +265,32 @@ class PserverRun(ABC):
         """The error for a disk that does not take what durability demands."""
         return StorageFailed(f"pserver {self.index} cannot {what}: {error}", pserver=self.index)
 
-    def _encode(self, round_: Round) -> Reply:
-        return Reply(round_, self.shard.encode(metadata=self._metadata(round_)))
+    def _encode(self, round_: Round, more: Mapping[str, str] | None = None) -> Reply:
+        return Reply(round_, self.shard.encode(metadata={**self._metadata(round_), **(more or {})}))
 
     def _metadata(self, round_: Round) -> dict[str, str]:
         return {"run": self.install.run, "attempt": str(self.install.attempt), "round": str(round_)}
 
     # ------------------------------------------------------------------ pushes
 
-    async def check_finite(self, fence: Fence, blocks: Mapping[str, StagedBlock]) -> None:
-        """Raise NonFiniteGradient if that is the policy and one of the blocks holds NaN or infinity."""
-        if self.install.nonfinite == "reject" and blocks:
-            culprit = await self._compute.run(find_nonfinite, blocks)
-            if culprit is not None:
-                self._metrics.nonfinite.inc()
-                raise NonFiniteGradient(
-                    f"trainer {fence.rank} pushed NaN or infinity in block {culprit!r} in round {fence.round}; "
-                    "nothing of this push was staged"
-                )
+    async def check_finite(self, fence: Fence, blocks: Mapping[str, StagedBlock]) -> bool:
+        """Whether the blocks hold neither NaN nor infinity; under `allow` nobody looks. Counts and logs what does.
+
+        Raises NonFiniteGradient under `reject`.
+        """
+        if self.install.nonfinite == "allow" or not blocks:
+            return True
+        culprit = await self._compute.run(find_nonfinite, blocks)
+        if culprit is None:
+            return True
+        self._metrics.nonfinite.inc()
+        log.warning("NaN or infinity in a gradient", trainer=fence.rank, round=fence.round, block=culprit)
+        if self.install.nonfinite == "reject":
+            raise NonFiniteGradient(
+                f"trainer {fence.rank} pushed NaN or infinity in block {culprit!r} in round {fence.round}; "
+                "nothing of this push was staged"
+            )
+        return False
 
     # ------------------------------------------------------------------ members and the end
 
@@ -352,7 +361,7 @@ class PserverRun(ABC):
         if self.storage is None or not self.is_readable or self.shard.version in self.storage.checkpoints:
             return
         try:
-            write = await self._compute.run(self.storage.snapshot, self.shard, self._participants())
+            write = await self._compute.run(self.storage.snapshot, self.shard, self._history())
             await asyncio.to_thread(write)
         except OSError as error:
             log.error("the last checkpoint could not be written", error=str(error))
@@ -361,9 +370,9 @@ class PserverRun(ABC):
     async def _finish_apply(self) -> None:
         """Wait for what is being applied."""
 
-    def _participants(self) -> dict[Round, tuple[Rank, ...]]:
-        """Whose contributions are in the newest rounds, for those who go on from a checkpoint."""
-        return {}
+    def _history(self) -> History:
+        """What the newest rounds were made of, for those who go on from a checkpoint."""
+        return History()
 
     async def _finish_checkpoint(self) -> None:
         if self._checkpointing is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import xxhash
 from ps_protocol.errors import ApplyFailed, FutureRound, GradpostError, NotReady, RoundPending, StaleRound
 from ps_protocol.fence import Fence
 from ps_protocol.messages import BarrierAnswer, FrozenRounds, InstallMembers, InstallRun, PushAnswer
+from ps_protocol.routes import SKIPPED_KEY
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.failpoints import reach_failpoint
@@ -21,6 +23,7 @@ from .admission import Admission
 from .bodies import Body
 from .durable.storage import Restored, RunStorage
 from .durable.update_log import Update
+from .history import History
 from .metrics import PserverMetrics
 from .pushes import read_blocks, read_completion
 from .rounds import Apply, Rounds
@@ -51,7 +54,7 @@ class SyncRun(PserverRun):
             install.members,
             install.consistency.max_delay,
             applied=restored.round if restored else 0,
-            participants=restored.participants if restored else {},
+            history=restored.history if restored else None,
         )
         self.members_changed(install)
         self._reply: Reply | None = None  # of the applied round, once it may be read
@@ -99,22 +102,28 @@ class SyncRun(PserverRun):
         """Validate and stage one bucket. Answers as before if it was staged before; changes nothing on an error."""
         num_blocks, hyper_parameters = read_completion(body.frame.metadata, self._optimizer)
         blocks = read_blocks(body, self.shard.layout)
-        await self.check_finite(fence, blocks)
+        is_finite = await self.check_finite(fence, blocks)
         if self.admit_push(fence) == "already_applied":
-            return PushAnswer(status="already_applied", duplicates=len(blocks))
+            return PushAnswer(status="already_applied", duplicates=len(blocks), finite=is_finite)
         staged = self.rounds.blocks_arrived(fence.rank, blocks, num_blocks, hyper_parameters, fence.round)
         self.pushed_bytes += len(body.buffer)
         self._metrics.staged_blocks.inc(staged)
         complete = self.rounds.is_complete(fence.rank, fence.round)
-        return PushAnswer(status="staged", staged=staged, duplicates=len(blocks) - staged, complete=complete)
+        return PushAnswer(
+            status="staged", staged=staged, duplicates=len(blocks) - staged, complete=complete, finite=is_finite
+        )
 
     # ------------------------------------------------------------------ barriers
 
-    def barrier_arrived(self, fence: Fence, kind: BarrierKind) -> BarrierAnswer:
+    def barrier_arrived(self, fence: Fence, kind: BarrierKind, *, is_finite: bool = True) -> BarrierAnswer:
         """Count a barrier; starts the apply that it completes. Never waits."""
         self.check_fence(fence)
         if kind == "batch":
-            apply = self.rounds.batch_barrier_arrived(fence.rank, fence.trainer_incarnation, fence.round)
+            if self.install.nonfinite != "skip_round":
+                is_finite = True  # what a trainer thinks of its gradient changes nothing
+            apply = self.rounds.batch_barrier_arrived(
+                fence.rank, fence.trainer_incarnation, fence.round, is_finite=is_finite
+            )
             if self.rounds.batch_barriers:
                 self._somebody_waits()
         else:
@@ -133,7 +142,7 @@ class SyncRun(PserverRun):
 
     def members_changed(self, message: InstallMembers | InstallRun) -> None:
         """Take over a newer set of members, which may complete the barrier."""
-        self._start(self.rounds.members_changed(message.members, message.starts, message.sets))
+        self._start(self.rounds.members_changed(message.members, message.starts, message.sets, message.verdicts))
         if not self.rounds.batch_barriers:
             self._waiting_since = None  # those who waited have left
 
@@ -169,6 +178,9 @@ class SyncRun(PserverRun):
             self._start(following)
             self._condition.notify_all()
         self._metrics.rounds.inc()
+        if apply.nonfinite:
+            self._metrics.skipped.inc()
+            log.warning("round skipped: gradients hold NaN or infinity", round=apply.round, trainer=apply.nonfinite)
 
     async def _step_when_logged(self, apply: Apply[StagedBlock]) -> Reply:
         """Step as soon as the disk takes the update; a full one gets the round time-out to be emptied."""
@@ -193,17 +205,22 @@ class SyncRun(PserverRun):
 
         With the reply comes what writes a checkpoint, if one is due. Raises OSError before anything has changed.
         """
-        contributions = [{name: b.tensor() for name, b in c.blocks.items()} for c in apply.contributions]
+        taken = () if apply.nonfinite else apply.contributions
+        contributions = [{name: b.tensor() for name, b in c.blocks.items()} for c in taken]
         gradient, present = self.shard.aggregate(contributions)
         numbers = apply.hyper_parameters
         if self.storage is not None:
             logged = None if len(present) == len(self.shard.layout.places) else present
-            update = Update(apply.round, apply.ranks, numbers, logged)
+            update = Update(apply.round, apply.ranks, numbers, logged, apply.nonfinite)
             self.storage.append(update, self.shard.encode_gradient(logged))
         reach_failpoint("apply.before")
         self.shard.apply(gradient, present, numbers)
         reach_failpoint("apply.after")
-        return self._encode(apply.round), self._snapshot_if_due(apply)
+        return self._encode(apply.round, self._outcome(apply)), self._snapshot_if_due(apply)
+
+    def _outcome(self, apply: Apply[StagedBlock]) -> dict[str, str]:
+        """What the reply's metadata says besides: for whom the round was skipped."""
+        return {SKIPPED_KEY: json.dumps(apply.nonfinite)} if apply.nonfinite else {}
 
     def _snapshot_if_due(self, apply: Apply[StagedBlock]) -> Callable[[], object] | None:
         interval = self.install.checkpoint_rounds
@@ -211,10 +228,12 @@ class SyncRun(PserverRun):
         if self.storage is None or not is_due or self._is_checkpointing:
             return None  # a disk that is slower than the rounds gets the next one
         self._wanted_checkpoints.discard(apply.round)
-        return self.storage.snapshot(self.shard, {**self._participants(), apply.round: apply.ranks})
+        history = self._history()
+        history.add(apply.round, apply.ranks, apply.nonfinite, keep=self.rounds.max_delay + 1)
+        return self.storage.snapshot(self.shard, history)
 
-    def _participants(self) -> dict[Round, tuple[Rank, ...]]:
-        return dict(self.rounds.participants)
+    def _history(self) -> History:
+        return self.rounds.history.copy()
 
     async def want_checkpoint(self, round_: Round) -> None:
         """See PserverRun."""
@@ -232,7 +251,7 @@ class SyncRun(PserverRun):
             self._wanted_checkpoints = {*coming[-MAX_WANTED_CHECKPOINTS:], round_}
             return
         if round_ not in self.storage.checkpoints and not self._is_checkpointing:
-            self._begin_checkpoint(await self._compute.run(self.storage.snapshot, self.shard, self._participants()))
+            self._begin_checkpoint(await self._compute.run(self.storage.snapshot, self.shard, self._history()))
 
     async def _finish_apply(self) -> None:
         if self._apply_task is not None:

@@ -1,8 +1,8 @@
 """A trainer whose gradients are a function of (rank, round), so that a run's result does not depend on its faults.
 
-    python fault_script.py ROUNDS [PAUSE_SECONDS]
+    python fault_script.py ROUNDS [PAUSE_SECONDS [RANK:ROUND]]
 
-Prints `round N` for each round, and in the end `result DIGEST ROUND`.
+In RANK's gradient of ROUND there is a NaN. Prints `round N` for each round, and in the end `result DIGEST ROUND`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def digest_of(model: torch.nn.Module) -> str:
 
 def main() -> None:
     rounds, pause = int(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
+    nan_at = sys.argv[3] if len(sys.argv) > 3 else ""
     torch.set_num_threads(1)
     session = connect()
     model = make_model()
@@ -40,6 +41,8 @@ def main() -> None:
     while optimizer.round < rounds:
         optimizer.zero_grad()
         loss_of(model, session.rank, optimizer.round + 1).backward()
+        if nan_at == f"{session.rank}:{optimizer.round + 1}":
+            next(model.parameters()).grad[0, 0] = float("nan")
         optimizer.step()
         print(f"round {optimizer.round}", flush=True)
         time.sleep(pause)  # stands for computation

@@ -23,8 +23,11 @@ ROUND_SECONDS = 0.02
 class FaultyRun:
     """Knows how far every trainer is, from what it prints."""
 
-    def __init__(self, rounds: int = 120, *, trainers: int = 2, pservers: int = 2, **settings: Any) -> None:
+    def __init__(
+        self, rounds: int = 120, *, trainers: int = 2, pservers: int = 2, nan_at: str = "", **settings: Any
+    ) -> None:
         self.rounds = rounds
+        self.nan_at = nan_at
         self.lines: list[str] = []
         self._progress = threading.Condition()
         self._round = [0] * trainers
@@ -51,7 +54,7 @@ class FaultyRun:
             error.add_note("\n".join(self.lines[-60:]))
 
     def start_trainer(self, rank: int) -> Child:
-        command = [sys.executable, str(SCRIPT), str(self.rounds), str(ROUND_SECONDS)]
+        command = [sys.executable, str(SCRIPT), str(self.rounds), str(ROUND_SECONDS), self.nan_at]
         root = str(SCRIPT.parent.parent.parent)
         return self.cluster.start_trainer(rank, command, {"PYTHONPATH": root})
 
@@ -92,8 +95,8 @@ class FaultyRun:
         return [found[rank] for rank in range(self.cluster.num_trainers)]
 
 
-def expected_result(rounds: int, trainers: int = 2) -> str:
-    """The same in one process with torch.optim: gradients averaged in rank order in float32."""
+def expected_result(rounds: int, trainers: int = 2, *, skipped: int | None = None) -> str:
+    """The same in one process with torch.optim: gradients averaged in rank order in float32, one round skipped."""
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
     for round_ in range(1, rounds + 1):
@@ -107,5 +110,6 @@ def expected_result(rounds: int, trainers: int = 2) -> str:
             for part in parts[1:]:
                 total = total + part
             parameter.grad = total * (1 / trainers)
-        optimizer.step()
+        if round_ != skipped:
+            optimizer.step()
     return f"{digest_of(model)} {rounds}"

@@ -17,6 +17,7 @@ from ps_protocol.errors import StaleTrainer
 from ps_protocol.messages import FrozenRounds
 from ps_protocol.optimizers import HyperParameters
 from services.coordinator.decision import Membership, Rollback, decide, newest_common
+from services.pserver.history import History
 from services.pserver.rounds import Rounds
 
 NUMBERS: list[HyperParameters] = [{"lr": 0.1}]
@@ -163,7 +164,7 @@ class Changes(RuleBasedStateMachine):
         pserver = self.pservers[which % len(self.pservers)]
         applied = pserver.rounds.applied
         participants = {r: ranks for r, ranks in pserver.history.items() if applied - self.max_delay <= r <= applied}
-        pserver.rounds = Rounds({}, self.max_delay, applied=applied, participants=participants)
+        pserver.rounds = Rounds({}, self.max_delay, applied=applied, history=History(participants))
         pserver.is_up, pserver.number = False, 0
         self.is_dirty = True
 
@@ -210,7 +211,7 @@ class Changes(RuleBasedStateMachine):
             change.answers[index] = pserver.rounds.freeze()
         else:
             change.answers[index] = FrozenRounds(
-                applied=pserver.rounds.applied, participants=pserver.rounds.participants
+                applied=pserver.rounds.applied, participants=pserver.rounds.history.participants
             )
 
     def _decide(self, change: Change) -> None:
@@ -242,7 +243,7 @@ class Changes(RuleBasedStateMachine):
         if pserver.attempt != self.attempt:
             pserver.history = {r: ranks for r, ranks in pserver.history.items() if r <= self.resume}
             newest = {r: s for r, s in pserver.history.items() if r >= self.resume - self.max_delay}
-            pserver.rounds = Rounds({}, self.max_delay, applied=self.resume, participants=newest)
+            pserver.rounds = Rounds({}, self.max_delay, applied=self.resume, history=History(newest))
             pserver.attempt = self.attempt
         assert change.to_install is not None
         pserver.settle(pserver.rounds.members_changed(decided.members, decided.starts, decided.sets))

@@ -17,6 +17,7 @@ from services.runtime.checkpoints import read_manifest, read_shard_file
 from services.runtime.logs import get_logger
 from services.runtime.places import open_place
 
+from ..history import History
 from ..shard import Shard
 from ..shard_state import ShardState, cut_anew
 from .folder import StateFolder, open_folder
@@ -63,7 +64,10 @@ class Disk:
             log.warning("nothing of the run can be restored here", run=install.run)
             return
         self._storage = storage
-        rounds = FrozenRounds(applied=self._restored.round, participants=self._restored.participants)
+        history = self._restored.history
+        rounds = FrozenRounds(
+            applied=self._restored.round, participants=history.participants, verdicts=history.nonfinite
+        )
         self.held = HeldRun(
             run=install.run,
             attempt=install.attempt,
@@ -105,7 +109,7 @@ class Disk:
         if restored is not None:
             storage.resume(restored.round, install)
             if not storage.checkpoints:
-                storage.snapshot(restored.shard, restored.participants)()
+                storage.snapshot(restored.shard, restored.history)()
         self.folder.write_identity(self.folder.identity.incarnation, install)
         return storage, restored
 
@@ -123,7 +127,7 @@ class Disk:
         state = cut_anew(shards, manifest.slice_plan(), plan, self.folder.index)
         shard = Shard(plan, self.folder.index)
         shard.load_state(state)
-        return Restored(shard, {})
+        return Restored(shard, History())
 
     def _let_go(self) -> None:
         assert self.folder is not None

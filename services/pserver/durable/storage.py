@@ -5,7 +5,6 @@ restore(r):   newest whole checkpoint c <= r ──► updates c + 1 … r from 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +17,13 @@ from pydantic import ValidationError
 from ps_protocol.errors import GradpostError
 from ps_protocol.messages import InstallRun, ShardFile
 from ps_protocol.plan import SlicePlan
-from ps_protocol.vocabulary import PserverIndex, Rank, Round
+from ps_protocol.vocabulary import PserverIndex, Round
 from services.runtime.checkpoints import DamagedFile, list_rounds, read_shard_file, round_folder, shard_name
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 from services.runtime.places import Place
 
+from ..history import History
 from ..shard import Shard
 from ..shard_state import ShardState
 from .records import Buffer
@@ -33,15 +33,13 @@ log = get_logger()
 
 _LOCAL_MANIFEST = re.compile(r"pserver-(\d+)-of-(\d+)\.json")
 
-Participants = dict[Round, tuple[Rank, ...]]
-
 
 @dataclass(slots=True)
 class Restored:
-    """A shard as it was after a round, and whose contributions are in the newest rounds."""
+    """A shard as it was after a round, and what the newest rounds were made of."""
 
     shard: Shard
-    participants: Participants
+    history: History
 
     @property
     def round(self) -> Round:
@@ -74,18 +72,17 @@ class RunStorage:
         if self._install.durability != "none":
             self._log.append(update, gradient)
 
-    def snapshot(self, shard: Shard, participants: Participants) -> Callable[[], ShardFile]:
+    def snapshot(self, shard: Shard, history: History) -> Callable[[], ShardFile]:
         """Copy the shard between two updates; the result writes the copy, on any thread, and may raise OSError."""
         state = shard.copy_state()
         if self._install.durability != "none":
             self._log.begin_segment(state.version)
-        newest = {str(round_): ranks for round_, ranks in participants.items()}
         metadata = {
             "run": self._install.run,
             "attempt": str(self._install.attempt),
             "pserver": str(self._index),
             "plan": self.plan.digest,
-            "participants": json.dumps(newest),
+            "history": history.to_json(),
         }
         return lambda: self._write(state, metadata)
 
@@ -165,24 +162,22 @@ class RunStorage:
         try:
             data = read_shard_file(self._place, self._install.run, self.checkpoints[round_])
             state, metadata = ShardState.decode(data)
-            participants = json.loads(metadata["participants"])
+            history = History.from_json(metadata["history"])
         except (DamagedFile, GradpostError, KeyError, ValueError) as error:
             log.warning("a checkpoint is damaged; trying an older one", round=round_, error=str(error))
             del self.checkpoints[round_]
             return None
         shard = Shard(self.plan, self._index)
         shard.load_state(state)
-        return Restored(shard, {int(key): tuple(ranks) for key, ranks in participants.items()})
+        return Restored(shard, history)
 
     def _replay(self, restored: Restored, newest: Round | None) -> None:
+        keep = self._install.consistency.max_delay + 1
         for update, gradient in self._log.read_after(restored.round):
             if newest is not None and update.round > newest:
                 break
             restored.shard.replay(gradient, update.present, update.hyper_parameters)
-            restored.participants[update.round] = update.ranks
-        oldest = restored.round - self._install.consistency.max_delay
-        for round_ in [round_ for round_ in restored.participants if round_ < oldest]:
-            del restored.participants[round_]
+            restored.history.add(update.round, update.ranks, update.nonfinite, keep=keep)
 
     def restorable(self) -> list[tuple[Round, Round]]:
         """Ranges of rounds, first and last, that can be restored as far as the log's digests tell; newest first."""

@@ -35,6 +35,7 @@ class Update:
     ranks: tuple[Rank, ...]
     hyper_parameters: list[HyperParameters]
     present: tuple[str, ...] | None
+    nonfinite: tuple[Rank, ...] = ()  # for whose gradients the round stepped nothing
 
     def to_metadata(self) -> dict[str, str]:
         """As it stands in a record."""
@@ -43,6 +44,7 @@ class Update:
             "ranks": json.dumps(self.ranks),
             "hyper_parameters": json.dumps(self.hyper_parameters),
             "present": json.dumps(self.present),
+            "nonfinite": json.dumps(self.nonfinite),
         }
 
     @classmethod
@@ -55,6 +57,7 @@ class Update:
             ranks=tuple(json.loads(values["ranks"])),
             hyper_parameters=json.loads(values["hyper_parameters"]),
             present=None if present is None else tuple(present),
+            nonfinite=tuple(json.loads(values["nonfinite"])),
         )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.pserver.durable.storage import RunStorage
+from services.pserver.history import History
 from services.pserver.shard import Shard
 
 from .support import digest_after, new_shard, open_storage, plan_for, step
@@ -17,11 +18,11 @@ PLAN = plan_for(2)
 
 def train(folder: Path, rounds: int, checkpoints: tuple[int, ...] = (0, 4, 8), durability="log") -> RunStorage:
     storage, shard = open_storage(folder, PLAN, durability), new_shard(PLAN)
-    storage.snapshot(shard, {})()
+    storage.snapshot(shard, History())()
     for round_ in range(1, rounds + 1):
         step(shard, round_, storage)
         if round_ in checkpoints:
-            storage.snapshot(shard, {round_: (0,)})()
+            storage.snapshot(shard, History({round_: (0,)}))()
     storage.close()
     return storage
 
@@ -44,7 +45,7 @@ def test_a_shard_is_restored_bit_for_bit(tmp_path, rounds, durability):
     assert restored is not None
     assert restored.round == rounds
     assert restored.shard.digest() == digest_after(PLAN, rounds)
-    assert restored.participants.get(rounds) == ((0,) if rounds else None)
+    assert restored.history.participants.get(rounds) == ((0,) if rounds else None)
 
 
 def test_it_goes_on_with_the_same_bits(tmp_path):
