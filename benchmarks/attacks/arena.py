@@ -70,6 +70,9 @@ class Arena:
         await asyncio.sleep(0.5)  # it is being imported
         during, num_failed = await self._measure(seconds)
         printed, _ = await asyncio.wait_for(attacker.communicate(), seconds + 60)
+        if not self.cluster.pservers[0].is_running:
+            tail = "\n".join([*self.cluster.output][-50:])
+            raise RuntimeError(f"{attack} ended {self.cluster.pservers[0]}, and {printed!r} was told:\n{tail}")
         grown = self._memory("VmHWM") - memory
         await asyncio.sleep(1)
         told = json.loads(printed)
