@@ -7,7 +7,7 @@ from typing import Any
 from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import BarrierAnswer, PushAnswer
-from ps_protocol.routes import BARRIER_HEADER, WAIT_HEADER
+from ps_protocol.routes import BARRIER_HEADER, VERDICT_HEADER, WAIT_HEADER
 
 _BINARY = {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 
@@ -28,6 +28,10 @@ _EXAMPLE = Fence(
 )  # fmt: skip
 _FENCE = [_header(name, f"part of the fence, such as {value}") for name, value in _EXAMPLE.to_headers().items()]
 _BARRIER = _header(BARRIER_HEADER, "which barrier", schema={"type": "string", "enum": ["batch", "fetch"]})
+_VERDICT = _header(
+    VERDICT_HEADER, "whether the trainer's gradient is finite, as far as the pservers have found", required=False,
+    schema={"type": "string", "enum": ["finite", "nonfinite"]},
+)  # fmt: skip
 
 
 def _json_answer(model: type[PushAnswer] | type[BarrierAnswer]) -> dict[str, Any]:
@@ -49,6 +53,7 @@ GET_OPENAPI: dict[str, Any] = {
     "parameters": [
         *_FENCE,
         {**_BARRIER, "required": False},
+        _VERDICT,
         _header(WAIT_HEADER, "how long to wait at most, in seconds", required=False, schema={"type": "number"}),
     ],
     "requestBody": {
@@ -64,6 +69,6 @@ BUFFERS_OPENAPI: dict[str, Any] = {
 }
 BARRIER_OPENAPI: dict[str, Any] = {
     "tags": ["tensors"],
-    "parameters": [*_FENCE, _BARRIER],
+    "parameters": [*_FENCE, _BARRIER, _VERDICT],
     "responses": _json_answer(BarrierAnswer),
 }
