@@ -138,6 +138,9 @@ class Cluster:
                     f"run {self.run.name} is over, but not all of its trainers have left",
                     waiting_for=", ".join(f"trainer {rank} to leave" for rank in sorted(self.run.members)),
                 )
+            if self._result_is_being_kept:
+                text = f"run {self.run.name} is over, and its last checkpoint is being written"
+                raise NotReady(text, waiting_for="its checkpoint")
             self.run = self._new_run()
             self.complete_checkpoints.clear()
         trainer = self.run.join(request, now)
@@ -349,6 +352,13 @@ class Cluster:
                 continue
             run.fail(PserverLost(text, pserver=lost.info.index), now)
         run.expire(now, self.lease_seconds)
+
+    @property
+    def _result_is_being_kept(self) -> bool:
+        """Whether the pservers are still writing down what was trained; another run would end that."""
+        run = self.run
+        has_checkpoints = run.plan is not None and self._defaults.checkpoint_interval(run.plan) > 0
+        return run.state == "finished" and has_checkpoints and self._recorded_run != run.name
 
     def run_recorded(self) -> None:
         """The summary of the deserted run has been taken, so its pservers may exit."""

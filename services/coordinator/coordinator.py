@@ -32,7 +32,6 @@ T = TypeVar("T")
 
 RETRY_SECONDS = 0.2
 RESULT_SECONDS = 10.0  # for the checkpoint of a finished run
-HEARTBEAT_CHECK_SECONDS = 0.05
 
 
 class Coordinator:
@@ -52,6 +51,7 @@ class Coordinator:
         self._wake = asyncio.Event()
         self._installer = Installer(self.cluster, http, self.now, self.keep)
         self._last_summary: RunSummary | None = None
+        self._recording: asyncio.Task[None] | None = None
         self._recorded: Run | None = None  # its summary and its last checkpoint have been taken
         self.place = open_place(settings.checkpoints or str(settings.state_dir / "checkpoints"))
         self._manifests = Manifests(self.cluster, self.place, settings.keep_checkpoints)
@@ -147,8 +147,8 @@ class Coordinator:
             async with self._condition:
                 self._condition.notify_all()
             said = self._say_news(said)
-            if self.cluster.run.is_deserted:
-                await self._record_run()
+            if self.cluster.run.is_deserted and self._recording is None:
+                self._recording = asyncio.create_task(self._record_run(), name="record the run")
             if self.cluster.may_exit:
                 stop.set()
 
@@ -167,8 +167,14 @@ class Coordinator:
     async def _record_run(self) -> None:
         """Take the summary of a run that is over, and a checkpoint of what it has trained; then pservers may exit."""
         run = self.cluster.run
-        if self._recorded is run:
-            return
+        try:
+            if self._recorded is not run:
+                await self._keep_summary_and_result(run)
+        finally:
+            self._recording = None
+            self.changed()
+
+    async def _keep_summary_and_result(self, run: Run) -> None:
         summary = await self._take_summary()
         if run.state == "finished" and run.plan is not None and run.defaults.checkpoint_interval(run.plan):
             await self._keep_result(summary.rounds)
@@ -209,9 +215,8 @@ class Coordinator:
             async with asyncio.timeout(RESULT_SECONDS):
                 for member in self.cluster.registry.members.values():
                     await want_checkpoint(self.http, member, self.cluster.run.name, round_)
-                while round_ not in self.cluster.complete_checkpoints:
-                    await asyncio.sleep(HEARTBEAT_CHECK_SECONDS)  # they tell of it in their heartbeats
-                    await self._manifests.update()
+                async with self._condition:  # they tell of it in their heartbeats
+                    await self._condition.wait_for(lambda: round_ in self.cluster.complete_checkpoints)
         except (TimeoutError, httpx.HTTPError, GradpostError, ValueError) as error:
             log.warning("there is no checkpoint of the run's last round", error=repr(error))
 

@@ -83,6 +83,8 @@ def decide(
                 sets[round_].add(rank)
             elif any(_has_applied_with(rank, round_, answer) for answer in answers):
                 return Rollback(round_ - 1)
+    if not members:
+        sets.clear()  # nobody is here; rounds are not passed over for nobody
     starts = {rank: before.starts[rank] for rank in stay if before.starts.get(rank, 1) > first}
     for rank in come:
         open_to_it = [r for r in sets if rank not in sets[r]] if rank in take_over else []

@@ -114,7 +114,12 @@ async def watch(address: str, seconds: float, *, until_torn: bool) -> tuple[int,
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("consistency", ["none", pytest.param("block", marks=pytest.mark.extended), "shard"])
+EXTENDED = pytest.mark.extended
+
+
+@pytest.mark.parametrize(
+    "consistency", [pytest.param("none", marks=EXTENDED), pytest.param("block", marks=EXTENDED), "shard"]
+)
 async def test_torn_reads(server: str, consistency: str) -> None:
     with cluster_of(2, server, read_consistency=consistency, max_delay=1_000_000, max_queued=2) as address:
         until_torn = consistency == "none"  # else the setting would mean nothing
@@ -172,7 +177,7 @@ def test_max_staleness_is_never_exceeded_and_is_reached(server: str, bound: int,
         assert sum(lead > 0 for lead in leads) > steps / 10  # it is not accidentally synchronous
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=EXTENDED), "async"])
 @pytest.mark.parametrize(
     "delay", [pytest.param(0, marks=pytest.mark.extended), 1, pytest.param(3, marks=pytest.mark.extended)]
 )

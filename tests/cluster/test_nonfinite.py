@@ -6,7 +6,7 @@ import pytest
 
 from .faulty_run import FaultyRun, expected_result
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(300)]
 
 
 def test_a_round_is_skipped_by_all_pservers_alike(server: str) -> None:
@@ -24,7 +24,6 @@ def test_a_round_is_skipped_by_all_pservers_alike(server: str) -> None:
         assert len([line for line in run.lines if "round skipped" in line]) == 2
 
 
-@pytest.mark.extended
 def test_under_reject_the_trainer_fails_and_may_come_back(server: str) -> None:
     with FaultyRun(30, server=server, nan_at="1:10") as run:
         run.wait_for_line("NonFiniteGradient: trainer 1 pushed NaN or infinity in block '0.weight.block0' in round 10")

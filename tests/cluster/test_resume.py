@@ -51,6 +51,7 @@ def failing_script(folder: Path, round_: int) -> Path:
     return script
 
 
+@pytest.mark.extended
 def test_services_and_scripts_that_die_are_started_again(tmp_path: Path) -> None:
     script = failing_script(tmp_path, 20)
     code, output = train(tmp_path, "--max-restarts", 3, script=script, GRADPOST_FAILPOINTS="apply.after=kill@25")
@@ -60,6 +61,7 @@ def test_services_and_scripts_that_die_are_started_again(tmp_path: Path) -> None
     assert "pserver 0 was ended by SIGKILL (out of memory?); starting it again" in output
 
 
+@pytest.mark.extended
 def test_a_run_that_failed_is_resumed_and_its_model_exported(tmp_path: Path) -> None:
     code, output = train(tmp_path, script=failing_script(tmp_path, 20))
     assert code == 1

@@ -92,11 +92,12 @@ def test_the_fence_is_required(pserver: Document) -> None:
     for method, path in FENCED:
         headers = {p["name"]: p["required"] for p in pserver["paths"][path][method]["parameters"]}
         assert headers.items() >= dict.fromkeys(HEADERS, True).items()
-        more = {routes.BARRIER: {routes.BARRIER_HEADER: True}, routes.GET: dict.fromkeys(OPTIONAL_ON_A_GET, False)}
+        of_a_barrier = {routes.BARRIER_HEADER: True, routes.VERDICT_HEADER: False}
+        more = {routes.BARRIER: of_a_barrier, routes.GET: dict.fromkeys(OPTIONAL_ON_A_GET, False)}
         assert headers == dict.fromkeys(HEADERS, True) | more.get(path, {})
 
 
-OPTIONAL_ON_A_GET = (routes.BARRIER_HEADER, routes.WAIT_HEADER)
+OPTIONAL_ON_A_GET = (routes.BARRIER_HEADER, routes.VERDICT_HEADER, routes.WAIT_HEADER)
 
 
 @pytest.mark.parametrize("path", [routes.SEND, routes.INITIAL])

@@ -36,7 +36,11 @@ INSPECTION = {"PserverState", "PserverStatus", "TrainerStatus", "ClusterStatus",
 def test_the_headers_are_those_of_the_fence_in_order() -> None:
     rows, others = tables(section(TEXT, "The fence"))
     assert [codes(row["header"]) for row in rows] == [[header] for header in FENCE.to_headers()]
-    assert [codes(row["header"]) for row in others] == [[routes.BARRIER_HEADER], [routes.WAIT_HEADER]]
+    assert [codes(row["header"]) for row in others] == [
+        [routes.BARRIER_HEADER],
+        [routes.VERDICT_HEADER],
+        [routes.WAIT_HEADER],
+    ]
 
 
 def test_numbers_in_the_text() -> None:

@@ -25,7 +25,7 @@ from trainer_client.testing import LocalCluster
 from ..cluster.bad_requests import LIMITS, MIB, World
 from .recorded import Recorder, Sent, send_raw, spoil, spoil_bytes
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.extended]
 
 Answers = Counter[str]
 
@@ -159,7 +159,7 @@ def send_spoilt_bytes(fuzzed: Fuzzed, url: str, data: bytes) -> None:
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("num", [200, pytest.param(10_000, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("num", [10_000])
 def test_fuzzed_requests_change_nothing(fuzzed: Fuzzed, num: int) -> None:
     fuzzed.answers.clear()
     # A request whose bytes are spoilt keeps no identity that lives: these are of round 1, which is over.

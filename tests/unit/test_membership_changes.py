@@ -262,8 +262,9 @@ class Changes(RuleBasedStateMachine):
 
     @invariant()
     def applied_rounds_are_close(self) -> None:
-        applied = [p.rounds.applied for p in self.pservers if p.attempt == self.attempt]
-        assert not applied or max(applied) - min(applied) <= self.max_delay + 1
+        """Rounds that were decided to be empty are passed over at once, so that they do not count."""
+        stepped = [sum(map(bool, p.history.values())) for p in self.pservers if p.attempt == self.attempt]
+        assert not stepped or max(stepped) - min(stepped) <= self.max_delay + 1
 
     def teardown(self) -> None:
         """If nothing more dies, whoever was lost comes back, and everybody does what is due, three rounds follow."""
@@ -290,4 +291,4 @@ class Changes(RuleBasedStateMachine):
 
 
 TestChanges = Changes.TestCase
-TestChanges.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+TestChanges.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)

@@ -66,7 +66,7 @@ async def coordinating(pservers: FakePservers, **settings: Any) -> AsyncIterator
     stop = asyncio.Event()
     options = {
         "num_pservers": 2, "num_trainers": 2, "lease_seconds": 0.4, "state_dir": Path(folder),
-        "on_trainer_loss": "fail", **settings,
+        "on_trainer_loss": "fail", "durability": "none", **settings,
     }  # fmt: skip
     async with httpx.AsyncClient(transport=httpx.MockTransport(handle)) as http, asyncio.TaskGroup() as tasks:
         coordinator = Coordinator(CoordinatorSettings(**options), http)

@@ -221,7 +221,7 @@ async def test_already_applied_whatever_the_bytes_are():
         forged = {name: tensor + 1 for name, tensor in b.contribution(0, 1).items()}
         for blocks in (None, forged, {}):
             assert (await b.push(0, 1, blocks))["status"] == "already_applied"
-        assert (await b.barrier(0, 1)) == {"round": 2, "missing": [0, 1]}
+        assert (await b.barrier(0, 1)) == {"round": 2, "missing": [0, 1], "notice": ""}
         assert await b.digest() == digest
         assert await b.settle_used_bytes(0) == 0
         await unchanged(b, StaleTrainer, b.push(0, 1, fence=b.fence(0, 1, trainer_incarnation=2)))
@@ -245,7 +245,7 @@ async def test_other_bytes_under_one_identity_are_a_conflict():
         forged["p3.block0"] = forged["p3.block0"] + 1
         await unchanged(b, ContributionConflict, b.push(0, 1, forged))
         answer = await b.push(0, 1, {"p2.block0": b.contribution(0, 1)["p2.block0"]}, last=False)
-        assert answer == {"status": "staged", "staged": 0, "duplicates": 1, "complete": True}
+        assert answer == {"status": "staged", "staged": 0, "duplicates": 1, "complete": True, "finite": True}
 
 
 @pytest.mark.parametrize("endpoint", ["send", "initial"])
