@@ -28,6 +28,7 @@ from trainer_client.testing import LocalCluster
 from .parity_model import run_trainers
 
 pytestmark = pytest.mark.cluster
+EXTENDED = pytest.mark.extended
 
 SGD = check_optimizer("SGD", [{"nesterov": False, "maximize": False}])
 NUMBERS = [{"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}]
@@ -114,9 +115,6 @@ async def watch(address: str, seconds: float, *, until_torn: bool) -> tuple[int,
 
 
 @pytest.mark.asyncio
-EXTENDED = pytest.mark.extended
-
-
 @pytest.mark.parametrize(
     "consistency", [pytest.param("none", marks=EXTENDED), pytest.param("block", marks=EXTENDED), "shard"]
 )
