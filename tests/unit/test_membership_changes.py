@@ -51,6 +51,7 @@ class Trainer:
     attempt: int
     pushed: set[int] = field(default_factory=set)  # pservers that have acknowledged every push
     pulled: set[int] = field(default_factory=set)
+    has_begun: bool = True  # a joining trainer begins once it has pulled the round before its first
 
 
 @dataclass
@@ -102,7 +103,7 @@ class Changes(RuleBasedStateMachine):
     def _push(self, trainer: Trainer, index: int) -> bool:
         pserver = self.pservers[index]
         self._follow(trainer)
-        if not pserver.is_up or pserver.attempt != trainer.attempt:
+        if not pserver.is_up or pserver.attempt != trainer.attempt or not self._has_begun(trainer):
             return False
         try:
             admission = pserver.rounds.admit(trainer.rank, trainer.incarnation, trainer.round)
@@ -113,6 +114,11 @@ class Changes(RuleBasedStateMachine):
             pserver.rounds.blocks_arrived(trainer.rank, {"b": payload}, 1, NUMBERS, trainer.round)
         trainer.pushed.add(index)
         return True
+
+    def _has_begun(self, trainer: Trainer) -> bool:
+        if not trainer.has_begun:
+            trainer.has_begun = 0 < trainer.round <= min(p.rounds.applied for p in self.pservers) + 1
+        return trainer.has_begun
 
     @rule(which=st.integers(0, 9), to=st.integers(0, 9))
     def barrier(self, which: int, to: int) -> None:
@@ -154,7 +160,7 @@ class Changes(RuleBasedStateMachine):
         if rank in self.trainers or (rank not in self.lives and rank not in self.membership.members):
             return
         self.lives[rank] += 1
-        self.trainers[rank] = Trainer(rank, self.lives[rank], -1, self.attempt)  # its start is not known yet
+        self.trainers[rank] = Trainer(rank, self.lives[rank], -1, self.attempt, has_begun=False)
         self.is_dirty = True
 
     # ------------------------------------------------------------ pservers
