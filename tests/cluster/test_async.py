@@ -238,6 +238,7 @@ def test_a_schedule_counts_what_it_should(server: str, mode: str, settings: dict
 # ---------------------------------------------------------------------- looking inside
 
 
+@pytest.mark.extended
 def test_live_parameters_are_served_although_pservers_have_no_version_in_common(server: str) -> None:
     stop = threading.Event()
 
@@ -320,6 +321,7 @@ def interrupted(*_: object) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.extended
 async def test_who_leaves_after_a_step_that_is_queued_everywhere_fails_nobody(server: str) -> None:
     with cluster_of(1, server) as address:
         client = ParameterClient(address, rank=0, world_size=1)

@@ -23,7 +23,7 @@ STEPS = 8 * 23
     ("flags", "local_steps", "rounds"),
     [
         ("--mode sync", 0, STEPS),
-        ("--mode async", 0, 2 * STEPS),
+        pytest.param("--mode async", 0, 2 * STEPS, marks=pytest.mark.extended),
         pytest.param("--mode ssp --max-staleness 2", 0, 2 * STEPS, marks=pytest.mark.extended),
         pytest.param(
             "--mode async --no-wait-for-apply --read-consistency shard", 0, 2 * STEPS, marks=pytest.mark.extended

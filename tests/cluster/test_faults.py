@@ -57,6 +57,7 @@ def test_everybody_dies_at_random_points(seed: int) -> None:
         assert run.results(90) == [expected_result(160)] * 2
 
 
+@pytest.mark.extended
 def test_the_others_go_on_within_a_lease(server: str) -> None:
     with FaultyRun(60, trainers=3, server=server, lease_seconds=LEASE, on_trainer_loss="continue") as run:
         run.wait_for_round(10)

@@ -107,6 +107,7 @@ def test_a_closure_is_called_once_and_its_loss_returned(cluster: LocalCluster) -
     run_trainers(cluster.address, [train])
 
 
+@pytest.mark.extended
 def test_frozen_parameters_start_from_the_same_values(server: str) -> None:
     def train(session: Session) -> list[float]:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))

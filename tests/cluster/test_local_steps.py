@@ -105,7 +105,8 @@ def test_it_goes_with_the_asynchronous_mode(server: str) -> None:
         assert torch.allclose(actual, weight, atol=1e-6)  # alone, local SGD is the inner optimizer
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("ssp", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("mode", ["async", "ssp"])
+@pytest.mark.extended
 def test_where_nothing_is_averaged_each_trainer_moves_its_share(server: str, mode: str) -> None:
     """All pull towards 1; if each moved the parameters by its whole difference, they would end far beyond."""
 

@@ -50,6 +50,7 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.extended
 def test_nothing_is_unpickled(environ: Path, server: str) -> None:
     with LocalCluster(pservers=1, trainers=1, server=server, exit_when_done=True) as cluster:
         assert cluster.run_trainers([sys.executable, str(environ / "train.py")]) == [0], list(cluster.output)
@@ -59,6 +60,7 @@ def test_nothing_is_unpickled(environ: Path, server: str) -> None:
     assert not [line for line in cluster.output if "unpickled" in line]
 
 
+@pytest.mark.extended
 def test_it_would_be_noticed(environ: Path) -> None:
     script = "import collections, pickle; pickle.loads(pickle.dumps(collections.OrderedDict()))"
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

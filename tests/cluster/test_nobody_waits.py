@@ -124,6 +124,7 @@ def test_a_trainer_that_is_killed_at_the_barrier(play: Play) -> None:
     play(scenario)
 
 
+@pytest.mark.extended
 def test_a_trainer_that_is_stopped_and_comes_back(play: Play) -> None:
     def scenario(stage: Stage) -> None:
         victim, survivor = stage.play(Plot(), Plot())
@@ -163,6 +164,7 @@ def test_a_trainer_that_hangs_while_its_heartbeats_live(play: Play) -> None:
     play(scenario)
 
 
+@pytest.mark.extended
 def test_a_trainer_that_hangs_before_it_uploads_the_initial_values(play: Play) -> None:
     def scenario(stage: Stage) -> None:
         victim, survivor = stage.play(Plot(hangs_after=0), Plot())
@@ -175,7 +177,7 @@ def test_a_trainer_that_hangs_before_it_uploads_the_initial_values(play: Play) -
     play(scenario)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.extended)])
 def test_a_pserver_that_is_killed_or_stopped(play: Play, number: signal.Signals) -> None:
     def scenario(stage: Stage) -> None:
         trainers = stage.play(Plot(), Plot())
@@ -199,6 +201,7 @@ def test_a_pserver_that_is_killed_or_stopped(play: Play, number: signal.Signals)
     play(scenario)
 
 
+@pytest.mark.extended
 def test_a_coordinator_that_is_paused_blames_nobody(play: Play) -> None:
     """Nobody's heartbeats were heard meanwhile, and that is nobody's fault; an ordinary step needs no coordinator."""
 

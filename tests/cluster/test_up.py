@@ -56,6 +56,7 @@ def test_it_trains_and_ends_with_the_numbers(tmp_path: Path, transport: str) -> 
     assert re.fullmatch(r"gradpost: 2 pservers and 2 trainers around the coordinator at http://\S+\n", stderr)
 
 
+@pytest.mark.extended
 def test_on_a_terminal_it_shows_a_live_line_and_colours(tmp_path: Path, transport: str) -> None:
     script = train_script(tmp_path, rounds=60, in_each_round="time.sleep(0.05); session.report(loss=0.25)")
     ours, theirs = os.openpty()
@@ -102,6 +103,7 @@ def test_the_first_failure_gives_the_code_and_the_others_name_it(tmp_path: Path)
     assert stderr.endswith("gradpost: trainer 1 failed with exit code 7\n")
 
 
+@pytest.mark.extended
 def test_a_killed_script_is_noticed_at_once(tmp_path: Path, transport: str) -> None:
     """Long before its lease ends."""
     script = train_script(tmp_path, in_each_round="if session.rank == 1 and step == 2: os.kill(os.getpid(), 9)")
@@ -113,6 +115,7 @@ def test_a_killed_script_is_noticed_at_once(tmp_path: Path, transport: str) -> N
     assert stdout.splitlines()[-1].startswith(f"failed: mode=sync transport={transport} rounds=3 ")
 
 
+@pytest.mark.extended
 def test_who_does_not_take_part_is_not_waited_for(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import struct
 from collections.abc import Mapping
@@ -81,8 +82,12 @@ class WireTrainer:
         self.plan: SlicePlan
 
     async def join(self, instance: str, rank: int) -> None:
-        response = await self._post(self.coordinator + JOIN_TRAINER, json=join_message(instance, rank))
-        self.joined = TrainerJoined.model_validate_json(response.content)
+        while True:
+            response = await self.http.post(self.coordinator + JOIN_TRAINER, json=join_message(instance, rank))
+            if response.status_code != 503:  # the last checkpoint of the run before is being written
+                break
+            await asyncio.sleep(0.1)
+        self.joined = TrainerJoined.model_validate_json(response.raise_for_status().content)
 
     async def declare(self, **changes: Any) -> None:
         message = DeclareModel(**model_message(self.joined, **changes))

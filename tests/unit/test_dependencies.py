@@ -23,9 +23,17 @@ def normalise(name: str) -> str:
 DECLARED = {normalise(re.split(r"[<>=]", line)[0]) for line in PROJECT["project"]["dependencies"]}
 
 
+def parse(source: str) -> ast.Module:
+    """CPython 3.11 may fail if another thread parses meanwhile, as printing a traceback does (gh-106905)."""
+    try:
+        return ast.parse(source)
+    except SystemError:
+        return ast.parse(source)
+
+
 def imported_by(file: Path) -> set[str]:
     names = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(parse(file.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
