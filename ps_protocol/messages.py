@@ -48,6 +48,7 @@ class ShardFile(Message):
     attempt: int
     torch: str
     cpu: str
+    steps: dict[Rank, Round] = Field(default={}, description="asynchronous modes: the newest step of each rank in it")
 
 
 class FrozenRounds(Message):
@@ -263,10 +264,15 @@ class InstallRun(Message):
 
 
 class WantCheckpoint(Message):
-    """The coordinator names the round after which every pserver is to write a checkpoint."""
+    """The coordinator names the round after which every pserver is to write a checkpoint.
+
+    In asynchronous modes it is a number of contributions, and every pserver's first so many are in it; if the run
+    `is_over`, nobody will push any more, and each writes what it has.
+    """
 
     run: str
     round: Round
+    is_over: bool = False
 
 
 class CheckpointCreated(Message):

@@ -33,6 +33,7 @@ from ps_protocol.messages import (
 from ps_protocol.vocabulary import PROTOCOL_VERSION, Incarnation, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest
 
+from .decision import Membership
 from .defaults import RunDefaults
 from .model import check_same_tensors
 from .pservers import PserverRegistry
@@ -243,6 +244,10 @@ class Cluster:
                 run.fail(error, now)
                 return False
             run.resume, run.source = self._beginning.round, self._beginning.run
+            if run.defaults.consistency.is_async:
+                steps = self._beginning.newest_steps
+                others = min(steps.values(), default=self._beginning.round)
+                run.membership = Membership(run.members, {rank: steps.get(rank, others) + 1 for rank in run.members})
             self._beginning = None
         self.installed_members = {}
         self.run_incarnations = {i: m.info.incarnation for i, m in self.registry.members.items()}

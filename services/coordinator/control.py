@@ -32,6 +32,9 @@ async def call_pserver(
     return response.content
 
 
-async def want_checkpoint(http: httpx.AsyncClient, member: PserverMember, run: str, round_: Round) -> None:
+async def want_checkpoint(
+    http: httpx.AsyncClient, member: PserverMember, run: str, round_: Round, *, is_over: bool = False
+) -> None:
     """Ask for this pserver's part of a checkpoint after a round. Raises StaleRound if that is over there."""
-    await call_pserver(http, member, "PUT", WANT_CHECKPOINT, WantCheckpoint(run=run, round=round_))
+    message = WantCheckpoint(run=run, round=round_, is_over=is_over)
+    await call_pserver(http, member, "PUT", WANT_CHECKPOINT, message)

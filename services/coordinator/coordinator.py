@@ -14,7 +14,7 @@ import httpx
 from ps_protocol.errors import GradpostError, NotReady, StorageFailed
 from ps_protocol.messages import PlanReady, PserverState, RunSummary, ShardSummary
 from ps_protocol.routes import STATE
-from ps_protocol.vocabulary import Incarnation, Rank, Round
+from ps_protocol.vocabulary import Incarnation, Rank
 from services.runtime.logs import bind_facts, get_logger
 from services.runtime.places import open_place
 
@@ -175,9 +175,9 @@ class Coordinator:
             self.changed()
 
     async def _keep_summary_and_result(self, run: Run) -> None:
-        summary = await self._take_summary()
+        await self._take_summary()
         if run.state == "finished" and run.plan is not None and run.defaults.checkpoint_interval(run.plan):
-            await self._keep_result(summary.rounds)
+            await self._keep_result()
         if self.cluster.run is run:  # else the next one has begun meanwhile
             self._recorded = run
             self.cluster.run_recorded()
@@ -210,11 +210,13 @@ class Coordinator:
 
     # ------------------------------------------------------------------ summary
 
-    async def _keep_result(self, round_: Round) -> None:
+    async def _keep_result(self) -> None:
+        run = self.cluster.run.name
         try:
             async with asyncio.timeout(RESULT_SECONDS):
+                round_ = max(state.round for state in await self.ask_pservers(self._state_of) if state.run == run)
                 for member in self.cluster.registry.members.values():
-                    await want_checkpoint(self.http, member, self.cluster.run.name, round_)
+                    await want_checkpoint(self.http, member, run, round_, is_over=True)
                 async with self._condition:  # they tell of it in their heartbeats
                     await self._condition.wait_for(lambda: round_ in self.cluster.complete_checkpoints)
         except (TimeoutError, httpx.HTTPError, GradpostError, ValueError) as error:

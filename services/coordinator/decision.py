@@ -102,6 +102,39 @@ def decide(
     return Membership(dict(members), starts, _as_tuples(sets), _as_tuples(verdicts))
 
 
+def decide_steps(
+    before: Membership,
+    members: Mapping[Rank, Incarnation],
+    answers: Collection[FrozenRounds],
+    *,
+    max_delay: int = 0,
+    take_over: Collection[Rank] = (),
+) -> Membership:
+    """The same in asynchronous modes: every contribution counts by itself, and newcomers need a step to begin with.
+
+    It is the oldest that some pserver does not have from their rank. Those who do not take over, but come in besides,
+    begin with the slowest of those who stay, so that nobody has to wait until they have caught up.
+
+    >>> answers = [FrozenRounds(applied=9, opens={0: 6, 1: 5}), FrozenRounds(applied=8, opens={0: 6, 1: 4})]
+    >>> decide_steps(Membership({0: 1, 1: 1}), {0: 1, 1: 2}, answers, take_over=[1]).starts
+    {1: 4}
+    >>> decide_steps(Membership({0: 1}), {0: 1, 1: 2}, answers).starts
+    {1: 6}
+    """
+
+    def first_step(rank: Rank) -> Round:
+        opens = [max(answer.opens.get(rank, 1), before.starts.get(rank, 1)) for answer in answers]
+        # A trainer is 1 + k steps further here than there at most; more than that a pserver has lost.
+        return max(min(opens), max(opens) - 1 - max_delay)
+
+    stay = {rank for rank, incarnation in members.items() if before.members.get(rank) == incarnation}
+    starts = {rank: before.starts[rank] for rank in stay if rank in before.starts}
+    slowest = min(map(first_step, stay), default=1)
+    for rank in sorted(members.keys() - stay):
+        starts[rank] = first_step(rank) if rank in take_over else max(first_step(rank), slowest)
+    return Membership(dict(members), starts)
+
+
 def _as_tuples(sets: Mapping[Round, Collection[Rank]]) -> dict[Round, tuple[Rank, ...]]:
     return {round_: tuple(sorted(ranks)) for round_, ranks in sets.items()}
 

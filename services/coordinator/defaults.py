@@ -11,6 +11,7 @@ from ps_protocol.vocabulary import Durability, LossPolicy, NonfinitePolicy, Plac
 MASTER_BYTES = 4  # of an element, float32
 LOG_SHARDS = 4  # a log is as long as so many shards, by default
 MIN_LOG_BYTES = 64 * 1024 * 1024
+CONTRIBUTIONS = 1000  # between checkpoints in asynchronous modes, if nothing is logged
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +34,13 @@ class RunDefaults:
     keep_checkpoints: int = 2
 
     def checkpoint_interval(self, plan: SlicePlan) -> Round:
-        """Rounds between checkpoints, the same on every pserver; 0 for none.
+        """Rounds between checkpoints, in asynchronous modes contributions, the same on every pserver; 0 for none.
 
-        A synchronous round logs each element once, so that a number of rounds keeps the log of the largest shard
-        within `max_log_bytes`.
+        Each logs every element once, so that a number of them keeps the log of the largest shard within
+        `max_log_bytes`. Without a log an asynchronous pserver goes on from its newest checkpoint.
         """
         if self.durability == "none":
-            return self.checkpoint_rounds or 0
+            return self.checkpoint_rounds or (CONTRIBUTIONS if self.consistency.is_async else 0)
         largest = max(sum(block.num_elements for block in shard) for shard in plan.shards) * MASTER_BYTES
         most = self.max_log_bytes or max(LOG_SHARDS * largest, MIN_LOG_BYTES)
         return max(1, min(self.checkpoint_rounds or most, most // max(largest, 1)))

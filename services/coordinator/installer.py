@@ -24,7 +24,7 @@ from services.runtime.logs import get_logger
 
 from .cluster import Cluster
 from .control import TIMEOUT_SECONDS, call_pserver
-from .decision import Membership, Rollback, decide, newest_common
+from .decision import Membership, Rollback, decide, decide_steps, newest_common
 from .pservers import PserverMember
 from .run import Run
 
@@ -107,7 +107,8 @@ class Installer:
             decision = Rollback(newest)
         else:
             rules = run.defaults.consistency
-            decision = decide(run.membership, targets, rounds, max_delay=rules.max_delay, take_over=take_over)
+            decide_mode = decide_steps if rules.is_async else decide
+            decision = decide_mode(run.membership, targets, rounds, max_delay=rules.max_delay, take_over=take_over)
         if isinstance(decision, Rollback):
             if not await self._roll_back(run, members, decision.newest, max((a.applied for a in rounds), default=0)):
                 return False

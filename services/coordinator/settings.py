@@ -64,8 +64,6 @@ class CoordinatorSettings(ServiceSettings):
             raise ValueError(error.detail) from None
         if self.mode != "sync" and self.nonfinite == "skip_round":
             raise ValueError("nonfinite skip_round belongs to the synchronous mode: there are no rounds in the others")
-        if self.mode != "sync" and (self.durability not in (None, "none") or self.checkpoint_rounds):
-            raise ValueError(f"durability and checkpoint_rounds are not available in mode {self.mode} yet")
         return self
 
     @property

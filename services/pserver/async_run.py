@@ -1,7 +1,10 @@
 """An asynchronous run: a queue and a worker for each block, and gets beside them (seeds 000 and 004).
 
-push ──staged until the step is complete──► into all its queues at once ──► each block's worker steps it
-get  ──waits for clocks (own, or with `max_staleness` everybody's)────────► reads as `read_consistency` says
+push ──staged until the step is complete──► logged ──► into all its queues at once ──► each block's worker steps it
+get  ──waits for clocks (own, or with `max_staleness` everybody's)──────────────────► reads as `read_consistency` says
+
+Contributions are numbered in the order in which they are taken. A checkpoint of number n is made while nothing is taken
+and every queue is empty, so that it holds the first n contributions and nothing else; the log has those behind it.
 """
 
 from __future__ import annotations
@@ -10,19 +13,21 @@ import asyncio
 import contextlib
 import copy
 import itertools
-from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, NoReturn
 
 import xxhash
 
-from ps_protocol.errors import GradpostError, ModeMismatch, QueueFull, RoundPending
+from ps_protocol.errors import GradpostError, ModeMismatch, QueueFull, RoundPending, StaleRound, TryAgain
 from ps_protocol.fence import Fence
 from ps_protocol.messages import BarrierAnswer, FrozenRounds, InstallMembers, InstallRun, PushAnswer
 from ps_protocol.routes import APPLIED_KEY
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
+from services.runtime.failpoints import reach_failpoint
+from services.runtime.logs import get_logger
 
 from .admission import Admission
 from .block_queue import BlockQueue, Update
@@ -30,12 +35,16 @@ from .bodies import Body
 from .clocks import Clocks
 from .compensation import compensate_gradients, divide_rates
 from .durable.storage import Restored, RunStorage
+from .durable.update_log import Update as LoggedUpdate
+from .history import History
 from .metrics import PserverMetrics
-from .pulls import Pulls
+from .pulls import Pull, Pulls
 from .pushes import read_blocks, read_completion, read_computed_on
 from .reading import Reader, make_reader
 from .run import BarrierKind, PserverRun, Reply, name_trainers
-from .tensors import StagedBlock, digest_contribution
+from .tensors import StagedBlock, digest_contribution, view_bytes
+
+log = get_logger()
 
 HOLD_SECONDS = 10.0  # how long a push waits for room before its sender is asked to send it again
 
@@ -62,12 +71,25 @@ class AsyncRun(PserverRun):
     ) -> None:
         super().__init__(install, index, compute, metrics, storage, restored)
         self._rules = install.consistency
-        self.clocks: Clocks[StagedBlock] = Clocks(install.members, self._rules)
-        self._pulls = Pulls(self._rules.max_delay)
+        self.clocks: Clocks[StagedBlock] = Clocks(
+            {},
+            self._rules,
+            applied=restored.round if restored else 0,
+            steps=restored.history.steps if restored else None,
+        )
+        self._pulls = Pulls(self._rules.max_delay, self._as_restored() if restored else None)
+        self._pause: asyncio.Task[None] | None = None  # nothing is taken, and no members change, until it is done
+        self._log_fails_since: float | None = None
         self._queues: dict[str, BlockQueue] = {}  # none before version 0
         self._reader: Reader | None = None
         self._held: list[KeysView[str]] = []  # blocks of each push that waits for room, the longest waiting first
         self._waits: dict[Rank, _Wait] = {}
+        self.members_changed(install)
+
+    def _as_restored(self) -> Pull:
+        """What every trainer is taken to have pulled from the earlier life of this pserver."""
+        values = self.shard.values.clone() if self._rules.compensation == "dc" else None
+        return Pull(dict(self.shard.versions), values)
 
     @property
     def round(self) -> Round:
@@ -134,6 +156,7 @@ class AsyncRun(PserverRun):
         await self.check_finite(fence, blocks)
         if self.admit_push(fence) == "already_applied":
             return PushAnswer(status="already_applied", duplicates=len(blocks))
+        self._catch_up(fence)
         self._check_stopped(blocks)
         if computed_on is not None:
             self.clocks.check_delay(fence.rank, fence.round, computed_on)
@@ -146,19 +169,33 @@ class AsyncRun(PserverRun):
             await self._queue(fence)
         return PushAnswer(status="staged", staged=staged, duplicates=len(blocks) - staged, complete=complete)
 
+    def _catch_up(self, fence: Fence) -> None:
+        if num_lost := self.clocks.catch_up(fence.rank, fence.round):
+            log.error(
+                "an earlier life of this pserver has taken steps that it did not keep",
+                trainer=fence.rank, lost=num_lost, next=fence.round,
+            )  # fmt: skip
+
     async def _queue(self, fence: Fence) -> None:
-        """Put the whole contribution into all its queues at once, waiting until every one of them has room."""
+        """Put the whole contribution into all its queues at once, waiting until every one of them has room.
+
+        It is logged before. If that fails, TryAgain is raised, or once it has failed for long StorageFailed.
+        """
         loop = asyncio.get_running_loop()
         begin = loop.time()
         blocks = self.clocks.staged(fence.rank).blocks.keys()
+        logging: asyncio.Task[None] | None = None
         async with self._condition:
             self._held.append(blocks)
             try:
                 while self.admit_push(fence) == "open":  # else another try of this push has queued it meanwhile
                     self._check_stopped(blocks)
                     full = [name for name in blocks if not self._queues[name].has_room]
-                    if not full and self._is_next(blocks):
-                        self._take(fence.rank)
+                    if not full and self._pause is None and self._is_next(blocks):
+                        if self.storage is not None and self.storage.has_log:
+                            logging = self._begin_pause(self._log_and_take(fence.rank))
+                        else:
+                            self._take(fence.rank)
                         break
                     if loop.time() >= begin + HOLD_SECONDS:
                         names = full or sorted(blocks)
@@ -170,6 +207,8 @@ class AsyncRun(PserverRun):
                 self._held = [other for other in self._held if other is not blocks]
                 self._condition.notify_all()  # who stood behind; and an empty contribution advances a clock
         self._metrics.held_seconds.observe(loop.time() - begin)
+        if logging is not None:
+            await asyncio.shield(logging)  # it belongs to the run: this client may go away
 
     def _is_next(self, blocks: KeysView[str]) -> bool:
         """Whether no push has waited longer for one of these blocks, which would else never find room in all of its."""
@@ -183,6 +222,120 @@ class AsyncRun(PserverRun):
         taken = self.clocks.take(rank)
         for name, block in taken.contribution.blocks.items():
             self._queues[name].put(Update(taken, block, pull))
+        if self._is_checkpoint_due(taken.number):
+            self._cut(taken.number)
+
+    # ------------------------------------------------------------------ log and checkpoints
+
+    def _begin_pause(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do something during which nothing is taken and no members change; from within another one may be begun."""
+
+        async def pause() -> None:
+            try:
+                await work
+            finally:
+                if self._pause is task:
+                    self._pause = None
+                await self._wake_all()
+
+        self._pause = task = asyncio.create_task(pause(), name="pause")
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # who waited for it may be gone
+        return task
+
+    async def _end_of_pause(self) -> None:
+        while (task := self._pause) is not None:
+            await asyncio.wait([task])
+
+    async def _log_and_take(self, rank: Rank) -> None:
+        """Write a complete contribution into the log, and only then into the queues."""
+        contribution = self.clocks.staged(rank)
+        assert contribution.hyper_parameters is not None  # it is complete
+        names = tuple(place.name for place in self.shard.layout.places if place.name in contribution.blocks)
+        life, step = self.clocks.members[rank], self.clocks.opens[rank]
+        update = LoggedUpdate(
+            self.clocks.taken + 1, (rank,), contribution.hyper_parameters, names, origin=(life, step)
+        )  # fmt: skip
+        try:
+            await asyncio.to_thread(self._append, update, [contribution.blocks[name] for name in names])
+        except OSError as error:
+            await self._append_failed(self.storage_failed(f"log step {step} of trainer {rank}", error))
+        self._log_fails_since = None
+        self._take(rank)
+
+    def _append(self, update: LoggedUpdate, blocks: Sequence[StagedBlock]) -> None:
+        assert self.storage is not None
+        self.storage.append(update, [view_bytes(block.tensor().float()) for block in blocks])
+
+    async def _append_failed(self, failure: GradpostError) -> NoReturn:
+        """A full disk gets the round time-out to be emptied; until then the trainers send again."""
+        now = asyncio.get_running_loop().time()
+        self._metrics.log_failures.inc()
+        log.error("the log cannot be written; the push has to come again", error=failure.detail)
+        self._log_fails_since = self._log_fails_since or now
+        if now - self._log_fails_since >= self.install.round_timeout_seconds:
+            await self.fail(failure)
+            raise copy.copy(failure)
+        raise TryAgain(f"{failure.detail}; send this again")
+
+    def _cut(self, number: Round) -> None:
+        """Make a checkpoint of this number, unless the one before is still being written."""
+        if self.storage is not None and not self._is_checkpointing:
+            self._begin_pause(self._drain_and_snapshot(self.storage, number))
+
+    async def _drain_and_snapshot(self, storage: RunStorage, number: Round) -> None:
+        await self._drain()
+        if self.failure is not None or not self.is_at_rest:
+            return
+        self.clocks.pass_to(number)
+        self.shard.version = number
+        try:
+            self._begin_checkpoint(await self._compute.run(storage.snapshot, self.shard, self._history()))
+        except OSError as error:
+            self.checkpoint_failed(error)
+
+    async def _drain(self) -> None:
+        """Wait until everything that was taken is applied, or never will be."""
+
+        def is_over() -> bool:
+            has_stopped = any(queue.failure is not None for queue in self._queues.values())
+            return self.is_at_rest or has_stopped or self.failure is not None
+
+        async with self._condition:
+            await self._condition.wait_for(is_over)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether everything that was taken is applied."""
+        return self.num_queued == 0
+
+    def _history(self) -> History:
+        return History(steps=self.clocks.newest_steps)
+
+    async def want_checkpoint(self, round_: Round, *, is_over: bool = False) -> None:
+        """See PserverRun; here a round is a number of contributions. Once the run is over it is made at once."""
+        storage = self.check_storage()
+        await self._end_of_pause()
+        taken = self.clocks.taken
+        if round_ < taken:
+            raise StaleRound(f"contribution {round_} was taken before others", current=taken)
+        if round_ > taken and not is_over:
+            self._want_later(round_, taken)
+        elif round_ not in storage.checkpoints:
+            self._cut(round_)
+
+    async def _finish_apply(self) -> None:
+        await self._end_of_pause()
+        await self._compute.run(lambda: None)  # jobs run in order: those before it are done
+
+    async def _come_to_rest(self, reason: GradpostError) -> None:
+        """What was taken is applied first, so that the last checkpoint holds all of it."""
+
+        async def drain_and_end() -> None:
+            await self._drain()
+            await self.end(reason)
+
+        await self._end_of_pause()
+        await self._begin_pause(drain_and_end())
 
     def _check_stopped(self, names: Iterable[str]) -> None:
         for name in names:
@@ -222,6 +375,7 @@ class AsyncRun(PserverRun):
         before = self.clocks.applied
         for update in updates:
             self.clocks.block_applied(update.taken)
+        self.shard.version = self.clocks.applied
         self._metrics.rounds.inc(self.clocks.applied - before)
         self._metrics.updates.inc()
 
@@ -241,7 +395,9 @@ class AsyncRun(PserverRun):
         elif rules.compensation == "divide":
             numbers = divide_rates(numbers, max(staleness))
         counter = last.taken.rank if rules.step_count == "trainer" else None
+        reach_failpoint("apply.before")
         self.shard.apply_block(name, gradients, numbers, counter=counter)
+        reach_failpoint("apply.after")
 
     async def _wake_all(self) -> None:
         async with self._condition:
@@ -322,16 +478,15 @@ class AsyncRun(PserverRun):
 
     # ------------------------------------------------------------------ members and the end
 
-    async def _finish_apply(self) -> None:
-        await self._compute.run(lambda: None)  # jobs run in order: those before it are done
-
-    async def want_checkpoint(self, round_: Round) -> None:
-        """Not yet: raises ModeMismatch."""
-        raise ModeMismatch("checkpoints are made in the synchronous mode", expected="sync", actual=self._rules.mode)
-
     async def _freeze(self) -> FrozenRounds:
-        """Nothing has to stand still: each contribution is applied by itself."""
-        return FrozenRounds(applied=self.clocks.applied, is_readable=self.is_readable, opens=self.clocks.opens)
+        """Nothing has to stand still but the log: each contribution is applied by itself."""
+        await self._end_of_pause()
+        return FrozenRounds(applied=self.clocks.taken, is_readable=self.is_readable, opens=self.clocks.opens)
+
+    async def install_members(self, message: InstallMembers) -> None:
+        """See PserverRun; a contribution that is being logged counts for the members before."""
+        await self._end_of_pause()
+        await super().install_members(message)
 
     def members_changed(self, message: InstallMembers | InstallRun) -> None:
         """Take over a newer set of members: nobody waits any more for those who are gone."""

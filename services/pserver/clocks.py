@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from ps_protocol.consistency import Consistency, needed_clock, oldest_start
-from ps_protocol.errors import DelayExceeded, FutureRound
+from ps_protocol.errors import ContributionMissing, DelayExceeded, FutureRound
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
@@ -27,8 +27,10 @@ from .contribution import Contribution, Payload
 class TrainerSteps(Generic[Payload]):
     """How far one trainer is here."""
 
+    incarnation: Incarnation
     open: Round = 1  # the step that pushes are for
     clock: Round = 0  # every block of every step up to this one is applied
+    may_skip: bool = False  # this pserver has come back, and may have lost steps that the trainer has taken
     staged: Contribution[Payload] = field(default_factory=Contribution)  # of the open step
     unapplied: dict[Round, int] = field(default_factory=dict)  # blocks that each taken step still waits for
 
@@ -41,16 +43,33 @@ class Taken(Generic[Payload]):
     step: Round
     contribution: Contribution[Payload]
     steps: TrainerSteps[Payload]  # of the life that pushed it; the rank may have another by now
+    number: int  # how many this pserver has taken with it
 
 
 class Clocks(Generic[Payload]):
-    """Staging and clocks of one pserver. `applied` counts the contributions of which every block is applied."""
+    """Staging and clocks of one pserver. `applied` counts the contributions of which every block is applied.
 
-    def __init__(self, members: Mapping[Rank, Incarnation], consistency: Consistency) -> None:
+    One that has come back begins with `applied` contributions, and for each rank the newest `steps` in them and the
+    life that they came from. A trainer that is further than that goes on with its own step: the others are lost.
+    """
+
+    def __init__(
+        self,
+        members: Mapping[Rank, Incarnation],
+        consistency: Consistency,
+        *,
+        applied: int = 0,
+        steps: Mapping[Rank, tuple[Incarnation, Round]] | None = None,
+    ) -> None:
         self.members = dict(members)
-        self.applied = 0
+        self.applied = applied
+        self.taken = applied  # contributions that are applied or queued
         self._rules = consistency
-        self._steps: dict[Rank, TrainerSteps[Payload]] = {rank: TrainerSteps() for rank in members}
+        self._is_back = steps is not None  # until it knows who the members are now
+        self._steps: dict[Rank, TrainerSteps[Payload]] = {rank: TrainerSteps(life) for rank, life in members.items()}
+        for rank, (life, step) in (steps or {}).items():
+            self.members[rank] = life
+            self._steps[rank] = TrainerSteps(life, open=step + 1, clock=step, may_skip=True)
 
     def __repr__(self) -> str:
         clocks = ", ".join(f"trainer {rank}: {clock}" for rank, clock in self.clocks.items())
@@ -63,8 +82,13 @@ class Clocks(Generic[Payload]):
 
     @property
     def opens(self) -> dict[Rank, Round]:
-        """The step that each member pushes next."""
-        return {rank: self._steps[rank].open for rank in sorted(self.members)}
+        """The step that each rank would push next, members or not."""
+        return {rank: steps.open for rank, steps in sorted(self._steps.items())}
+
+    @property
+    def newest_steps(self) -> dict[Rank, tuple[Incarnation, Round]]:
+        """The newest step that was taken from each rank, and the life it came from."""
+        return {rank: (steps.incarnation, steps.open - 1) for rank, steps in sorted(self._steps.items())}
 
     def staged(self, rank: Rank) -> Contribution[Payload]:
         """What a member has staged for its open step."""
@@ -73,7 +97,17 @@ class Clocks(Generic[Payload]):
     def admit(self, rank: Rank, incarnation: Incarnation, step: Round) -> Admission:
         """Say where a push belongs, or raise StaleTrainer or FutureRound. Changes nothing."""
         check_member(self.members, rank, incarnation)
-        return admit(step, self._steps[rank].open, self._steps[rank].open)
+        steps = self._steps[rank]
+        return admit(step, steps.open, max(step, steps.open) if steps.may_skip else steps.open)
+
+    def catch_up(self, rank: Rank, step: Round) -> int:
+        """A trainer is at this step; returns how many steps before it this pserver has lost with an earlier life."""
+        steps = self._steps[rank]
+        num_lost = step - steps.open
+        if num_lost <= 0 or not steps.may_skip:
+            return 0
+        steps.open, steps.clock, steps.staged = step, step - 1, Contribution()
+        return num_lost
 
     def check_delay(self, rank: Rank, step: Round, computed_on: Round) -> None:
         """Raise DelayExceeded if the gradient of `step` was computed on parameters that are too old, FutureRound
@@ -107,8 +141,10 @@ class Clocks(Generic[Payload]):
         """Take the complete contribution of the open step, to be queued as a whole; the next step opens."""
         steps = self._steps[rank]
         assert steps.staged.is_complete
-        taken = Taken(rank, steps.open, steps.staged, steps)
+        self.taken += 1
+        taken = Taken(rank, steps.open, steps.staged, steps, self.taken)
         steps.open += 1
+        steps.may_skip = False
         steps.staged = Contribution()
         steps.unapplied[taken.step] = len(taken.contribution.blocks)
         self._advance(steps)
@@ -131,10 +167,13 @@ class Clocks(Generic[Payload]):
     def waits_for(self, rank: Rank, step: Round) -> list[Rank]:
         """Whose updates a get of this trainer after its `step` has to wait for; nobody's: it may be answered.
 
-        Raises FutureRound if the step has not been pushed.
+        Raises FutureRound if the step has not been pushed, ContributionMissing if this pserver has lost it.
         """
-        if step >= self._steps[rank].open:
-            raise FutureRound(f"step {step} has not been pushed", current=self._steps[rank].open)
+        steps = self._steps[rank]
+        if step >= steps.open:
+            if steps.may_skip:
+                raise ContributionMissing(f"this pserver has come back without step {step} of trainer {rank}")
+            raise FutureRound(f"step {step} has not been pushed", current=steps.open)
         waits = set()
         if self._rules.wait_for_apply and self._steps[rank].clock < step:
             waits.add(rank)
@@ -158,5 +197,11 @@ class Clocks(Generic[Payload]):
                 known = self._steps.get(rank)
                 if start is None or known is None or known.open < start:
                     start = start or 1
-                    self._steps[rank] = TrainerSteps(open=start, clock=start - 1)
-        self.members = dict(members)
+                    known = TrainerSteps(incarnation, open=start, clock=start - 1, may_skip=self._is_back)
+                known.incarnation = incarnation
+                self._steps[rank] = known
+        self.members, self._is_back = dict(members), False
+
+    def pass_to(self, number: int) -> None:
+        """Count as if so many contributions had been taken and applied: others have more. Nothing may be queued."""
+        self.applied = self.taken = number

@@ -234,7 +234,7 @@ class Pserver:
         run = self.run
         if run.install.run != message.run:
             raise StaleRun("this pserver serves another run", current=run.install.run)
-        await run.want_checkpoint(message.round)
+        await run.want_checkpoint(message.round, is_over=message.is_over)
 
     def readiness(self) -> str | None:
         """What is missing before this process can serve, or None."""

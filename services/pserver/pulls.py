@@ -25,10 +25,14 @@ class Pulls:
 
     With DC-ASGD each holds a copy of the shard: (max_delay + 2) float32 shards a trainer at most, besides those that
     queued updates were computed on.
+
+    A pserver that has come back does not know what trainers have pulled from its earlier life: until they pull again,
+    that counts as `restored`, the state in which it came back.
     """
 
-    def __init__(self, max_delay: int) -> None:
+    def __init__(self, max_delay: int, restored: Pull | None = None) -> None:
         self._max_delay = max_delay
+        self._restored = restored
         self._pulls: dict[Rank, dict[Round, Pull]] = {}
 
     def __repr__(self) -> str:
@@ -46,7 +50,10 @@ class Pulls:
 
     def find(self, rank: Rank, step: Round) -> Pull:
         """What the trainer got after `step`; raises StaleRound if it got nothing then."""
-        pull = self._pulls.get(rank, {}).get(step)
+        known = self._pulls.get(rank, {})
+        pull = known.get(step)
+        if pull is None and self._restored is not None and step < min(known, default=step + 1):
+            return self._restored
         if pull is None:
             raise StaleRound(
                 f"trainer {rank} got no parameters after its step {step}, or newer ones since",

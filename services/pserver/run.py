@@ -18,6 +18,7 @@ import xxhash
 
 from ps_protocol.errors import (
     Conflict,
+    FutureRound,
     GradpostError,
     NonFiniteGradient,
     NotReady,
@@ -47,6 +48,8 @@ from .tensors import StagedBlock, find_nonfinite
 log = get_logger()
 
 BarrierKind = Literal["batch", "fetch"]
+MAX_ROUNDS_AHEAD = 10_000  # that a checkpoint may be wanted for
+MAX_WANTED_CHECKPOINTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,7 @@ class PserverRun(ABC):
         self.has_news = asyncio.Event()  # that the coordinator should hear of at once
         self._publishing = asyncio.Lock()
         self._checkpointing: asyncio.Task[None] | None = None
+        self._wanted_checkpoints: set[Round] = set()
         # Since when, by the loop's clock, somebody waits for the missing ones.
         self._waiting_since: float | None = None
 
@@ -348,17 +352,21 @@ class PserverRun(ABC):
     # ------------------------------------------------------------------ checkpoints
 
     @abstractmethod
-    async def want_checkpoint(self, round_: Round) -> None:
-        """Write a checkpoint after this round: at once if it is the newest. Raises StaleRound if it is over."""
+    async def want_checkpoint(self, round_: Round, *, is_over: bool = False) -> None:
+        """Write a checkpoint after this round: at once if it is the newest. Raises StaleRound if it is over.
+
+        `is_over` says that nobody pushes any more.
+        """
 
     async def stop(self) -> None:
         """The process is about to end: whoever waits here is sent away, and what is held is written down."""
         if self.failure is not None:
             return
-        await self.end(TryAgain("this pserver stops; it may be back"))
+        await self._come_to_rest(TryAgain("this pserver stops; it may be back"))
         await self._finish_apply()
         await self._finish_checkpoint()
-        if self.storage is None or not self.is_readable or self.shard.version in self.storage.checkpoints:
+        is_kept = self.storage is None or self.shard.version in self.storage.checkpoints
+        if self.storage is None or is_kept or not (self.is_readable and self.is_at_rest):
             return
         try:
             write = await self._compute.run(self.storage.snapshot, self.shard, self._history())
@@ -366,9 +374,40 @@ class PserverRun(ABC):
         except OSError as error:
             log.error("the last checkpoint could not be written", error=str(error))
 
+    async def _come_to_rest(self, reason: GradpostError) -> None:
+        """End every wait before the process ends."""
+        await self.end(reason)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing waits to be applied, so that the shard is what was acknowledged."""
+        return True
+
     @abstractmethod
     async def _finish_apply(self) -> None:
         """Wait for what is being applied."""
+
+    def check_storage(self) -> RunStorage:
+        """The storage, if a checkpoint can be made now or soon; else raises NotReady, or what ended the run."""
+        self.check_failure()
+        self.check_readable()
+        if self.storage is None:
+            raise NotReady("this pserver keeps nothing on a disk", waiting_for="a state folder")
+        return self.storage
+
+    def _want_later(self, round_: Round, newest: Round) -> None:
+        """A checkpoint is due after this round, which is not over. Raises FutureRound if it is far ahead."""
+        if round_ > newest + MAX_ROUNDS_AHEAD:
+            raise FutureRound(f"round {round_} is far ahead", current=newest)
+        coming = sorted(wanted for wanted in self._wanted_checkpoints if wanted > newest)
+        self._wanted_checkpoints = {*coming[-MAX_WANTED_CHECKPOINTS:], round_}
+
+    def _is_checkpoint_due(self, round_: Round) -> bool:
+        """Whether a checkpoint is to be made after this round."""
+        interval = self.install.checkpoint_rounds
+        is_wanted = round_ in self._wanted_checkpoints
+        self._wanted_checkpoints.discard(round_)
+        return is_wanted or bool(interval and round_ % interval == 0)
 
     def _history(self) -> History:
         """What the newest rounds were made of, for those who go on from a checkpoint."""
@@ -394,9 +433,12 @@ class PserverRun(ABC):
             await asyncio.to_thread(self.storage.prune, self.complete_checkpoints)
             self.has_news.set()
         except OSError as error:
-            # The log goes back to the checkpoint before, so that nothing is lost.
-            self._metrics.checkpoint_failures.inc()
-            log.error("a checkpoint could not be written; training goes on", error=str(error))
+            self.checkpoint_failed(error)
+
+    def checkpoint_failed(self, error: OSError) -> None:
+        """Count it and say it. The log goes back to the checkpoint before, so that nothing is lost."""
+        self._metrics.checkpoint_failures.inc()
+        log.error("a checkpoint could not be written; training goes on", error=str(error))
 
     async def finish(self) -> None:
         """After the end: wait until nothing of this run is computed or written any more."""

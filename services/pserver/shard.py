@@ -36,7 +36,7 @@ class Shard:
     def __init__(self, plan: SlicePlan, pserver: PserverIndex) -> None:
         self.layout = ShardLayout(plan, pserver)
         self.values = torch.zeros(self.layout.num_elements)  # flat float32; blocks are views of it
-        self.version = 0  # applies so far
+        self.version = 0  # rounds so far; in asynchronous modes contributions, which the run counts
         self.versions = dict.fromkeys(self.layout.place, 0)  # the same of each block; an absent gradient adds none
         self.optimizer = None if plan.optimizer is None else OptimizerBlocks(self.layout, plan.optimizer)
         self._aggregator = Aggregator(self.layout)
@@ -92,17 +92,25 @@ class Shard:
         gradient: Tensor,
         present: Collection[str],
         hyper_parameters: list[HyperParameters],
-        *,
-        counter: Hashable = None,
     ) -> None:
         """Step the present blocks once with a gradient of the layout. Raises UnsupportedOptimizer if there is none.
 
-        After any other exception the shard is in an unknown state. `counter`: see `OptimizerBlocks.apply`.
+        After any other exception the shard is in an unknown state.
         """
+        self._step(gradient, present, hyper_parameters)
+        self.version += 1
+
+    def _step(
+        self,
+        gradient: Tensor,
+        present: Collection[str],
+        hyper_parameters: list[HyperParameters],
+        *,
+        counter: Hashable = None,
+    ) -> None:
         if self.optimizer is None:
             raise UnsupportedOptimizer("this plan has no optimizer")
         self.optimizer.apply(self.values, gradient, present, hyper_parameters, counter=counter)
-        self.version += 1
         for name in present:
             self.versions[name] += 1
 
@@ -114,9 +122,12 @@ class Shard:
         *,
         counter: Hashable = None,
     ) -> None:
-        """Step one block once with the sum of these gradients, tensors of shape (num_elements,), only read."""
+        """Step one block once with the sum of these gradients, tensors of shape (num_elements,), only read.
+
+        `counter`: see `OptimizerBlocks.apply`.
+        """
         gradient = self._aggregator.sum_block(name, gradients)
-        self.apply(gradient, (name,), hyper_parameters, counter=counter)
+        self._step(gradient, (name,), hyper_parameters, counter=counter)
 
     def encode_gradient(self, present: Sequence[str] | None) -> list[memoryview]:
         """The bytes of the newest aggregate, for the log; see `Aggregator.encode`."""
@@ -128,6 +139,19 @@ class Shard:
         """Apply a logged gradient, with the very same bits as the first time."""
         names = tuple(place.name for place in self.layout.places) if present is None else present
         self.apply(self._aggregator.decode(gradient, present), names, hyper_parameters)
+
+    def replay_blocks(
+        self,
+        gradient: memoryview,
+        present: Sequence[str],
+        hyper_parameters: list[HyperParameters],
+        *,
+        counter: Hashable = None,
+    ) -> None:
+        """Step these blocks one by one, as asynchronous modes do, with the float32 gradient of one contribution."""
+        whole = self._aggregator.decode(gradient, present)
+        for name in present:
+            self._step(whole, (name,), hyper_parameters, counter=counter)
 
     def copy_state(self) -> ShardState:
         """A copy of everything, for a checkpoint."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import xxhash
 
-from ps_protocol.errors import ApplyFailed, FutureRound, GradpostError, NotReady, RoundPending, StaleRound
+from ps_protocol.errors import ApplyFailed, GradpostError, NotReady, RoundPending, StaleRound
 from ps_protocol.fence import Fence
 from ps_protocol.messages import BarrierAnswer, FrozenRounds, InstallMembers, InstallRun, PushAnswer
 from ps_protocol.routes import SKIPPED_KEY
@@ -33,8 +33,6 @@ from .tensors import StagedBlock, digest_contribution
 log = get_logger()
 
 LOG_RETRY_SECONDS = 0.5  # between tries to write to a full disk
-MAX_ROUNDS_AHEAD = 10_000  # that a checkpoint may be wanted for
-MAX_WANTED_CHECKPOINTS = 4
 
 
 class SyncRun(PserverRun):
@@ -60,7 +58,6 @@ class SyncRun(PserverRun):
         self._reply: Reply | None = None  # of the applied round, once it may be read
         self._apply_task: asyncio.Task[None] | None = None
         self._disagreement_was_said = False
-        self._wanted_checkpoints: set[Round] = set()
 
     @property
     def round(self) -> Round:
@@ -223,35 +220,29 @@ class SyncRun(PserverRun):
         return {SKIPPED_KEY: json.dumps(apply.nonfinite)} if apply.nonfinite else {}
 
     def _snapshot_if_due(self, apply: Apply[StagedBlock]) -> Callable[[], object] | None:
-        interval = self.install.checkpoint_rounds
-        is_due = (interval and apply.round % interval == 0) or apply.round in self._wanted_checkpoints
-        if self.storage is None or not is_due or self._is_checkpointing:
+        if self.storage is None or self._is_checkpointing or not self._is_checkpoint_due(apply.round):
             return None  # a disk that is slower than the rounds gets the next one
-        self._wanted_checkpoints.discard(apply.round)
         history = self._history()
         history.add(apply.round, apply.ranks, apply.nonfinite, keep=self.rounds.max_delay + 1)
-        return self.storage.snapshot(self.shard, history)
+        try:
+            return self.storage.snapshot(self.shard, history)
+        except OSError as error:  # the round is applied: it must not look as if it could be tried again
+            self.checkpoint_failed(error)
+            return None
 
     def _history(self) -> History:
         return self.rounds.history.copy()
 
-    async def want_checkpoint(self, round_: Round) -> None:
+    async def want_checkpoint(self, round_: Round, *, is_over: bool = False) -> None:
         """See PserverRun."""
-        self.check_failure()
-        self.check_readable()
-        if self.storage is None:
-            raise NotReady("this pserver keeps nothing on a disk", waiting_for="a state folder")
-        if round_ > self.rounds.applied + MAX_ROUNDS_AHEAD:
-            raise FutureRound(f"round {round_} is far ahead", current=self.rounds.applied)
+        storage = self.check_storage()
         applied = self.rounds.applied if self.rounds.applying is None else self.rounds.open
         if round_ < applied:
             raise StaleRound(f"round {round_} is over", current=applied)
         if round_ > self.rounds.applied:
-            coming = sorted(r for r in self._wanted_checkpoints if r > self.rounds.applied)
-            self._wanted_checkpoints = {*coming[-MAX_WANTED_CHECKPOINTS:], round_}
-            return
-        if round_ not in self.storage.checkpoints and not self._is_checkpointing:
-            self._begin_checkpoint(await self._compute.run(self.storage.snapshot, self.shard, self._history()))
+            self._want_later(round_, self.rounds.applied)
+        elif round_ not in storage.checkpoints and not self._is_checkpointing:
+            self._begin_checkpoint(await self._compute.run(storage.snapshot, self.shard, self._history()))
 
     async def _finish_apply(self) -> None:
         if self._apply_task is not None:

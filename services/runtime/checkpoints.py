@@ -16,7 +16,7 @@ from pydantic import Field
 from ps_protocol.consistency import Consistency
 from ps_protocol.messages import Message, ShardFile
 from ps_protocol.plan import SlicePlan
-from ps_protocol.vocabulary import PserverIndex, Round
+from ps_protocol.vocabulary import PserverIndex, Rank, Round
 
 from .places import Place
 
@@ -42,6 +42,15 @@ class Manifest(Message):
     aliases: dict[str, str] = Field(default={}, description="names of tied parameters, and what they are tied to")
     shards: tuple[ShardFile, ...]
     created: str = Field(description="date and time in UTC, ISO 8601")
+
+    @property
+    def newest_steps(self) -> dict[Rank, Round]:
+        """Asynchronous modes: the newest step of each rank that is in any shard."""
+        newest: dict[Rank, Round] = {}
+        for file in self.shards:
+            for rank, step in file.steps.items():
+                newest[rank] = max(step, newest.get(rank, 0))
+        return newest
 
     def slice_plan(self) -> SlicePlan:
         """The plan that the shards were cut by."""

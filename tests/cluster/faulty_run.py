@@ -1,4 +1,4 @@
-"""A run of `fault_script.py` on a cluster to which things happen at certain rounds."""
+"""A run of a script on a cluster to which things happen at certain rounds."""
 
 from __future__ import annotations
 
@@ -24,9 +24,17 @@ class FaultyRun:
     """Knows how far every trainer is, from what it prints."""
 
     def __init__(
-        self, rounds: int = 120, *, trainers: int = 2, pservers: int = 2, nan_at: str = "", **settings: Any
+        self,
+        rounds: int = 120,
+        *,
+        trainers: int = 2,
+        pservers: int = 2,
+        nan_at: str = "",
+        script: Path = SCRIPT,
+        **settings: Any,
     ) -> None:
         self.rounds = rounds
+        self.script = script
         self.nan_at = nan_at
         self.lines: list[str] = []
         self._progress = threading.Condition()
@@ -54,7 +62,7 @@ class FaultyRun:
             error.add_note("\n".join(self.lines[-60:]))
 
     def start_trainer(self, rank: int) -> Child:
-        command = [sys.executable, str(SCRIPT), str(self.rounds), str(ROUND_SECONDS), self.nan_at]
+        command = [sys.executable, str(self.script), str(self.rounds), str(ROUND_SECONDS), self.nan_at]
         root = str(SCRIPT.parent.parent.parent)
         return self.cluster.start_trainer(rank, command, {"PYTHONPATH": root})
 

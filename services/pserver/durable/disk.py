@@ -66,7 +66,10 @@ class Disk:
         self._storage = storage
         history = self._restored.history
         rounds = FrozenRounds(
-            applied=self._restored.round, participants=history.participants, verdicts=history.nonfinite
+            applied=self._restored.round,
+            participants=history.participants,
+            verdicts=history.nonfinite,
+            opens={rank: step + 1 for rank, (_, step) in history.steps.items()},
         )
         self.held = HeldRun(
             run=install.run,

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from ps_protocol.errors import GradpostError
 from ps_protocol.messages import InstallRun, ShardFile
 from ps_protocol.plan import SlicePlan
-from ps_protocol.vocabulary import PserverIndex, Round
+from ps_protocol.vocabulary import PserverIndex, Rank, Round
 from services.runtime.checkpoints import DamagedFile, list_rounds, read_shard_file, round_folder, shard_name
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
@@ -48,7 +48,7 @@ class Restored:
 
 
 class RunStorage:
-    """Synchronous. The log and `snapshot` belong to the compute thread; what `snapshot` returns may run on another."""
+    """Synchronous. `append` and `snapshot` are called one at a time; what `snapshot` returns may run beside them."""
 
     def __init__(self, install: InstallRun, index: PserverIndex, log_path: Path, place: Place) -> None:
         self.plan = SlicePlan.from_json(install.plan)
@@ -65,17 +65,22 @@ class RunStorage:
         """Size of the log since the newest checkpoint."""
         return self._log.num_bytes
 
+    @property
+    def has_log(self) -> bool:
+        """Whether updates are logged."""
+        return self._install.durability != "none"
+
     # ------------------------------------------------------------------ writing
 
     def append(self, update: Update, gradient: Sequence[Buffer]) -> None:
         """Log an update, if the run has a log. Raises OSError, and then nothing was written."""
-        if self._install.durability != "none":
+        if self.has_log:
             self._log.append(update, gradient)
 
     def snapshot(self, shard: Shard, history: History) -> Callable[[], ShardFile]:
         """Copy the shard between two updates; the result writes the copy, on any thread, and may raise OSError."""
         state = shard.copy_state()
-        if self._install.durability != "none":
+        if self.has_log:
             self._log.begin_segment(state.version)
         metadata = {
             "run": self._install.run,
@@ -84,9 +89,10 @@ class RunStorage:
             "plan": self.plan.digest,
             "history": history.to_json(),
         }
-        return lambda: self._write(state, metadata)
+        steps = {rank: step for rank, (_, step) in history.steps.items()}
+        return lambda: self._write(state, metadata, steps)
 
-    def _write(self, state: ShardState, metadata: Mapping[str, str]) -> ShardFile:
+    def _write(self, state: ShardState, metadata: Mapping[str, str], steps: dict[Rank, Round]) -> ShardFile:
         folder = round_folder(self._install.run, state.version)
         digest, num_bytes = xxhash.xxh3_128(), 0
         chunks = state.encode(self.plan, metadata)
@@ -102,6 +108,7 @@ class RunStorage:
             attempt=self._install.attempt,
             torch=str(torch.__version__),
             cpu=torch.backends.cpu.get_cpu_capability(),
+            steps=steps,
         )
         self._place.write(f"{folder}/{file.name}", chunks)
         reach_failpoint("checkpoint.shard")
@@ -176,8 +183,15 @@ class RunStorage:
         for update, gradient in self._log.read_after(restored.round):
             if newest is not None and update.round > newest:
                 break
-            restored.shard.replay(gradient, update.present, update.hyper_parameters)
-            restored.history.add(update.round, update.ranks, update.nonfinite, keep=keep)
+            if update.origin is None:
+                restored.shard.replay(gradient, update.present, update.hyper_parameters)
+                restored.history.add(update.round, update.ranks, update.nonfinite, keep=keep)
+                continue
+            (rank,) = update.ranks
+            counter = rank if self._install.consistency.step_count == "trainer" else None
+            restored.shard.replay_blocks(gradient, update.present or (), update.hyper_parameters, counter=counter)
+            restored.shard.version = update.round
+            restored.history.steps[rank] = update.origin
 
     def restorable(self) -> list[tuple[Round, Round]]:
         """Ranges of rounds, first and last, that can be restored as far as the log's digests tell; newest first."""
@@ -198,7 +212,7 @@ class RunStorage:
         for later in [later for later in self.checkpoints if later > round_]:
             del self.checkpoints[later]
             self._delete(later)
-        if install.durability != "none":
+        if self.has_log:
             self._log.resume(round_)
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """The log: every update of a shard, written before it is applied.
 
 A segment `000000000128.log` holds the updates after round 128, one record each, in the order of rounds; a new one
-begins with every checkpoint. A shard is restored from a checkpoint and the updates behind it.
+begins with every checkpoint. A shard is restored from a checkpoint and the updates behind it. In asynchronous modes
+the round of an update is its number: how many contributions this pserver has taken with it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from ps_protocol.frames import encode_header
 from ps_protocol.optimizers import HyperParameters
-from ps_protocol.vocabulary import Durability, Rank, Round
+from ps_protocol.vocabulary import Durability, Incarnation, Rank, Round
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 from services.runtime.places import map_file, sync_folder
@@ -29,13 +30,17 @@ SUFFIX = ".log"
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One synchronous update without its gradient. `present` names the blocks that it steps, None all of them."""
+    """One update without its gradient. `present` names the blocks that it steps, None all of them.
+
+    An asynchronous one is one trainer's contribution: `origin` is the life that took the step, and the step.
+    """
 
     round: Round
     ranks: tuple[Rank, ...]
     hyper_parameters: list[HyperParameters]
     present: tuple[str, ...] | None
     nonfinite: tuple[Rank, ...] = ()  # for whose gradients the round stepped nothing
+    origin: tuple[Incarnation, Round] | None = None
 
     def to_metadata(self) -> dict[str, str]:
         """As it stands in a record."""
@@ -45,19 +50,21 @@ class Update:
             "hyper_parameters": json.dumps(self.hyper_parameters),
             "present": json.dumps(self.present),
             "nonfinite": json.dumps(self.nonfinite),
+            "origin": json.dumps(self.origin),
         }
 
     @classmethod
     def from_record(cls, record: Record) -> Update:
         """The same back."""
         values = record.frame.metadata
-        present = json.loads(values["present"])
+        present, origin = json.loads(values["present"]), json.loads(values["origin"])
         return cls(
             round=int(values["round"]),
             ranks=tuple(json.loads(values["ranks"])),
             hyper_parameters=json.loads(values["hyper_parameters"]),
             present=None if present is None else tuple(present),
             nonfinite=tuple(json.loads(values["nonfinite"])),
+            origin=None if origin is None else (origin[0], origin[1]),
         )
 
 
@@ -87,12 +94,12 @@ class UpdateLog:
         reach_failpoint("log.append.after")
 
     def begin_segment(self, round_: Round) -> None:
-        """Write what comes after this round into a file of its own."""
+        """Write what comes after this round into a file of its own. On an OSError the one before goes on."""
+        fd = os.open(self._path(round_), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         self.close()
-        path = self._path(round_)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        sync_folder(self._folder)
+        self._fd = fd
         self.num_bytes = 0
+        sync_folder(self._folder)
 
     def resume(self, round_: Round) -> None:
         """Go on after this round: cut off whatever stands behind it, such as a torn tail."""

@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ps_protocol.messages import InstallMembers, InstallRun, PserverRegistered
 from ps_protocol.plan import SlicePlan, make_plan
 from ps_protocol.routes import BARRIER_HEADER, COMPUTED_ON_KEY, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY, WAIT_HEADER
 from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec
+from services.pserver.durable.disk import Disk
 from services.pserver.endpoints import TensorEndpoints
 from services.pserver.metrics import PserverMetrics
 from services.pserver.pserver import Pserver
@@ -114,7 +116,8 @@ class Bench:
     def fence(self, rank: int, round_: int, **changes: Any) -> Fence:
         fence = Fence(
             protocol=PROTOCOL_VERSION, run=self.install.run, attempt=0, plan=self.plan.digest, pserver=0,
-            pserver_incarnation=1, rank=rank, trainer_incarnation=self.install.members.get(rank, 1), round=round_,
+            pserver_incarnation=self.install.incarnation,
+            rank=rank, trainer_incarnation=self.install.members.get(rank, 1), round=round_,
         )  # fmt: skip
         return replace(fence, **changes)
 
@@ -249,22 +252,28 @@ async def bench(
     initial: bool = True,
     groups: Sequence[Options] = GROUPS,
     optimizer: str = "SGD",
+    state_dir: Path | None = None,
+    incarnation: int = 1,
     **install: Any,
 ) -> AsyncIterator[Bench]:
-    """A pserver with a run. At the end nothing may be left: no task, no job."""
+    """A pserver with a run. At the end nothing may be left: no task, no job.
+
+    With `state_dir` it goes on with what an earlier one has left there, which ended as if it had been killed.
+    """
     compute = ComputeExecutor()
     registry = CollectorRegistry()
-    pserver = Pserver(compute, PserverMetrics(registry, compute), LIMITS)
-    answer = pserver.registered(PserverRegistered(index=0, incarnation=1, lease_seconds=10))
-    if answer is not None:
-        await answer
+    disk = None if state_dir is None else Disk(state_dir)
+    pserver = Pserver(compute, PserverMetrics(registry, compute), LIMITS, disk=disk)
+    held = await pserver.look_into_folder(0)
+    await pserver.registered(PserverRegistered(index=0, incarnation=incarnation, lease_seconds=10))
     plan = make_plan(PARAMETERS, 1, optimizer=make_spec(optimizer, groups))
     message = InstallRun(
         **{
             "run": "run1",
             "attempt": 0,
             "plan": plan.to_json(),
-            "incarnation": 1,
+            "incarnation": incarnation,
+            "restore": held.rounds.applied if held else None,
             "consistency": Consistency(),
             "nonfinite": "reject",
             "round_timeout_seconds": 60,
@@ -277,12 +286,15 @@ async def bench(
     bench = Bench(pserver, compute, TensorEndpoints(pserver), registry, plan, message, groups)
     try:
         await pserver.install_run(message)
-        if initial:
+        if initial and held is None:
             await bench.upload_initial()
         yield bench
         await asyncio.sleep(0)
         if message.consistency.is_async:
             await bench.run.end(StaleRun("the test is over"))  # its workers live as long as the run
+        if disk is not None and disk.folder is not None:
+            await bench.run.finish()
+            disk.folder.close()
         for _ in range(1000):  # an apply that nobody waited for
             if not compute.num_jobs:
                 break

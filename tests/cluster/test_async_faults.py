@@ -1,0 +1,139 @@
+"""Pservers and trainers of the asynchronous modes die and come back: every contribution is applied exactly once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from signal import SIGTERM
+from typing import Any
+
+import pytest
+
+from .counting_script import SIZES
+from .faulty_run import FaultyRun
+
+SCRIPT = Path(__file__).with_name("counting_script.py")
+ROUNDS = 150
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+
+def counting(rounds: int = ROUNDS, **settings: Any) -> FaultyRun:
+    """A run in which a get waits for the trainer's own updates only, so that trainers drift apart."""
+    assert len(SIZES) > 2
+    return FaultyRun(rounds, script=SCRIPT, **{"mode": "async", "durability": "log", "min_block_size": 64, **settings})
+
+
+def assert_all_applied(run: FaultyRun) -> None:
+    """Each trainer has seen all of its own contributions; and who was last, those of everybody."""
+    results = [result.split() for result in run.results(90)]
+    seen = [tuple(map(int, counts.split(","))) for counts, _ in results]
+    steps = tuple(int(step) for _, step in results)
+    assert min(steps) >= ROUNDS
+    assert tuple(row[rank] for rank, row in enumerate(seen)) == steps
+    assert steps in seen
+
+
+def test_each_role_dies_once(server: str) -> None:
+    with counting(server=server, checkpoint_rounds=40) as run:
+        run.wait_for_round(20)
+        run.kill(run.cluster.pservers[1])
+        run.cluster.start_pserver(1)
+        run.wait_for_round(run.round_of(0) + 30)
+        run.kill(run.cluster.trainers[1])
+        run.start_trainer(1)
+        run.kill(run.cluster.coordinator)
+        run.wait_for_round(run.round_of(0) + 10)
+        run.cluster.restart_coordinator()
+        assert_all_applied(run)
+        begun = [int(line.split()[-1]) for line in run.lines if line.startswith("[trainer 1] begin")]
+        assert begun[1] >= 30
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["log.append.before", "log.append.after", "apply.before", "apply.after"])
+def test_a_pserver_dies_at_each_point_and_nothing_is_lost(name: str) -> None:
+    with counting(mode="ssp", max_staleness=2) as run:
+        run.wait_for_round(3)
+        run.kill(run.cluster.pservers[1])
+        run.cluster.start_pserver(1, GRADPOST_FAILPOINTS=f"{name}=kill@40")
+        run.cluster.pservers[1].wait(40)
+        run.cluster.start_pserver(1)
+        assert_all_applied(run)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["checkpoint.rename", "checkpoint.shard", "freeze.after", "install.before"])
+def test_a_pserver_dies_in_a_checkpoint_or_a_change_and_nothing_is_lost(name: str) -> None:
+    with counting(checkpoint_rounds=15) as run:
+        run.wait_for_round(3)
+        run.kill(run.cluster.pservers[1])
+        run.cluster.start_pserver(1, GRADPOST_FAILPOINTS=f"{name}=kill@2")
+        run.wait_for_round(run.round_of(0) + 3)
+        run.kill(run.cluster.trainers[1])
+        run.start_trainer(1)
+        run.cluster.pservers[1].wait(40)
+        run.cluster.start_pserver(1)
+        assert_all_applied(run)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"max_delay": 2},
+        {"mode": "ssp", "max_staleness": 0, "read_consistency": "shard"},
+        {"compensation": "dc", "max_merged": 4},
+        {"wait_for_apply": False, "step_count": "trainer"},
+    ],
+    ids=str,
+)
+def test_nothing_is_lost_under_other_rules(server: str, rules: dict[str, Any]) -> None:
+    with counting(server=server, checkpoint_rounds=25, **rules) as run:
+        for index in (0, 1):
+            run.wait_for_round(20 + 50 * index)
+            run.kill(run.cluster.pservers[index])
+            run.cluster.start_pserver(index)
+        if rules.get("wait_for_apply", True):
+            assert_all_applied(run)
+        else:
+            run.results(90)
+            assert {run.cluster.pserver_state(index).round for index in (0, 1)} == {2 * ROUNDS}
+
+
+@pytest.mark.extended
+def test_a_rolling_restart_loses_nothing_even_without_a_log(server: str) -> None:
+    with counting(server=server, durability="none") as run:
+        for index in (0, 1):
+            run.wait_for_round(20 + 50 * index)
+            child = run.cluster.pservers[index]
+            child.signal(SIGTERM)
+            assert child.wait(20) == 0
+            run.cluster.start_pserver(index)
+        assert_all_applied(run)
+
+
+@pytest.mark.extended
+def test_without_a_log_a_killed_pserver_goes_on_from_its_checkpoint_and_says_what_is_lost(server: str) -> None:
+    with counting(server=server, durability="none", checkpoint_rounds=20) as run:
+        run.wait_for_round(50)
+        run.kill(run.cluster.pservers[1])
+        run.cluster.start_pserver(1)
+        results = [result.split()[0] for result in run.results(90)]
+        lost = run.wait_for_line("an earlier life of this pserver has taken steps that it did not keep")
+        assert "[pserver 1]" in lost
+        assert all("torn" in result for result in results)  # pserver 0 has all of them
+        assert run.cluster.pserver_state(0).round == 2 * ROUNDS
+
+
+@pytest.mark.extended
+def test_who_comes_back_under_continue_need_not_catch_up() -> None:
+    with counting(1000, mode="ssp", max_staleness=3, on_trainer_loss="continue", lease_seconds=1) as run:
+        run.wait_for_round(10, rank=1)
+        run.kill(run.cluster.trainers[1])
+        run.wait_for_round(run.round_of(1) + 40)  # beyond the bound: nobody waits for it any more
+        run.start_trainer(1)
+        run.wait_for_line("[trainer 1] begin", 2)
+        before = run.round_of(0)
+        assert run.round_of(1) >= 45
+        run.wait_for_round(before + 50)
+        assert abs(run.round_of(0) - run.round_of(1)) <= 3 + 2

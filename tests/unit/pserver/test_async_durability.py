@@ -1,0 +1,247 @@
+"""An asynchronous run on a disk: whatever was acknowledged comes back once, and checkpoints are cut exactly."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ps_protocol.consistency import Consistency
+from ps_protocol.errors import ContributionMissing, StorageFailed, TryAgain
+from services.runtime.failpoints import arm_failpoints
+
+from .oracle import make_options
+from .support import Bench, bench
+from .test_async_run import busy, until
+
+ADAM = [make_options("Adam", lr=0.01)]
+
+
+@asynccontextmanager
+async def life(folder: Path, number: int = 1, *, durability: str = "log", **settings: Any) -> AsyncIterator[Bench]:
+    """One life of the pserver; it ends without a word."""
+    rules = settings.pop("rules", {})
+    consistency = Consistency(mode="async", **rules)
+    async with bench(
+        2, optimizer="Adam", groups=ADAM, state_dir=folder, incarnation=number, consistency=consistency,
+        nonfinite="allow", durability=durability, **settings,
+    ) as pserver:  # fmt: skip
+        yield pserver
+
+
+async def steps(pserver: Bench, first: int, last: int) -> None:
+    """Both trainers take these steps, one after the other."""
+    for step in range(first, last + 1):
+        for rank in (0, 1):
+            await pserver.get(rank, step - 1)
+            await pserver.push(rank, step)
+            await pserver.get(rank, step)
+
+
+@contextmanager
+def armed(text: str) -> Iterator[None]:
+    arm_failpoints(text)
+    try:
+        yield
+    finally:
+        arm_failpoints("")
+
+
+async def digest_without_faults(folder: Path, last: int, **settings: Any) -> str:
+    async with life(folder, **settings) as pserver:
+        await steps(pserver, 1, last)
+        return str(pserver.run.shard.digest())
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("step_count", ["applied", "trainer"])
+@pytest.mark.parametrize("interval", [0, 1, 3])
+async def test_a_restart_after_any_step_changes_no_bit(tmp_path: Path, interval: int, step_count: str) -> None:
+    rules = {"step_count": step_count}
+    expected = await digest_without_faults(tmp_path / "without", 6, rules=rules)
+    for number, first in enumerate((1, 2, 4, 6), start=1):
+        async with life(tmp_path / "with", number, checkpoint_rounds=interval, rules=rules) as pserver:
+            assert pserver.run.round == 2 * (first - 1)
+            await steps(pserver, first, {1: 1, 2: 3, 4: 5, 6: 6}[first])
+            digest = pserver.run.shard.digest()
+    assert digest == expected
+
+
+@pytest.mark.asyncio
+async def test_what_was_acknowledged_and_not_applied_yet_comes_back(tmp_path: Path) -> None:
+    async with life(tmp_path) as pserver:
+        await steps(pserver, 1, 1)
+        with busy(pserver):
+            await pserver.push(0, 2)
+            assert pserver.run.round == 2
+            pserver.run.storage.close()  # the process is gone
+    async with life(tmp_path, 2) as pserver:
+        assert pserver.run.clocks.opens == {0: 3, 1: 2}
+        assert (await pserver.push(0, 2))["status"] == "already_applied"
+        await pserver.get(0, 2)
+        assert pserver.run.round == 3
+
+
+@pytest.mark.asyncio
+async def test_what_was_staged_in_part_has_to_come_again(tmp_path: Path) -> None:
+    async with life(tmp_path) as pserver:
+        await steps(pserver, 1, 1)
+        blocks = list(pserver.contribution(0, 2).items())
+        await pserver.push(0, 2, dict(blocks[:2]), last=False)
+    async with life(tmp_path, 2) as pserver:
+        await pserver.push(0, 2, dict(blocks[2:]), last=False)
+        with pytest.raises(ContributionMissing):
+            await pserver.get(0, 2)
+        assert (await pserver.push(0, 2))["complete"]
+        await pserver.get(0, 2)
+        assert pserver.run.clocks.clocks == {0: 2, 1: 1}
+
+
+@pytest.mark.asyncio
+async def test_without_a_log_trainers_go_on_with_their_own_steps(tmp_path: Path) -> None:
+    async with life(tmp_path, durability="none", checkpoint_rounds=4) as pserver:
+        await steps(pserver, 1, 3)
+        await until(lambda: 4 in pserver.run.storage.checkpoints)
+    async with life(tmp_path, 2, durability="none") as pserver:
+        assert pserver.run.round == 4
+        with pytest.raises(ContributionMissing):  # the newest step is in the trainer's memory yet
+            await pserver.get(0, 3)
+        await pserver.push(0, 3)
+        await pserver.get(0, 3)
+        await pserver.push(1, 4)
+        await pserver.get(1, 4)
+        assert pserver.run.clocks.clocks == {0: 3, 1: 4}  # step 3 of trainer 1 is lost
+        assert pserver.run.round == 6
+
+
+@pytest.mark.asyncio
+async def test_a_full_disk_sends_pushes_away_and_takes_nothing(tmp_path: Path) -> None:
+    async with life(tmp_path) as pserver:
+        await steps(pserver, 1, 1)
+        with armed("log.append.before=enospc@1"):
+            with pytest.raises(TryAgain, match="No space left on device"):
+                await pserver.push(0, 2)
+            assert pserver.run.clocks.opens == {0: 2, 1: 2}
+            await pserver.push(0, 2)  # there is room again
+        await pserver.get(0, 2)
+        assert pserver.run.round == 3
+    async with life(tmp_path, 2) as pserver:
+        assert pserver.run.round == 3
+
+
+@pytest.mark.asyncio
+async def test_a_disk_that_stays_full_ends_the_run(tmp_path: Path) -> None:
+    async with life(tmp_path, round_timeout_seconds=0.0) as pserver:
+        await steps(pserver, 1, 1)
+        with armed("log.append.before=eio"), pytest.raises(StorageFailed):
+            await pserver.push(0, 2)
+        with pytest.raises(StorageFailed):
+            await pserver.get(1, 1)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("durability", ["none", "log"])
+async def test_a_checkpoint_holds_the_first_contributions_and_nothing_else(tmp_path: Path, durability: str) -> None:
+    async with life(tmp_path, durability=durability, checkpoint_rounds=3) as pserver:
+        await steps(pserver, 1, 1)
+        with busy(pserver) as release:
+            await pserver.push(0, 2)  # number 3: a checkpoint is due, and it is not applied yet
+            later = asyncio.create_task(pserver.push(1, 2))
+            await asyncio.sleep(0.05)
+            assert pserver.run.clocks.taken == 3
+            release.set()
+        await later
+        await pserver.get(1, 2)
+        await until(lambda: 3 in pserver.run.storage.checkpoints)
+        restored = pserver.run.storage._load(3)
+        assert restored.history.steps == {0: (1, 2), 1: (1, 1)}
+    async with life(tmp_path / "other") as other:
+        await steps(other, 1, 1)
+        await other.push(0, 2)
+        await other.get(0, 2)
+        assert restored.shard.digest() == other.run.shard.digest()
+
+
+@pytest.mark.asyncio
+async def test_a_pserver_that_stops_applies_what_it_has_taken(tmp_path: Path) -> None:
+    async with life(tmp_path, durability="none") as pserver:
+        await steps(pserver, 1, 1)
+        with busy(pserver) as release:
+            await pserver.push(0, 2)
+            stopping = asyncio.create_task(pserver.pserver.stop())
+            await asyncio.sleep(0.05)
+            refused = asyncio.create_task(pserver.push(1, 2))
+            await asyncio.sleep(0.05)
+            release.set()
+        await stopping
+        with pytest.raises(TryAgain):
+            await refused
+    async with life(tmp_path, 2, durability="none") as pserver:
+        assert pserver.run.clocks.opens == {0: 3, 1: 2}
+
+
+@pytest.mark.asyncio
+async def test_members_do_not_change_while_a_contribution_is_being_logged(tmp_path: Path) -> None:
+    async with life(tmp_path) as pserver:
+        await steps(pserver, 1, 1)
+        begun, go = threading.Event(), threading.Event()
+        append = pserver.run.storage.append
+
+        def slow(*arguments: Any) -> None:
+            begun.set()
+            go.wait()
+            append(*arguments)
+
+        pserver.run.storage.append = slow
+        push = asyncio.create_task(pserver.push(0, 2))
+        await asyncio.to_thread(begun.wait)
+        change = asyncio.create_task(pserver.change_members(2, {1: 1}))
+        await asyncio.sleep(0.05)
+        assert not change.done()
+        go.set()
+        await asyncio.gather(push, change)
+        assert pserver.run.members == {1: 1}
+        assert pserver.run.clocks.opens == {0: 3, 1: 2}
+        await until(lambda: pserver.run.round == 3)
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_goes_away_leaves_no_gap_in_the_log(tmp_path: Path) -> None:
+    async with life(tmp_path) as pserver:
+        await steps(pserver, 1, 1)
+        begun, go = threading.Event(), threading.Event()
+        append = pserver.run.storage.append
+
+        def slow(*arguments: Any) -> None:
+            begun.set()
+            go.wait()
+            append(*arguments)
+
+        pserver.run.storage.append = slow
+        push = asyncio.create_task(pserver.push(0, 2))
+        await asyncio.to_thread(begun.wait)
+        push.cancel()
+        other = asyncio.create_task(pserver.push(1, 2))
+        go.set()
+        await other
+        await until(lambda: pserver.run.round == 4)
+        digest = pserver.run.shard.digest()
+    async with life(tmp_path, 2) as pserver:
+        assert (pserver.run.round, pserver.run.shard.digest()) == (4, digest)
+
+
+@pytest.mark.asyncio
+async def test_once_the_run_is_over_every_pserver_writes_the_same_number(tmp_path: Path) -> None:
+    async with life(tmp_path) as pserver:
+        await steps(pserver, 1, 2)
+        await pserver.run.want_checkpoint(9, is_over=True)
+        await until(lambda: 9 in pserver.run.storage.checkpoints)
+    async with life(tmp_path, 2) as pserver:
+        assert pserver.run.round == 9
+        await steps(pserver, 3, 3)
+        assert pserver.run.round == 11
