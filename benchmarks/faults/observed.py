@@ -74,6 +74,11 @@ class ObservedCluster:
                 self.entries.append(Entry(name, facts.pop("event"), at, facts))
             self._heard.notify_all()
 
+    def num_steps(self, rank: int) -> int:
+        """How many this trainer has completed, in all its lives."""
+        with self._heard:
+            return sum(step.rank == rank for step in self.steps)
+
     # ------------------------------------------------------------------ waiting
 
     def wait_for_steps(self, ranks: Sequence[int], *, number: int = 1, after: float = 0.0) -> None:

@@ -22,10 +22,11 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, help="how many; none given: until it is ended")
     options = arguments.parse_args()
     torch.set_num_threads(1)
-    session = connect()
     parameter = torch.nn.Parameter(torch.zeros(options.elements))
-    parameter.grad = torch.full((options.elements,), 1e-3 * (session.rank + 1))
-    optimizer = RemoteOptimizer(torch.optim.Adam([("weight", parameter)], lr=1e-3))
+    parameter.grad = torch.full((options.elements,), 1e-3)
+    local = torch.optim.Adam([("weight", parameter)], lr=1e-3)  # imports for seconds: before anybody counts on us
+    connect()
+    optimizer = RemoteOptimizer(local)
     while options.rounds is None or optimizer.round < options.rounds:
         time.sleep(options.compute_seconds)
         optimizer.step()
