@@ -23,13 +23,14 @@ from trainer_client.testing import Child
 from .observed import ObservedCluster, Step
 from .report import add_report_option, make_head, publish
 
-TRAINERS, PSERVERS = 8, 2
+PSERVERS = 2
 SETTLE_STEPS = 5  # of every trainer, before the clock starts
 TICK_SECONDS = 0.05
 
 TEXT = """\
-8 trainers, 2 pservers, synchronous mode, policy `continue`, durability `log`, a lease of {lease:g} s. The model is tiny
-and its computation is emulated: each trainer sleeps for {compute_ms:.0f} ms a step, where an accelerator would work.
+{trainers} trainers, 2 pservers, synchronous mode, policy `continue`, durability `log`, a lease of {lease:g} s. The
+model is tiny and its computation is emulated: each trainer sleeps for {compute_ms:.0f} ms a step, where an accelerator
+would work.
 
 A **step** is one `step()` of one trainer: its gradient is in the parameters that it got back. All that were completed
 within {minutes:g} minutes are counted, from when every trainer has taken {settle} of them; what the run goes back to is
@@ -84,7 +85,7 @@ class Disturbance:
 
     def settle(self) -> None:
         """Return when every trainer has taken its first steps."""
-        while not all(self._observed.num_steps(rank) >= SETTLE_STEPS for rank in range(TRAINERS)):
+        while not all(self._observed.num_steps(rank) >= SETTLE_STEPS for rank in range(self._cluster.num_trainers)):
             self.supervise(time.time() + TICK_SECONDS)
 
     def supervise(self, until: float) -> None:
@@ -144,7 +145,7 @@ def run(seconds: float, options: argparse.Namespace, *, is_disturbed: bool) -> O
     """One run of this length."""
     settings = {"lease_seconds": options.lease, "on_trainer_loss": "continue"}
     arguments = ["--compute-seconds", str(options.compute_seconds)]
-    with ObservedCluster(arguments, pservers=PSERVERS, trainers=TRAINERS, **settings) as observed:
+    with ObservedCluster(arguments, pservers=PSERVERS, trainers=options.trainers, **settings) as observed:
         disturbance = Disturbance(observed, random.Random(options.seed), options.lease)
         disturbance.settle()
         begin = time.time()
@@ -200,6 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0, help="of each of the two runs")
     parser.add_argument("--interval", type=float, default=30.0, help="seconds from one fault to the next")
+    parser.add_argument("--trainers", type=int, default=8)
     parser.add_argument("--compute-seconds", type=float, default=0.15, help="of emulated computation a step")
     parser.add_argument("--lease", type=float, default=1.0, help="seconds")
     parser.add_argument("--seed", type=int, default=1, help="of the faults")
@@ -210,6 +212,7 @@ def main() -> None:
     print(f"undisturbed: {undisturbed.rate:.1f} steps/s", flush=True)
     disturbed = run(seconds, options, is_disturbed=True)
     text = TEXT.format(
+        trainers=options.trainers,
         lease=options.lease,
         compute_ms=1000 * options.compute_seconds,
         minutes=options.minutes,

@@ -111,7 +111,8 @@ def main() -> None:
     add_report_option(parser)
     options = parser.parse_args()
     chance = random.Random(options.seed)
-    report = make_head("Recovery", (__doc__ or "").split("\n\n")[0], Path(tempfile.gettempdir()))
+    text = (__doc__ or "").split("\n\n")[0] + " With fewer than 100 values p99 is the largest of them."
+    report = make_head("Recovery", text, Path(tempfile.gettempdir()))
     if options.trainer_kills:
         report += f"\n{TRAINER_TEXT}\n" + spread_table(kill_trainers(options.trainer_kills, chance), "seconds")
     if options.pserver_kills:
