@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ps_protocol.messages import PserverInfo, TrainerHeartbeatReply
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 
-MIN_PERIOD_SECONDS = 0.05  # between two heartbeats, however much somebody wants news
+MIN_PERIOD_SECONDS = 0.2  # between two heartbeats, however much somebody wants news: many trainers want it at once
 
 
 @dataclass

@@ -6,7 +6,7 @@ import asyncio
 import sys
 
 from services.runtime.failpoints import arm_failpoints
-from services.runtime.logs import configure_logs
+from services.runtime.logs import configure_logs, get_logger
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.peers import make_peer_client
 from services.runtime.server import run_service, serve
@@ -16,10 +16,13 @@ from .coordinator import Coordinator
 from .metrics import measure_cluster
 from .settings import CoordinatorSettings
 
+log = get_logger()
+
 
 def main(settings: CoordinatorSettings) -> int:
     """Serve until stopped or, with exit_when_done, until the run is over; returns the exit code."""
     configure_logs("coordinator", settings.log_format, settings.log_level)
+    log.info("starting")  # everything is imported
     arm_failpoints(settings.failpoints or "")
     return run_service(lambda stop: _serve(settings, stop))
 

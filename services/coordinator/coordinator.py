@@ -134,15 +134,20 @@ class Coordinator:
             await asyncio.sleep(period)
 
     async def _reconcile_until(self, stop: asyncio.Event) -> None:
-        said = ""
+        said, looked_at = "", self.now()
+        members: dict[Rank, Incarnation] = {}
         while not stop.is_set():
             await self._wake.wait()
             self._wake.clear()
+            looked_at = self._say_losses(looked_at)
             self.cluster.start_run_if_complete(self.now())
             await self.keep()
             if not await self._installer.reconcile():
                 await asyncio.sleep(RETRY_SECONDS)
                 self._wake.set()
+            elif members != self.cluster.installed_members:
+                members = self.cluster.installed_members
+                log.info("members installed", trainers=sorted(members))
             await self._manifests.update()
             async with self._condition:
                 self._condition.notify_all()
@@ -151,6 +156,13 @@ class Coordinator:
                 self._recording = asyncio.create_task(self._record_run(), name="record the run")
             if self.cluster.may_exit:
                 stop.set()
+
+    def _say_losses(self, after: float) -> float:
+        """Log which trainers were lost after this time; returns when it looked."""
+        for rank, trainer in sorted(self.cluster.run.trainers.items()):
+            if not trainer.is_here and trainer.gone_at > after:
+                log.info(trainer.why, trainer=rank)
+        return self.now()
 
     def _say_news(self, said: str) -> str:
         """Log one line when what the run waits for, or its state, is another than what was said last."""

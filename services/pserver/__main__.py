@@ -9,7 +9,7 @@ import torch
 
 from services.runtime.compute import ComputeExecutor
 from services.runtime.failpoints import arm_failpoints
-from services.runtime.logs import configure_logs
+from services.runtime.logs import configure_logs, get_logger
 from services.runtime.machine import usable_memory_bytes
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.peers import make_peer_client
@@ -23,10 +23,13 @@ from .pserver import Pserver
 from .registration import Registration
 from .settings import PserverSettings
 
+log = get_logger()
+
 
 def main(settings: PserverSettings) -> int:
     """Serve until stopped or until the run is over; returns the exit code."""
     configure_logs("pserver", settings.log_format, settings.log_level)
+    log.info("starting")  # everything is imported
     arm_failpoints(settings.failpoints or "")
     torch.set_num_threads(settings.threads)
     return run_service(lambda stop: _serve(settings, stop))

@@ -24,7 +24,7 @@ from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.failpoints import reach_failpoint
-from services.runtime.logs import bind_facts
+from services.runtime.logs import bind_facts, get_logger
 
 from .async_run import AsyncRun
 from .bodies import BufferPool
@@ -34,6 +34,8 @@ from .in_flight import InFlight
 from .metrics import PserverMetrics
 from .run import PserverRun
 from .sync_run import SyncRun
+
+log = get_logger()
 
 MAX_ENDED_RUNS = 1000
 FRAME_ROOM_BYTES = 1024  # what a frame needs beside the one block in it
@@ -166,6 +168,7 @@ class Pserver:
         run: PserverRun = make_run(message, self.index, self._compute, self._metrics, storage, restored)
         await self._replace_run(run, StaleRun("this pserver serves another run now", current=message.run))
         await run.publish_initial()
+        log.info("run installed", round=run.round)
 
     async def _open_storage(self, message: InstallRun) -> tuple[RunStorage | None, Restored | None]:
         if self.disk is None:

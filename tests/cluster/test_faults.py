@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from pathlib import Path
@@ -29,7 +30,10 @@ def test_each_role_dies_once(server: str) -> None:
         run.wait_for_round(run.round_of(0) + 15)  # training goes on without it
         run.cluster.restart_coordinator()
         assert run.results() == [expected_result(100)] * 2
-        assert run.wait_for_line("restored from disk")
+        restored = json.loads(run.wait_for_line("restored from disk").partition("] ")[2])
+        assert restored["round"] == restored["checkpoint"] + restored["updates"] >= 9
+        assert 0 < restored["load_seconds"] < 10 > restored["replay_seconds"] > 0
+        assert json.loads(run.wait_for_line("run installed", 3).partition("] ")[2])["round"] == restored["round"]
         begun = [line for line in run.lines if line.startswith("[trainer 1] begin")]
         assert begun[0] == "[trainer 1] begin 0"
         assert int(begun[1].split()[-1]) >= 29
@@ -65,6 +69,8 @@ def test_the_others_go_on_within_a_lease(server: str) -> None:
         run.kill(run.cluster.trainers[2])
         run.wait_for_round(run.round_of(0) + 3)
         assert time.monotonic() - begun < LEASE + 2  # the coordinator's tick, a freeze and an install
+        assert '"trainers": [0, 1]' in run.wait_for_line("members installed", 2)
+        assert "no heartbeat for" in run.wait_for_line("trainer 2 was lost")
         assert [child.wait(60) for child in run.cluster.trainers[:2]] == [0, 0]
         assert len({line.split("result ")[1] for line in run.lines if "] result " in line}) == 1
 

@@ -78,7 +78,6 @@ class Disk:
             rounds=rounds,
             restorable=tuple(storage.restorable()),
         )
-        log.info("restored from disk", run=install.run, round=self._restored.round)
 
     def register(self, index: PserverIndex, incarnation: Incarnation) -> None:
         """Write down who this process is now; takes the folder of this index if it is another."""

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 
 import torch
 import xxhash
@@ -157,11 +158,18 @@ class RunStorage:
         for round_ in sorted(self.checkpoints, reverse=True):
             if newest is not None and round_ > newest:
                 continue
+            began = perf_counter()
             restored = self._load(round_)
             if restored is None:
                 continue
+            loaded = perf_counter()
             self._replay(restored, newest)
             if newest is None or restored.round == newest:
+                log.info(
+                    "restored from disk", run=self._install.run, round=restored.round, checkpoint=round_,
+                    bytes=self.checkpoints[round_].num_bytes, load_seconds=round(loaded - began, 3),
+                    updates=restored.round - round_, replay_seconds=round(perf_counter() - loaded, 3),
+                )  # fmt: skip
                 return restored
         return None
 

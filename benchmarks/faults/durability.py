@@ -1,0 +1,129 @@
+"""What each durability level and TLS cost: seconds a round, as ratios to a run that writes nothing and speaks plainly.
+
+    python -m benchmarks.faults.durability [--mode sync] [--megabytes 1 25] [--repetitions 5] [--report FILE.md]
+
+2 trainers, 2 pservers, Adam. All variants are measured in turn, so that a change of the machine's speed hits them all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import trustme
+
+from .observed import ObservedCluster
+from .report import add_report_option, make_head, publish
+
+PLAIN = "none, plain"
+VARIANTS = ("log", "fsync", "TLS", "mutual TLS")
+WARM_UP_ROUNDS = 5
+
+TEXT = """\
+2 trainers, 2 pservers, mode `{mode}`, Adam, everything on loopback. A figure is the median of {rounds} rounds of one
+run (asynchronous modes: steps of a trainer); the tables show median and range of {repetitions} runs. A **ratio** is
+that of a run to the run with durability `none` and without TLS of the same repetition. Nothing is computed, which is
+the worst case; the last column is the share of a round that the variant would cost if {compute_ms:.0f} ms were computed
+in each, reckoned from the medians. Checkpoints are written as often as by default, beside the rounds.
+"""
+
+
+def write_certificates(folder: Path) -> dict[str, Path]:
+    """An authority of our own, and a certificate that services and trainers show."""
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1", "localhost")
+    files = {"ca": folder / "ca.pem", "cert": folder / "cert.pem", "key": folder / "key.pem"}
+    authority.cert_pem.write_to_path(str(files["ca"]))
+    issued.cert_chain_pems[0].write_to_path(str(files["cert"]))
+    issued.private_key_pem.write_to_path(str(files["key"]))
+    return files
+
+
+@contextmanager
+def make_variants() -> Iterator[dict[str, dict[str, Any]]]:
+    """Settings of each variant."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = write_certificates(Path(folder))
+        tls = {"tls_ca": files["ca"], "tls_cert": files["cert"], "tls_key": files["key"]}
+        shown = {"tls_client_ca": files["ca"], "tls_client_cert": files["cert"], "tls_client_key": files["key"]}
+        yield {
+            PLAIN: {"durability": "none"},
+            "log": {"durability": "log"},
+            "fsync": {"durability": "fsync"},
+            "TLS": {"durability": "none", **tls},
+            "mutual TLS": {"durability": "none", **tls, **shown},
+        }
+
+
+def measure(megabytes: float, rounds: int, settings: Mapping[str, Any]) -> float:
+    """Median seconds a round, as trainer 0 sees them."""
+    arguments = ["--elements", str(int(megabytes * 250_000)), "--rounds", str(WARM_UP_ROUNDS + rounds)]
+    with ObservedCluster(arguments, pservers=2, trainers=2, lease_seconds=30, **settings) as observed:
+        codes = [trainer.wait(300) for trainer in observed.cluster.trainers]
+        if any(codes):
+            raise RuntimeError(f"trainers ended with {codes}")
+        times = [step.at for step in observed.steps if step.rank == 0][WARM_UP_ROUNDS - 1 :]
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(times))
+
+
+def make_table(figures: Mapping[str, list[float]], compute_seconds: float) -> str:
+    computed = f"with {1000 * compute_seconds:.0f} ms computed"
+    lines = [
+        f"| variant | ms a round, median | range | ratio, median | range | {computed} |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    base = statistics.median(figures[PLAIN])
+    for name, seconds in figures.items():
+        ratios = [one / plain for one, plain in zip(seconds, figures[PLAIN], strict=True)]
+        median = statistics.median(seconds)
+        lines.append(
+            f"| {name} | {1000 * median:.1f} | {1000 * min(seconds):.1f} – {1000 * max(seconds):.1f} "
+            f"| {statistics.median(ratios):.2f} | {min(ratios):.2f} – {max(ratios):.2f} "
+            f"| {(median - base) / (base + compute_seconds):+.1%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", choices=["sync", "async", "ssp"], default="sync")
+    parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS, help="beside the plain one")
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[1.0, 25.0], help="of the models' parameters")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=60, help="that are measured in one run")
+    parser.add_argument("--compute-seconds", type=float, default=0.1, help="for the last column; nothing is computed")
+    add_report_option(parser)
+    options = parser.parse_args()
+    text = TEXT.format(
+        mode=options.mode,
+        rounds=options.rounds,
+        repetitions=options.repetitions,
+        compute_ms=1000 * options.compute_seconds,
+    )
+    report = make_head("The cost of durability and of TLS", text, Path(tempfile.gettempdir()))
+    of_mode = {"mode": options.mode, **({"max_staleness": 4} if options.mode == "ssp" else {})}
+    with make_variants() as variants:
+        for megabytes in options.megabytes:
+            figures: dict[str, list[float]] = defaultdict(list)
+            for repetition in range(options.repetitions):
+                for name in (PLAIN, *options.variants):
+                    settings = {**of_mode, **variants[name]}
+                    figures[name].append(measure(megabytes, options.rounds, settings))
+                    print(
+                        f"{megabytes:g} MB, {repetition + 1}/{options.repetitions}, {name}: "
+                        f"{1000 * figures[name][-1]:.1f} ms a round",
+                        flush=True,
+                    )
+            report += f"\n## {megabytes:g} MB of parameters\n\n" + make_table(figures, options.compute_seconds)
+    publish(report, options.report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""How much of an undisturbed run is left when something is killed or stopped every 30 s, in wall-clock time.
+
+    python -m benchmarks.faults.goodput [--minutes 10] [--seed 1] [--interval 30] [--report FILE.md]
+
+8 trainers, 2 pservers, policy `continue`. Two runs of the same length, first the undisturbed one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM, Signals
+
+from trainer_client.testing import Child
+
+from .observed import ObservedCluster, Step
+from .report import add_report_option, make_head, publish
+
+PSERVERS = 2
+SETTLE_STEPS = 5  # of every trainer, before the clock starts
+TICK_SECONDS = 0.05
+
+TEXT = """\
+{trainers} trainers, 2 pservers, synchronous mode, policy `continue`, durability `log`, a lease of {lease:g} s. The
+model is tiny and its computation is emulated: each trainer sleeps for {compute_ms:.0f} ms a step, where an accelerator
+would work.
+
+A **step** is one `step()` of one trainer: its gradient is in the parameters that it got back. All that were completed
+within {minutes:g} minutes are counted, from when every trainer has taken {settle} of them; what the run goes back to is
+counted once. Nothing is subtracted: who is dead, starts (a process imports torch for seconds, on the processors that
+the others need too), joins or waits takes no steps. Every process that ends is started again at once.
+
+Every {interval:g} s there is a fault, of each kind equally often, in random order (seed {seed}). A **stall** is the
+longest time between a fault and the next one in which no trainer completed a round. **Cost** is what the steps from
+a fault to the next one lack to the undisturbed rate, in seconds of the whole cluster.
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What was done to whom, and when."""
+
+    kind: str
+    victim: str
+    at: float
+
+
+class Disturbance:
+    """Injects faults into a cluster, and starts again whatever has ended."""
+
+    def __init__(self, observed: ObservedCluster, chance: random.Random, lease_seconds: float) -> None:
+        self.faults: list[Fault] = []
+        self._observed = observed
+        self._cluster = observed.cluster
+        self._chance = chance
+        self._lease_seconds = lease_seconds
+        self._kinds: dict[str, Callable[[], str]] = {
+            "kill -9 of a trainer": lambda: self._signal(self._chance.choice(self._cluster.trainers), SIGKILL),
+            "SIGSTOP of a trainer past its lease": self._pause_trainer,
+            "kill -9 of a pserver": lambda: self._signal(self._chance.choice(self._cluster.pservers), SIGKILL),
+            "SIGTERM of a pserver": lambda: self._signal(self._chance.choice(self._cluster.pservers), SIGTERM),
+            "kill -9 of the coordinator": lambda: self._signal(self._cluster.coordinator, SIGKILL),
+        }
+
+    def run(self, begin: float, seconds: float, interval: float) -> None:
+        """Disturb from the beginning on, the last time one interval before the end; returns at the end."""
+        kinds: list[str] = []
+        for number in range(max(1, int(seconds / interval))):
+            self.supervise(begin + number * interval)
+            if not kinds:
+                kinds = [*self._kinds]
+                self._chance.shuffle(kinds)
+            kind = kinds.pop()
+            at = time.time()
+            self.faults.append(Fault(kind, self._kinds[kind](), at))
+            print(f"{at - begin:6.1f} s  {kind}: {self.faults[-1].victim}", flush=True)
+        self.supervise(begin + seconds)
+
+    def settle(self) -> None:
+        """Return when every trainer has taken its first steps."""
+        while not all(self._observed.num_steps(rank) >= SETTLE_STEPS for rank in range(self._cluster.num_trainers)):
+            self.supervise(time.time() + TICK_SECONDS)
+
+    def supervise(self, until: float) -> None:
+        """Start again whatever ends, until this time."""
+        while time.time() < until:
+            for service in self._cluster.services:
+                if not service.is_running:
+                    self._cluster.restart(service)
+            for rank, trainer in enumerate(self._cluster.trainers):
+                if not trainer.is_running:
+                    self._observed.start_trainer(rank)
+            time.sleep(TICK_SECONDS)
+
+    def _signal(self, child: Child, number: Signals) -> str:
+        child.signal(number)
+        return child.name
+
+    def _pause_trainer(self) -> str:
+        child = self._chance.choice(self._cluster.trainers)
+        child.signal(SIGSTOP)
+        self.supervise(time.time() + 2 * self._lease_seconds)
+        child.signal(SIGCONT)
+        return child.name
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The steps of one run in its window."""
+
+    begin: float
+    seconds: float
+    steps: Sequence[Step]
+    faults: Sequence[Fault]
+
+    @property
+    def rate(self) -> float:
+        """Steps a second, of all trainers."""
+        return len(self.steps) / self.seconds
+
+    @property
+    def num_rounds(self) -> int:
+        return len({step.round for step in self.steps})
+
+    def steps_between(self, begin: float, end: float) -> list[Step]:
+        return [step for step in self.steps if begin <= step.at < end]
+
+    def pauses(self, begin: float, end: float) -> list[float]:
+        """Seconds between one completed round and the next, from the first to the last of these times."""
+        first: dict[int, float] = {}
+        for step in sorted(self.steps_between(begin, end), key=lambda step: step.at):
+            first.setdefault(step.round, step.at)
+        times = [begin, *first.values(), end]
+        return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+
+def run(seconds: float, options: argparse.Namespace, *, is_disturbed: bool) -> Outcome:
+    """One run of this length."""
+    settings = {"lease_seconds": options.lease, "on_trainer_loss": "continue"}
+    arguments = ["--compute-seconds", str(options.compute_seconds)]
+    with ObservedCluster(arguments, pservers=PSERVERS, trainers=options.trainers, **settings) as observed:
+        disturbance = Disturbance(observed, random.Random(options.seed), options.lease)
+        disturbance.settle()
+        begin = time.time()
+        if is_disturbed:
+            disturbance.run(begin, seconds, options.interval)
+        else:
+            disturbance.supervise(begin + seconds)
+        # A step that is taken again after the run has gone back counts as the first one did.
+        newest = {(step.rank, step.round): step for step in observed.steps if begin <= step.at < begin + seconds}
+    return Outcome(begin, seconds, [*newest.values()], disturbance.faults)
+
+
+def make_tables(undisturbed: Outcome, disturbed: Outcome) -> str:
+    goodput = len(disturbed.steps) / len(undisturbed.steps)
+    lines = [
+        f"**Goodput: {goodput:.1%}** of the undisturbed steps.",
+        "",
+        "| run | faults | steps | steps/s | rounds | steps a round |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for name, outcome in (("undisturbed", undisturbed), ("with faults", disturbed)):
+        lines.append(
+            f"| {name} | {len(outcome.faults)} | {len(outcome.steps)} | {outcome.rate:.1f} | {outcome.num_rounds} "
+            f"| {len(outcome.steps) / max(1, outcome.num_rounds):.2f} |"
+        )
+    lines += [
+        "",
+        "| fault | n | stall, median s | stall, longest s | cost, median s | cost, largest s |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    ends = [*(fault.at for fault in disturbed.faults[1:]), disturbed.begin + disturbed.seconds]
+    for kind in sorted({fault.kind for fault in disturbed.faults}):
+        stalls, costs = [], []
+        for fault, end in zip(disturbed.faults, ends, strict=True):
+            if fault.kind == kind:
+                stalls.append(max(disturbed.pauses(fault.at, end)))
+                costs.append(end - fault.at - len(disturbed.steps_between(fault.at, end)) / undisturbed.rate)
+        lines.append(
+            f"| {kind} | {len(stalls)} | {statistics.median(stalls):.2f} | {max(stalls):.2f} "
+            f"| {statistics.median(costs):.2f} | {max(costs):.2f} |"
+        )
+    usual = undisturbed.pauses(undisturbed.begin, undisturbed.begin + undisturbed.seconds)
+    lines += [
+        "",
+        f"In the undisturbed run there were {statistics.median(usual):.2f} s between two rounds (median), "
+        f"{max(usual):.2f} s at most.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0, help="of each of the two runs")
+    parser.add_argument("--interval", type=float, default=30.0, help="seconds from one fault to the next")
+    parser.add_argument("--trainers", type=int, default=8)
+    parser.add_argument("--compute-seconds", type=float, default=0.15, help="of emulated computation a step")
+    parser.add_argument("--lease", type=float, default=1.0, help="seconds")
+    parser.add_argument("--seed", type=int, default=1, help="of the faults")
+    add_report_option(parser)
+    options = parser.parse_args()
+    seconds = 60 * options.minutes
+    undisturbed = run(seconds, options, is_disturbed=False)
+    print(f"undisturbed: {undisturbed.rate:.1f} steps/s", flush=True)
+    disturbed = run(seconds, options, is_disturbed=True)
+    text = TEXT.format(
+        trainers=options.trainers,
+        lease=options.lease,
+        compute_ms=1000 * options.compute_seconds,
+        minutes=options.minutes,
+        settle=SETTLE_STEPS,
+        interval=options.interval,
+        seed=options.seed,
+    )
+    head = make_head("Goodput under faults", text, Path(tempfile.gettempdir()))
+    publish(head + "\n" + make_tables(undisturbed, disturbed), options.report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""A trainer that takes step after step, and prints `round N TIME` after each one, by the machine's clock.
+
+    python trainer.py [--elements 10000] [--compute-seconds 0.1] [--rounds 20]
+
+Its computation is emulated: it sleeps, as a process does whose accelerator works. The gradient is always the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+
+from trainer_client import RemoteOptimizer, connect
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--elements", type=int, default=10_000, help="parameters, in one tensor")
+    arguments.add_argument("--compute-seconds", type=float, default=0.0, help="of a step")
+    arguments.add_argument("--rounds", type=int, help="how many; none given: until it is ended")
+    options = arguments.parse_args()
+    torch.set_num_threads(1)
+    parameter = torch.nn.Parameter(torch.zeros(options.elements))
+    parameter.grad = torch.full((options.elements,), 1e-3)
+    local = torch.optim.Adam([("weight", parameter)], lr=1e-3)  # imports for seconds: before anybody counts on us
+    connect()
+    optimizer = RemoteOptimizer(local)
+    while options.rounds is None or optimizer.round < options.rounds:
+        time.sleep(options.compute_seconds)
+        optimizer.step()
+        print(f"round {optimizer.round} {time.time():.6f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
