@@ -1,7 +1,7 @@
 """Where checkpoints live: a folder on this machine, or any place that fsspec can reach (`s3://`, `gs://`, `memory://`).
 
-A file is whole or not there. On a local disk that takes a temporary file, its fsync, a rename and the folder's fsync;
-elsewhere a file appears when it is closed, as object stores have it.
+On a local disk a file is whole or not there, which takes a temporary file, its fsync, a rename and the folder's fsync.
+Elsewhere it appears when it is closed, as object stores have it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ class Place(ABC):
 
     @abstractmethod
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
-        """Write a file, in place of one of that name; on an error that one stays as it is."""
+        """Write a file, in place of one of that name.
+
+        On an error a local one stays as it was; elsewhere there may be a part of the new one, without its digest.
+        """
 
     @abstractmethod
     def read(self, name: str) -> memoryview:
