@@ -12,7 +12,7 @@ import pytest
 from .faulty_run import FaultyRun, expected_result
 from .test_resume import ROUNDS, train
 
-pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(300)]
 
 PATIENT = ("--lease-seconds", 5)  # nothing is lost here
 
