@@ -48,7 +48,11 @@ class StateFolder:
                 f"{self.path} is in use by another process; a pserver needs a folder of its own "
                 "(GRADPOST_PSERVER_INDEX, GRADPOST_STATE_DIR)"
             ) from None
-        self.identity = self._read_identity()
+        try:
+            self.identity = self._read_identity()
+        except OSError:
+            self.close()
+            raise
 
     def __repr__(self) -> str:
         run = self.identity.run.run if self.identity.run else "no run"
