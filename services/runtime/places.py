@@ -38,7 +38,7 @@ class Place(ABC):
 
     @abstractmethod
     def read(self, name: str) -> memoryview:
-        """The bytes of a file; local ones are mapped, not copied. Raises FileNotFoundError."""
+        """The bytes of a file, private to the caller and writable; local ones are mapped. Raises FileNotFoundError."""
 
     @abstractmethod
     def list(self, folder: str) -> list[str]:
@@ -102,7 +102,7 @@ class RemotePlace(Place):
 
     def read(self, name: str) -> memoryview:
         """See Place."""
-        return memoryview(self._fs.cat_file(self._path(name)))
+        return memoryview(bytearray(self._fs.cat_file(self._path(name))))
 
     def list(self, folder: str) -> list[str]:
         """See Place."""

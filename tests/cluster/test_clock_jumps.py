@@ -42,12 +42,12 @@ def test_the_date_does_not_matter(tmp_path: Path) -> None:
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
         "FAKETIME_CACHE_DURATION": "1",  # seconds until it looks into the file again
     }
-    run = FaultyRun(200, environ=environ, lease_seconds=10, checkpoints=checkpoints, checkpoint_rounds=5)
+    run = FaultyRun(80, environ=environ, lease_seconds=10, checkpoints=checkpoints, checkpoint_rounds=5)
     run.prefix = {rank: ["env", "--unset=LD_PRELOAD"] for rank in (0, 1)}
     with run:
         run.wait_for_round(20)
         for days in (1, -1):
             offset.write_text(f"{days:+}d\n")
             run.wait_for(lambda days=days: days_ahead(run, checkpoints) == days, f"a checkpoint {days} days ahead")
-        assert run.results() == [expected_result(200)] * 2
+        assert run.results() == [expected_result(80)] * 2
         assert not [line for line in run.lines if "was lost" in line or "is silent" in line or "paused" in line]

@@ -50,6 +50,13 @@ def test_a_file_is_replaced(place):
         assert bytes(place.read("file")) == content
 
 
+def test_what_was_read_is_the_readers_own(place):
+    place.write("file", [b"before"])
+    data = place.read("file")
+    data[0] = ord("B")  # torch makes tensors of it, and steps them
+    assert bytes(place.read("file")) == b"before"
+
+
 def test_what_is_not_there(place):
     with pytest.raises(FileNotFoundError):
         place.read("nothing")

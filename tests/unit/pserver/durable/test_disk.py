@@ -27,9 +27,10 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def train(folder: Path, rounds: int, checkpoints: tuple[int, ...]) -> None:
+def train(folder: Path, rounds: int, checkpoints: tuple[int, ...], url: str = "") -> None:
     """One life of a pserver, with a coordinator that completes its checkpoints."""
-    disk, place = Disk(folder / "state", str(folder / "shared")), open_place(str(folder / "shared"))
+    url = url or str(folder / "shared")
+    disk, place = Disk(folder / "state", url), open_place(url)
     disk.open(0)
     disk.register(0, 1)
     storage, _ = disk.open_run(install_for(PLAN))
@@ -75,14 +76,16 @@ def test_an_identity_that_is_damaged_is_not_believed(tmp_path, accident):
 
 
 @pytest.mark.parametrize("lost", ["identity", "folder"])
-def test_without_its_disk_it_goes_back_to_a_complete_checkpoint(tmp_path, lost):
-    train(tmp_path, 6, (0, 4))
+@pytest.mark.parametrize("url", ["{}/shared", "memory://{}"])
+def test_without_its_disk_it_goes_back_to_a_complete_checkpoint(tmp_path, lost, url):
+    url = url.format(tmp_path)
+    train(tmp_path, 6, (0, 4), url)
     folder = tmp_path / "state" / "pserver-0"
     if lost == "folder":
         shutil.rmtree(folder)
     else:  # and the log that still lies there is not replayed: nobody knows whose it is
         (folder / IDENTITY).unlink()
-    disk = Disk(tmp_path / "state", str(tmp_path / "shared"))
+    disk = Disk(tmp_path / "state", url)
     disk.open(0)
     assert disk.find_checkpoints("run1", 0) == [(4, 4), (0, 0)]
     assert disk.find_checkpoints("run1", 1) == disk.find_checkpoints("run2", 0) == []
