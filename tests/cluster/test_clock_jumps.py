@@ -45,7 +45,7 @@ def test_the_date_does_not_matter(tmp_path: Path) -> None:
     run = FaultyRun(80, environ=environ, lease_seconds=10, checkpoints=checkpoints, checkpoint_rounds=5)
     run.prefix = {rank: ["env", "--unset=LD_PRELOAD"] for rank in (0, 1)}
     with run:
-        run.wait_for_round(20)
+        run.wait_for_round(10)
         for days in (1, -1):
             offset.write_text(f"{days:+}d\n")
             run.wait_for(lambda days=days: days_ahead(run, checkpoints) == days, f"a checkpoint {days} days ahead")
