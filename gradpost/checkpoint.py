@@ -12,8 +12,9 @@ from torch import Tensor
 from ps_protocol.environment import PREFIX, read_settings_file
 from ps_protocol.messages import CheckpointCreated
 from services.pserver.shard_state import ShardState, concatenate
-from services.runtime.checkpoints import DamagedFile, Manifest, list_rounds, read_manifest, read_shard_file
+from services.runtime.checkpoints import Manifest, list_rounds, read_manifest, read_shard_file
 from services.runtime.places import Place, open_place
+from services.runtime.sealed import DamagedFile
 from trainer_client.tensors import TORCH_DTYPES
 
 from .output import EXIT_FAILED, Column, CommandError, count, print_json, print_line, print_table
@@ -96,7 +97,7 @@ def find_manifests(place: Place) -> list[Manifest]:
         for round_ in list_rounds(place, run):
             try:
                 manifest = read_manifest(place, run, round_)
-            except (OSError, ValueError) as error:
+            except OSError as error:
                 print_line(f"passing over round {round_:,} of run {run}: {error}")
                 continue
             if manifest is not None:

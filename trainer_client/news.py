@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ps_protocol.messages import PserverInfo, TrainerHeartbeatReply
@@ -28,6 +29,7 @@ class News:
     failing: dict[PserverIndex, tuple[Incarnation, float]] = field(default_factory=dict)  # since when, by the loop
     ahead_of: dict[PserverIndex, Incarnation] = field(default_factory=dict)
     heard_at: float | None = None  # when the coordinator answered last
+    _waiting: dict[PserverIndex, set[asyncio.Timeout]] = field(default_factory=dict)
     _wanted: asyncio.Event = field(default_factory=asyncio.Event)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -39,6 +41,19 @@ class News:
             known = self.pservers.get(info.index)
             if known is None or info.incarnation >= known.incarnation:  # never an older life again
                 self.pservers[info.index] = info
+            if known is not None and info.incarnation > known.incarnation:
+                for limit in self._waiting.get(info.index, ()):
+                    limit.reschedule(now)  # the older life may be silent for long: paused, or its machine gone
+
+    @contextlib.contextmanager
+    def waiting_for(self, index: PserverIndex, limit: asyncio.Timeout) -> Iterator[None]:
+        """In this block an answer of the pserver is waited for: `limit` ends when another life has taken its place."""
+        waiting = self._waiting.setdefault(index, set())
+        waiting.add(limit)
+        try:
+            yield
+        finally:
+            waiting.discard(limit)
 
     def is_in_touch(self, now: float, seconds: float) -> bool:
         """Whether the coordinator has answered within the last seconds, so that it decides how long to wait."""

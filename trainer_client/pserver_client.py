@@ -293,12 +293,13 @@ class PserverClient:
             metrics = self._metrics
             metrics.requests.labels(route).inc()
             with metrics.in_flight.labels(route).track_inprogress(), metrics.request_seconds.labels(route).time():
-                async with asyncio.timeout(self._deadline_seconds):
-                    try:
-                        result = await attempt()
-                    except GradpostError:
-                        self._news.failing.pop(self.info.index, None)  # it has answered
-                        raise
+                async with asyncio.timeout(self._deadline_seconds) as limit:
+                    with self._news.waiting_for(self.info.index, limit):
+                        try:
+                            result = await attempt()
+                        except GradpostError:
+                            self._news.failing.pop(self.info.index, None)  # it has answered
+                            raise
                 self._news.failing.pop(self.info.index, None)
                 return result
 

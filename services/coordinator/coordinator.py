@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import httpx
 
-from ps_protocol.errors import GradpostError, NotReady, StorageFailed
+from ps_protocol.errors import GradpostError, NotReady, StorageFailed, TryAgain
 from ps_protocol.messages import PlanReady, PserverState, RunSummary, ShardSummary
 from ps_protocol.routes import STATE
 from ps_protocol.vocabulary import Incarnation, Rank
@@ -57,6 +57,7 @@ class Coordinator:
         self._manifests = Manifests(self.cluster, self.place, settings.keep_checkpoints)
         self._file = RecordFile(settings.state_dir)
         self._keeping = asyncio.Lock()
+        self._unkept_since: float | None = None  # since when the disk has not taken what was decided
 
     def now(self) -> float:
         """The monotonic clock that leases run on."""
@@ -69,8 +70,12 @@ class Coordinator:
     # ------------------------------------------------------------------ durable state
 
     async def recall(self) -> None:
-        """Take up what an earlier life of this coordinator has left. Raises OSError if it is damaged."""
-        record = await asyncio.to_thread(self._file.read)
+        """Take up what an earlier life of this coordinator has left. Raises StorageFailed if it cannot be read."""
+        try:
+            record = await asyncio.to_thread(self._file.read)
+        except OSError as error:
+            advice = "without it (delete it) a new run begins, or with resume one from the newest checkpoint"
+            raise StorageFailed(f"{error}; {advice}") from error
         if self._settings.resume:
             await self._resume(record)
         elif record is not None:
@@ -102,13 +107,23 @@ class Coordinator:
         log.info("resuming from a checkpoint", run=manifest.run, round=manifest.round)
 
     async def keep(self) -> None:
-        """Write down what the cluster is now, so that it outlives this process."""
+        """Write down what the cluster is now, so that it outlives this process.
+
+        Raises TryAgain while the disk does not take it, and StorageFailed once that has lasted for the round time-out.
+        """
         async with self._keeping:
             record = describe_cluster(self.cluster)  # taken while nobody else writes: a newer one is never overwritten
             try:
                 await asyncio.to_thread(self._file.write, record)
             except OSError as error:
-                raise StorageFailed(f"the coordinator's state cannot be written: {error}") from error
+                text = f"the coordinator's state cannot be written: {error}"
+                if self._unkept_since is None:
+                    self._unkept_since = self.now()
+                    log.error(text)
+                if self.now() - self._unkept_since > self._settings.round_timeout_seconds:
+                    raise StorageFailed(text) from error
+                raise TryAgain(text) from error
+            self._unkept_since = None
 
     # ------------------------------------------------------------------ background
 
@@ -141,8 +156,7 @@ class Coordinator:
             self._wake.clear()
             looked_at = self._say_losses(looked_at)
             self.cluster.start_run_if_complete(self.now())
-            await self.keep()
-            if not await self._installer.reconcile():
+            if not await self._carry_out():
                 await asyncio.sleep(RETRY_SECONDS)
                 self._wake.set()
             elif members != self.cluster.installed_members:
@@ -163,6 +177,24 @@ class Coordinator:
             if not trainer.is_here and trainer.gone_at > after:
                 log.info(trainer.why, trainer=rank)
         return self.now()
+
+    async def _carry_out(self) -> bool:
+        """Bring everybody to what was decided, once that is durable; False if it has to be tried again.
+
+        A disk that stays full ends the run, and that its pservers are told all the same.
+        """
+        run = self.cluster.run
+        try:
+            await self.keep()
+        except StorageFailed as error:
+            run.fail(error, self.now())
+        except TryAgain:
+            if not run.is_over:
+                return False
+        try:
+            return await self._installer.reconcile()
+        except (TryAgain, StorageFailed):
+            return False
 
     def _say_news(self, said: str) -> str:
         """Log one line when what the run waits for, or its state, is another than what was said last."""

@@ -139,7 +139,8 @@ class Installer:
 
     async def _roll_back(self, run: Run, members: list[PserverMember], newest: Round, applied: Round) -> bool:
         try:
-            bodies = await asyncio.gather(*(call_pserver(self._http, member, "GET", RESTORABLE) for member in members))
+            route = f"{RESTORABLE}?run={run.name}"
+            bodies = await asyncio.gather(*(call_pserver(self._http, member, "GET", route) for member in members))
         except (httpx.HTTPError, GradpostError) as error:
             log.warning("a pserver did not say what it can restore", error=repr(error))
             run.number += 1

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from ps_protocol.messages import ShardFile
 from ps_protocol.vocabulary import Round
-from services.runtime.checkpoints import Manifest, list_rounds, read_manifest, round_folder, write_manifest
+from services.runtime.checkpoints import Manifest, complete_checkpoints, round_folder, write_manifest
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 from services.runtime.places import Place
@@ -30,7 +30,11 @@ class Manifests:
     async def find(self) -> None:
         """Look which complete checkpoints of the run there are, after this process was started again."""
         run = self._cluster.run.name
-        rounds = await asyncio.to_thread(_complete_rounds, self._place, run)
+        try:
+            rounds = await asyncio.to_thread(_complete_rounds, self._place, run)
+        except OSError as error:
+            log.warning("the place of the checkpoints cannot be read", place=self._place.url, error=str(error))
+            return
         if self._cluster.run.name == run:
             self._cluster.complete_checkpoints[:] = rounds
 
@@ -51,7 +55,13 @@ class Manifests:
                 return
         for round_ in cluster.complete_checkpoints[self._keep :]:
             cluster.complete_checkpoints.remove(round_)
-            await asyncio.to_thread(self._place.delete, round_folder(run.name, round_))
+            await self._delete(round_folder(run.name, round_))
+
+    async def _delete(self, folder: str) -> None:
+        try:
+            await asyncio.to_thread(self._place.delete, folder)
+        except OSError as error:
+            log.warning("an old checkpoint could not be deleted", folder=folder, error=str(error))
 
     async def _complete(self, round_: Round, files: Iterable[ShardFile]) -> bool:
         cluster, run = self._cluster, self._cluster.run
@@ -78,22 +88,11 @@ class Manifests:
 
 
 def _complete_rounds(place: Place, run: str) -> list[Round]:
-    rounds = []
-    for round_ in list_rounds(place, run):
-        try:
-            if read_manifest(place, run, round_) is not None:
-                rounds.append(round_)
-        except (OSError, ValueError) as error:
-            log.warning("the manifest of a checkpoint is damaged", round=round_, error=str(error))
-    return rounds
+    return [manifest.round for manifest in complete_checkpoints(place, run)]
 
 
 def newest_checkpoint(place: Place) -> Manifest | None:
     """The newest complete checkpoint of any run, by the date in its manifest; None if there is none. Blocks."""
-    found = []
-    for run in place.list(""):
-        for round_ in _complete_rounds(place, run)[:1]:
-            manifest = read_manifest(place, run, round_)
-            if manifest is not None:
-                found.append(manifest)
+    newest = [next(complete_checkpoints(place, run), None) for run in place.list("")]
+    found = [manifest for manifest in newest if manifest is not None]
     return max(found, key=lambda manifest: (manifest.created, manifest.round), default=None)

@@ -8,13 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from ps_protocol.errors import error_from_problem
 from ps_protocol.messages import DeclareModel, Message, PserverInfo, RunState
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.places import map_file, write_file
+from services.runtime.sealed import seal, unseal
 
 from .cluster import Cluster
 from .decision import Membership
@@ -181,18 +180,15 @@ class RecordFile:
         self._written = b""
 
     def read(self) -> ClusterRecord | None:
-        """What was written last; None if nothing was. Raises OSError if the file is damaged."""
+        """What was written last; None if nothing was. Raises DamagedFile, OSError."""
         if not self._path.exists():
             return None
         self._written = bytes(map_file(self._path))
-        try:
-            return ClusterRecord.model_validate_json(self._written)
-        except ValidationError as error:
-            raise OSError(f"{self._path} is damaged ({error.error_count()} errors)") from None
+        return unseal(memoryview(self._written), ClusterRecord, str(self._path))
 
     def write(self, record: ClusterRecord) -> None:
         """Write it, unless it is what was written last."""
-        data = record.model_dump_json().encode()
+        data = seal(record)
         if data != self._written:
             write_file(self._path, [data])
             self._written = data

@@ -60,9 +60,9 @@ def make_pserver_app(
         return await pserver.freeze(message)
 
     @app.get(routes.RESTORABLE, tags=["control"])
-    async def restorable() -> list[tuple[Round, Round]]:
-        """Ranges of rounds to which this shard can go back, the first and the last of each."""
-        return await pserver.restorable()
+    async def restorable(run: str) -> list[tuple[Round, Round]]:
+        """Ranges of rounds of a run to which this shard can go back, the first and the last of each."""
+        return await pserver.restorable(run)
 
     @app.put(routes.WANT_CHECKPOINT, tags=["control"], status_code=204)
     async def want_checkpoint(message: WantCheckpoint) -> None:

@@ -288,10 +288,7 @@ class AsyncRun(PserverRun):
             return
         self.clocks.pass_to(number)
         self.shard.version = number
-        try:
-            self._begin_checkpoint(await self._compute.run(storage.snapshot, self.shard, self._history()))
-        except OSError as error:
-            self.checkpoint_failed(error)
+        self._begin_checkpoint(await self._compute.run(storage.snapshot, self.shard, self._history()))
 
     async def _drain(self) -> None:
         """Wait until everything that was taken is applied, or never will be."""

@@ -104,15 +104,21 @@ class Pserver:
     async def registered(self, answer: PserverRegistered) -> None:
         """Take the identity that the coordinator gave; a run of an earlier identity is dropped.
 
-        Raises FolderTaken if another process holds the folder of this index, OSError if the disk cannot be used.
+        Raises FolderTaken if another process holds the folder of this index, StorageFailed if it cannot be written.
         """
         if (self.index, self.incarnation) != (answer.index, answer.incarnation):
             self.index, self.incarnation = answer.index, answer.incarnation
             bind_facts(pserver=answer.index)
             if self.disk is not None:
-                await asyncio.to_thread(self.disk.register, answer.index, answer.incarnation)
+                await self._write_identity(self.disk, answer)
             identity = f"pserver {answer.index} incarnation {answer.incarnation}"
             await self._replace_run(None, StalePserver("this pserver was registered anew", current=identity))
+
+    async def _write_identity(self, disk: Disk, answer: PserverRegistered) -> None:
+        try:
+            await asyncio.to_thread(disk.register, answer.index, answer.incarnation)
+        except OSError as error:
+            raise StorageFailed(f"pserver {answer.index} cannot write down who it is: {error} (state_dir)") from error
 
     async def _replace_run(self, run: PserverRun | None, reason: GradpostError) -> None:
         """Whoever still sends to the old run or waits in it is told the reason, also in the middle of a body."""
@@ -224,13 +230,22 @@ class Pserver:
             raise StaleRun("this pserver holds another attempt", current=held.attempt)
         return held.rounds
 
-    async def restorable(self) -> list[tuple[Round, Round]]:
-        """Ranges of rounds to which the run, served or found on the disk, can go back here."""
-        if self._run is None:
-            held = None if self.disk is None else self.disk.held
-            return [] if held is None else list(held.restorable)
-        storage = self._run.storage
-        return [] if storage is None else await asyncio.to_thread(storage.restorable)
+    async def restorable(self, run: str) -> list[tuple[Round, Round]]:
+        """Ranges of rounds to which a run, served or found on the disk, can go back here.
+
+        Of a run of which this process holds nothing it is the checkpoints that everybody can read.
+        """
+        if self._run is not None and self._run.install.run == run:
+            storage = self._run.storage
+            return [] if storage is None else await asyncio.to_thread(storage.restorable)
+        if self.disk is None or self.index is None:
+            return []
+        if self.disk.held is not None and self.disk.held.run == run:
+            return list(self.disk.held.restorable)
+        try:
+            return await asyncio.to_thread(self.disk.find_checkpoints, run, self.index)
+        except OSError as error:
+            raise StorageFailed(f"pserver {self.index} cannot look for checkpoints: {error}") from error
 
     async def want_checkpoint(self, message: WantCheckpoint) -> None:
         """Write a checkpoint after a round: now if it is the newest. Raises StaleRound if it is over."""

@@ -433,12 +433,9 @@ class PserverRun(ABC):
             await asyncio.to_thread(self.storage.prune, self.complete_checkpoints)
             self.has_news.set()
         except OSError as error:
-            self.checkpoint_failed(error)
-
-    def checkpoint_failed(self, error: OSError) -> None:
-        """Count it and say it. The log goes back to the checkpoint before, so that nothing is lost."""
-        self._metrics.checkpoint_failures.inc()
-        log.error("a checkpoint could not be written; training goes on", error=str(error))
+            # The log goes back to the checkpoint before, so that nothing is lost.
+            self._metrics.checkpoint_failures.inc()
+            log.error("a checkpoint could not be written; training goes on", error=str(error))
 
     async def finish(self) -> None:
         """After the end: wait until nothing of this run is computed or written any more."""

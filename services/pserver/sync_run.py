@@ -58,6 +58,7 @@ class SyncRun(PserverRun):
         self._reply: Reply | None = None  # of the applied round, once it may be read
         self._apply_task: asyncio.Task[None] | None = None
         self._disagreement_was_said = False
+        self._disk_trouble = ""  # why the log of the open round is not written yet
 
     @property
     def round(self) -> Round:
@@ -191,8 +192,10 @@ class SyncRun(PserverRun):
                 if loop.time() >= deadline or self.failure is not None:
                     raise self.storage_failed(f"log round {apply.round}", error) from error
                 log.error("the log cannot be written; the round waits", round=apply.round, error=str(error))
+                self._disk_trouble = f"the disk of pserver {self.index}: {error}"
                 await asyncio.sleep(LOG_RETRY_SECONDS)
             else:
+                self._disk_trouble = ""
                 if write is not None:
                     self._begin_checkpoint(write)
                 return reply
@@ -224,11 +227,7 @@ class SyncRun(PserverRun):
             return None  # a disk that is slower than the rounds gets the next one
         history = self._history()
         history.add(apply.round, apply.ranks, apply.nonfinite, keep=self.rounds.max_delay + 1)
-        try:
-            return self.storage.snapshot(self.shard, history)
-        except OSError as error:  # the round is applied: it must not look as if it could be tried again
-            self.checkpoint_failed(error)
-            return None
+        return self.storage.snapshot(self.shard, history)
 
     def _history(self) -> History:
         return self.rounds.history.copy()
@@ -324,6 +323,7 @@ class SyncRun(PserverRun):
             return self.timed_out(missing, owed, round=self.rounds.open)
         if not self.is_readable:
             return NotReady("the initial values are not complete", waiting_for=self.uploader_name)
-        text = f"round {round_} waits for {name_trainers(missing) or 'its apply'}"
+        waits = name_trainers(missing) or self._disk_trouble or "its apply"
+        text = f"round {round_} waits for {waits}"
         notice = f" ({self.notice})" if self.notice else ""
         return RoundPending(text + notice, missing=missing, round=self.rounds.open)

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import xxhash
@@ -18,16 +19,16 @@ from ps_protocol.messages import Message, ShardFile
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
 
+from .logs import get_logger
 from .places import Place
+from .sealed import DamagedFile, seal, unseal
+
+log = get_logger()
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 
 _ROUND = re.compile(r"\d{12}")
-
-
-class DamagedFile(OSError):  # noqa: N818 - the name says what happened
-    """A file of a checkpoint is missing or does not have the digest that was written for it."""
 
 
 class Manifest(Message):
@@ -81,18 +82,30 @@ def list_rounds(place: Place, run: str) -> list[Round]:
 
 
 def read_manifest(place: Place, run: str, round_: Round) -> Manifest | None:
-    """The manifest of a round; None if it has none yet. Raises OSError, ValueError if it is damaged."""
+    """The manifest of a round; None if it has none yet. Raises DamagedFile, OSError."""
+    name = f"{round_folder(run, round_)}/{MANIFEST}"
     try:
-        data = place.read(f"{round_folder(run, round_)}/{MANIFEST}")
+        data = place.read(name)
     except FileNotFoundError:
         return None
-    return Manifest.model_validate_json(bytes(data))
+    return unseal(data, Manifest, f"{name} in {place.url}")
+
+
+def complete_checkpoints(place: Place, run: str) -> Iterator[Manifest]:
+    """The manifests of a run, newest first; those that cannot be read are left out, and said. Raises OSError."""
+    for round_ in list_rounds(place, run):
+        try:
+            manifest = read_manifest(place, run, round_)
+        except OSError as error:
+            log.warning("the manifest of a checkpoint cannot be used", round=round_, error=str(error))
+            continue
+        if manifest is not None:
+            yield manifest
 
 
 def write_manifest(place: Place, manifest: Manifest) -> None:
     """Make it a checkpoint."""
-    name = f"{round_folder(manifest.run, manifest.round)}/{MANIFEST}"
-    place.write(name, [manifest.model_dump_json(indent=1).encode()])
+    place.write(f"{round_folder(manifest.run, manifest.round)}/{MANIFEST}", [seal(manifest)])
 
 
 def read_shard_file(place: Place, run: str, file: ShardFile) -> memoryview:

@@ -1,7 +1,7 @@
 """Where checkpoints live: a folder on this machine, or any place that fsspec can reach (`s3://`, `gs://`, `memory://`).
 
-A file is whole or not there. On a local disk that takes a temporary file, its fsync, a rename and the folder's fsync;
-elsewhere a file appears when it is closed, as object stores have it.
+On a local disk a file is whole or not there, which takes a temporary file, its fsync, a rename and the folder's fsync.
+Elsewhere it appears when it is closed, as object stores have it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ class Place(ABC):
 
     @abstractmethod
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
-        """Write a file, in place of one of that name; on an error that one stays as it is."""
+        """Write a file, in place of one of that name.
+
+        On an error a local one stays as it was; elsewhere there may be a part of the new one, without its digest.
+        """
 
     @abstractmethod
     def read(self, name: str) -> memoryview:
-        """The bytes of a file; local ones are mapped, not copied. Raises FileNotFoundError."""
+        """The bytes of a file, private to the caller and writable; local ones are mapped. Raises FileNotFoundError."""
 
     @abstractmethod
     def list(self, folder: str) -> list[str]:
@@ -99,7 +102,7 @@ class RemotePlace(Place):
 
     def read(self, name: str) -> memoryview:
         """See Place."""
-        return memoryview(self._fs.cat_file(self._path(name)))
+        return memoryview(bytearray(self._fs.cat_file(self._path(name))))
 
     def list(self, folder: str) -> list[str]:
         """See Place."""

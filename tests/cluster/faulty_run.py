@@ -36,6 +36,7 @@ class FaultyRun:
         self.rounds = rounds
         self.script = script
         self.nan_at = nan_at
+        self.prefix: dict[int, list[str]] = {}  # of the command of a rank
         self.lines: list[str] = []
         self._progress = threading.Condition()
         self._round = [0] * trainers
@@ -62,7 +63,14 @@ class FaultyRun:
             error.add_note("\n".join(self.lines[-60:]))
 
     def start_trainer(self, rank: int) -> Child:
-        command = [sys.executable, str(self.script), str(self.rounds), str(ROUND_SECONDS), self.nan_at]
+        command = [
+            *self.prefix.get(rank, []),
+            sys.executable,
+            str(self.script),
+            str(self.rounds),
+            str(ROUND_SECONDS),
+            self.nan_at,
+        ]
         root = str(SCRIPT.parent.parent.parent)
         return self.cluster.start_trainer(rank, command, {"PYTHONPATH": root})
 

@@ -78,10 +78,15 @@ def test_a_run_that_failed_is_resumed_and_its_model_exported(tmp_path: Path) -> 
 
 
 @pytest.mark.extended
-def test_a_checkpoint_is_resumed_on_other_pservers_and_another_placement(tmp_path: Path) -> None:
-    code, output = train(tmp_path)
+@pytest.mark.parametrize("place", ["", "file://{}/shared", "dir://shared::file://{}"], ids=["none", "file", "fsspec"])
+def test_a_checkpoint_is_resumed_on_other_pservers_and_another_placement(tmp_path: Path, place: str) -> None:
+    """The last place is one of fsspec's that processes share; `file://` is a folder to us."""
+    environ = {"GRADPOST_CHECKPOINTS": place.format(tmp_path)} if place else {}
+    code, output = train(tmp_path, **environ)
     assert code == 0, output
-    code, output = train(tmp_path, "--resume", "--pservers", 3, "--placement", "hash", rounds=2 * ROUNDS)
+    assert bool(place) == (tmp_path / "shared").is_dir()
+    more = ("--resume", "--pservers", 3, "--placement", "hash")
+    code, output = train(tmp_path, *more, rounds=2 * ROUNDS, **environ)
     assert code == 0, output
     assert output.count(f"begin {ROUNDS}") == 2, output
     assert output.count(f"result {expected_result(2 * ROUNDS)}") == 2, output

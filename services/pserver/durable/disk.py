@@ -12,10 +12,11 @@ from pathlib import Path
 from ps_protocol.errors import StorageFailed
 from ps_protocol.messages import FrozenRounds, HeldRun, InstallRun
 from ps_protocol.plan import SlicePlan
-from ps_protocol.vocabulary import Incarnation, PserverIndex
-from services.runtime.checkpoints import read_manifest, read_shard_file
+from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
+from services.runtime.checkpoints import complete_checkpoints, read_manifest, read_shard_file
 from services.runtime.logs import get_logger
 from services.runtime.places import open_place
+from services.runtime.sealed import DamagedFile
 
 from ..history import History
 from ..shard import Shard
@@ -79,6 +80,19 @@ class Disk:
             restorable=tuple(storage.restorable()),
         )
 
+    def find_checkpoints(self, run: str, index: PserverIndex) -> list[tuple[Round, Round]]:
+        """The rounds of a run, of which nothing is held, that this pserver can go back to: complete checkpoints."""
+        found = []
+        for manifest in complete_checkpoints(self._place, run):
+            try:
+                for file in manifest.shards:
+                    if file.pserver == index:
+                        read_shard_file(self._place, run, file)
+                        found.append((manifest.round, manifest.round))
+            except DamagedFile as error:
+                log.warning("a checkpoint is damaged", round=manifest.round, error=str(error))
+        return found
+
     def register(self, index: PserverIndex, incarnation: Incarnation) -> None:
         """Write down who this process is now; takes the folder of this index if it is another."""
         if self.folder is None or self.folder.index != index:
@@ -94,8 +108,9 @@ class Disk:
         self.held = self._storage = self._restored = None
         if storage is not None:
             storage.close()
-        if install.restore is None or install.source is not None:
-            self.folder.forget_log()
+        known = self.folder.identity.run
+        if install.restore is None or install.source is not None or known is None or known.run != install.run:
+            self.folder.forget_log()  # it is another run's
         storage = RunStorage(install, self.folder.index, self.folder.log_path, self._place)
         if install.restore is None:
             restored = None

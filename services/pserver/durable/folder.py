@@ -12,12 +12,11 @@ import os
 import shutil
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from ps_protocol.errors import GradpostError
 from ps_protocol.messages import InstallRun, Message
 from ps_protocol.vocabulary import Incarnation, PserverIndex
 from services.runtime.places import map_file, write_file
+from services.runtime.sealed import DamagedFile, seal, unseal
 
 IDENTITY = "identity.json"
 
@@ -49,7 +48,11 @@ class StateFolder:
                 f"{self.path} is in use by another process; a pserver needs a folder of its own "
                 "(GRADPOST_PSERVER_INDEX, GRADPOST_STATE_DIR)"
             ) from None
-        self.identity = self._read_identity()
+        try:
+            self.identity = self._read_identity()
+        except OSError:
+            self.close()
+            raise
 
     def __repr__(self) -> str:
         run = self.identity.run.run if self.identity.run else "no run"
@@ -65,16 +68,16 @@ class StateFolder:
         if not path.exists():
             return Identity()
         try:
-            return Identity.model_validate_json(bytes(map_file(path)))
-        except ValidationError as error:
-            raise OSError(f"{path} is damaged ({error.error_count()} errors); delete it to begin anew") from None
+            return unseal(map_file(path), Identity, str(path))
+        except DamagedFile as error:
+            raise DamagedFile(f"{error}; delete it, and the run goes back to the newest checkpoint") from None
 
     def write_identity(self, incarnation: Incarnation, run: InstallRun | None) -> None:
         """Remember who this process is now. Raises FolderTaken if a later life has written there (the lock is lost)."""
         if self._read_identity().incarnation > incarnation:
             raise FolderTaken(f"{self.path} belongs to a later life of pserver {self.index}")
         self.identity = Identity(incarnation=incarnation, run=run)
-        write_file(self.path / IDENTITY, [self.identity.model_dump_json().encode()])
+        write_file(self.path / IDENTITY, [seal(self.identity)])
 
     def forget_log(self) -> None:
         """Delete the log of a run that is no more."""

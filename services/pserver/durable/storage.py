@@ -13,16 +13,16 @@ from time import perf_counter
 
 import torch
 import xxhash
-from pydantic import ValidationError
 
 from ps_protocol.errors import GradpostError
 from ps_protocol.messages import InstallRun, ShardFile
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
-from services.runtime.checkpoints import DamagedFile, list_rounds, read_shard_file, round_folder, shard_name
+from services.runtime.checkpoints import list_rounds, read_shard_file, round_folder, shard_name
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 from services.runtime.places import Place
+from services.runtime.sealed import DamagedFile, seal, unseal
 
 from ..history import History
 from ..shard import Shard
@@ -113,7 +113,11 @@ class RunStorage:
         )
         self._place.write(f"{folder}/{file.name}", chunks)
         reach_failpoint("checkpoint.shard")
-        self._place.write(f"{folder}/{self._name}.json", [file.model_dump_json().encode()])
+        try:
+            self._place.write(f"{folder}/{self._name}.json", [seal(file)])
+        except OSError:
+            self._place.delete(f"{folder}/{file.name}")  # nobody would, and it may be what fills the disk
+            raise
         self.checkpoints[state.version] = file
         return file
 
@@ -142,12 +146,12 @@ class RunStorage:
         """Look which checkpoints of this shard are there; their contents are checked when they are read."""
         self.checkpoints.clear()
         for round_ in list_rounds(self._place, self._install.run):
+            name = f"{round_folder(self._install.run, round_)}/{self._name}.json"
             try:
-                data = self._place.read(f"{round_folder(self._install.run, round_)}/{self._name}.json")
-                self.checkpoints[round_] = ShardFile.model_validate_json(bytes(data))
+                self.checkpoints[round_] = unseal(self._place.read(name), ShardFile, name)
             except FileNotFoundError:
                 continue
-            except (OSError, ValidationError) as error:
+            except OSError as error:
                 log.warning("a checkpoint is damaged", round=round_, error=str(error))
 
     def restore(self, newest: Round | None = None) -> Restored | None:

@@ -88,18 +88,45 @@ class UpdateLog:
         reach_failpoint("log.append.before")
         num_elements = sum(map(len, gradient)) // 4
         header = encode_header([("gradient", "F32", (num_elements,))], update.to_metadata())
-        self.num_bytes += append_record(self._fd, [header, *gradient])
+        written = append_record(self._fd, [header, *gradient])
         if self._durability == "fsync":
-            os.fdatasync(self._fd)
+            self._sync(self._fd, written)
+        self.num_bytes += written
         reach_failpoint("log.append.after")
 
+    def _sync(self, fd: int, newest_bytes: int) -> None:
+        try:
+            os.fdatasync(fd)
+        except OSError:
+            # The kernel may have dropped what it could not write, and say nothing of it the next time.
+            os.ftruncate(fd, os.fstat(fd).st_size - newest_bytes)
+            raise
+
     def begin_segment(self, round_: Round) -> None:
-        """Write what comes after this round into a file of its own. On an OSError the one before goes on."""
-        fd = os.open(self._path(round_), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        """Write what comes after this round into a file of its own; if there can be none, go on with the one before."""
+        try:
+            fd = self._create_segment(round_)
+        except OSError as error:
+            if self._fd is None:
+                raise
+            log.warning("the log gets no new file and goes on in the old one", round=round_, error=str(error))
+            return
         self.close()
         self._fd = fd
         self.num_bytes = 0
-        sync_folder(self._folder)
+
+    def _create_segment(self, round_: Round) -> int:
+        path = self._path(round_)
+        is_open = path.exists()  # and empty: nothing was applied since it was begun
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            sync_folder(self._folder)
+        except OSError:
+            os.close(fd)
+            if not is_open:
+                path.unlink()  # what stands behind this round would be looked for in it
+            raise
+        return fd
 
     def resume(self, round_: Round) -> None:
         """Go on after this round: cut off whatever stands behind it, such as a torn tail."""

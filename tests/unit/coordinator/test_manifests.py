@@ -1,0 +1,137 @@
+"""A checkpoint is complete when every pserver has written its shard; of the complete ones the newest are kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ps_protocol.messages import ShardFile
+from services.coordinator.cluster import Cluster
+from services.coordinator.manifests import Manifests, newest_checkpoint
+from services.runtime.checkpoints import MANIFEST, complete_checkpoints, read_manifest, round_folder, write_manifest
+from services.runtime.failpoints import arm_failpoints
+from services.runtime.places import Place, open_place
+
+from .support import beat, make_cluster, train
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return open_place(str(tmp_path))
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    cluster = make_cluster(durability="log", on_trainer_loss="wait")
+    train(cluster)
+    return cluster
+
+
+def tell(cluster: Cluster, pserver: int, *rounds: int, attempt: int = 0) -> None:
+    """A heartbeat: these shards are written."""
+    files = tuple(
+        ShardFile(
+            pserver=pserver, name=f"pserver-{pserver}-of-2.safetensors", num_bytes=1, digest="0" * 32, round=round_,
+            attempt=attempt, torch="2", cpu="AVX2",
+        )
+        for round_ in rounds
+    )  # fmt: skip
+    cluster.pserver_heartbeat(pserver, beat(run="run1", attempt=attempt, checkpoints=files), 1.0)
+
+
+def found(place: Place) -> list[int]:
+    return [manifest.round for manifest in complete_checkpoints(place, "run1")]
+
+
+async def test_it_is_complete_when_all_have_written(cluster, place):
+    manifests = Manifests(cluster, place, keep=2)
+    tell(cluster, 0, 0, 4)
+    tell(cluster, 1, 0)
+    await manifests.update()
+    assert found(place) == cluster.complete_checkpoints == [0]
+    tell(cluster, 1, 4)
+    await manifests.update()
+    assert found(place) == cluster.complete_checkpoints == [4, 0]
+    manifest = read_manifest(place, "run1", 4)
+    assert manifest is not None
+    assert [file.pserver for file in manifest.shards] == [0, 1]
+
+
+async def test_older_ones_are_deleted(cluster, place):
+    manifests = Manifests(cluster, place, keep=2)
+    for round_ in (0, 4, 8, 12):
+        for pserver in (0, 1):
+            tell(cluster, pserver, round_)
+        await manifests.update()
+    assert found(place) == cluster.complete_checkpoints == [12, 8]
+    assert place.list("run1") == ["000000000008", "000000000012"]
+
+
+async def test_nothing_is_completed_in_an_attempt_that_not_all_have_heard_of(cluster, place):
+    cluster.run.attempt = 1
+    tell(cluster, 0, 4, attempt=1)
+    tell(cluster, 1, 4, attempt=0)
+    await Manifests(cluster, place, keep=2).update()
+    assert found(place) == []
+
+
+async def test_a_manifest_that_cannot_be_written_costs_that_checkpoint_only(cluster, place):
+    manifests = Manifests(cluster, place, keep=2)
+    arm_failpoints("checkpoint.manifest=enospc")
+    for round_ in (4, 8):
+        for pserver in (0, 1):
+            tell(cluster, pserver, round_)
+        await manifests.update()
+    arm_failpoints("")
+    assert found(place) == cluster.complete_checkpoints == [8]
+
+
+async def test_a_place_that_does_not_delete_is_survived(cluster, place, monkeypatch):
+    def refuse(_: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(place, "delete", refuse)
+    manifests = Manifests(cluster, place, keep=1)
+    for round_ in (4, 8):
+        for pserver in (0, 1):
+            tell(cluster, pserver, round_)
+        await manifests.update()
+    assert cluster.complete_checkpoints == [8]
+
+
+async def test_what_an_earlier_life_completed_is_found_without_what_is_damaged(cluster, place, tmp_path):
+    manifests = Manifests(cluster, place, keep=3)
+    for round_ in (0, 4, 8):
+        for pserver in (0, 1):
+            tell(cluster, pserver, round_)
+        await manifests.update()
+    damage(tmp_path / round_folder("run1", 4) / MANIFEST)
+    cluster.complete_checkpoints.clear()
+    await Manifests(cluster, place, keep=3).find()
+    assert cluster.complete_checkpoints == [8, 0]
+    damage(tmp_path / round_folder("run1", 8) / MANIFEST)
+    newest = newest_checkpoint(place)
+    assert newest is not None
+    assert newest.round == 0
+
+
+async def test_of_several_runs_the_newest_by_date_counts(cluster, place):
+    for pserver in (0, 1):
+        tell(cluster, pserver, 4)
+    await Manifests(cluster, place, keep=2).update()
+    manifest = read_manifest(place, "run1", 4)
+    assert manifest is not None
+    assert newest_checkpoint(place) == manifest
+    older = manifest.model_copy(update={"run": "run0", "round": 900, "created": "2026-01-01T00:00:00+00:00"})
+    write_manifest(place, older)
+    assert newest_checkpoint(place) == manifest
+    assert newest_checkpoint(open_place(place.url + "/nowhere")) is None
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 2
+    path.write_bytes(content)

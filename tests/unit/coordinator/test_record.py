@@ -1,0 +1,123 @@
+"""A coordinator that comes back is what it was, as far as it decides anything; a damaged record is not believed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ps_protocol.errors import TrainerLost
+from services.coordinator.cluster import Cluster
+from services.coordinator.decision import Membership
+from services.coordinator.record import FILE, ClusterRecord, RecordFile, describe_cluster, recall_cluster, resume_run
+from services.runtime.sealed import DamagedFile
+
+from .support import beat, leaving, make_cluster, registration, train
+
+
+def training() -> Cluster:
+    """Two trainers, one of which was lost and is waited for, in the second attempt."""
+    cluster = make_cluster(on_trainer_loss="wait", durability="log")
+    train(cluster)
+    run = cluster.run
+    run.attempt, run.resume = 1, 7
+    run.membership = Membership({0: 1, 1: 1}, {1: 9}, {9: (0,), 10: (0, 1)}, {9: (0,)})
+    cluster.leave_trainer(1, leaving("failed", reason="no data"), 1.0)
+    return cluster
+
+
+def through_the_disk(cluster: Cluster, folder: Path) -> ClusterRecord:
+    RecordFile(folder).write(describe_cluster(cluster))
+    record = RecordFile(folder).read()
+    assert record is not None
+    return record
+
+
+def test_what_was_written_is_what_is_recalled(tmp_path):
+    before, after = training(), make_cluster(on_trainer_loss="wait", durability="log")
+    recall_cluster(after, through_the_disk(before, tmp_path), 100.0)
+    run, old = after.run, before.run
+    assert (run.name, run.state, run.attempt, run.resume) == (old.name, "training", 1, 7)
+    assert run.number == old.number + 1  # the last change is made once more
+    assert run.membership == old.membership
+    assert run.plan is not None
+    assert old.plan is not None
+    assert run.plan.digest == old.plan.digest
+    assert [t.rank for t in run.awaited] == [1]
+    assert after.pserver_infos == before.pserver_infos
+    assert describe_cluster(after).model_copy(update={"run": None}) == describe_cluster(before).model_copy(
+        update={"run": None}
+    )
+
+
+def test_everybodys_lease_begins_anew_and_then_counts(tmp_path):
+    after = make_cluster(on_trainer_loss="wait", durability="log")
+    recall_cluster(after, through_the_disk(training(), tmp_path), 100.0)
+    after.expire(105.0)
+    assert sorted(after.registry.members) == [0, 1]
+    after.pserver_heartbeat(0, beat(run="run1"), 108.0)
+    after.expire(111.0)
+    assert sorted(after.registry.members) == [0]
+    assert sorted(after.run.members) == []
+
+
+def test_later_lives_get_higher_numbers(tmp_path):
+    after = make_cluster(on_trainer_loss="wait", durability="log")
+    recall_cluster(after, through_the_disk(training(), tmp_path), 100.0)
+    after.expire(200.0)
+    assert after.register_pserver(registration("new", index=0), 200.0).incarnation == 2
+
+
+def test_a_failure_stays_one(tmp_path):
+    before, after = training(), make_cluster()
+    before.run.fail(TrainerLost("trainer 1 failed: no data", ranks=[1]), 2.0)
+    recall_cluster(after, through_the_disk(before, tmp_path), 100.0)
+    assert after.run.is_over
+    assert isinstance(after.run.failure, TrainerLost)
+    assert (after.run.failure.detail, after.run.failure.facts["ranks"]) == ("trainer 1 failed: no data", [1])
+
+
+def test_a_run_is_resumed_whatever_its_end_was(tmp_path):
+    before, after = training(), make_cluster(on_trainer_loss="wait", durability="log")
+    before.run.fail(TrainerLost("trainer 1 failed: no data", ranks=[1]), 2.0)
+    resume_run(after, through_the_disk(before, tmp_path), 100.0)
+    assert (after.run.state, after.run.failure, after.run.attempt) == ("training", None, 1)
+    assert [t.rank for t in after.run.awaited] == [0, 1]
+    assert after.waiting_for == ["pserver 0", "pserver 1", "trainer 0", "trainer 1"]
+
+
+def test_before_there_is_a_plan_only_the_numbers_are_kept(tmp_path):
+    before, after = make_cluster(), make_cluster()
+    before.register_pserver(registration("0", index=0), 0.0)
+    record = through_the_disk(before, tmp_path)
+    assert record.run is None
+    recall_cluster(after, record, 100.0)
+    assert after.run.state == "gathering"
+    assert sorted(after.registry.members) == [0]
+
+
+def test_there_may_be_nothing(tmp_path):
+    assert RecordFile(tmp_path).read() is None
+
+
+def test_it_is_written_only_when_something_has_changed(tmp_path):
+    file, cluster = RecordFile(tmp_path), training()
+    file.write(describe_cluster(cluster))
+    (tmp_path / FILE).unlink()
+    file.write(describe_cluster(cluster))
+    assert not (tmp_path / FILE).exists()
+    cluster.run.attempt += 1
+    file.write(describe_cluster(cluster))
+    assert (tmp_path / FILE).exists()
+
+
+@pytest.mark.parametrize("accident", ["a digit", "cut", "empty"])
+def test_a_damaged_record_is_not_believed(tmp_path, accident):
+    through_the_disk(training(), tmp_path)
+    path = tmp_path / FILE
+    data = path.read_bytes()
+    damaged = {"a digit": data.replace(b'"attempt":1', b'"attempt":3'), "cut": data[:-9], "empty": b""}[accident]
+    assert damaged != data
+    path.write_bytes(damaged)
+    with pytest.raises(DamagedFile, match=r"coordinator\.json is damaged"):
+        RecordFile(tmp_path).read()

@@ -1,0 +1,142 @@
+"""What a process finds in its folder: who it was, or that this cannot be known; and what is left without a folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ps_protocol.consistency import Consistency
+from ps_protocol.errors import StorageFailed
+from services.pserver.durable.disk import Disk
+from services.pserver.durable.folder import IDENTITY, FolderTaken, StateFolder, open_folder
+from services.pserver.history import History
+from services.runtime.checkpoints import MANIFEST, Manifest, round_folder, write_manifest
+from services.runtime.places import open_place
+from services.runtime.sealed import DamagedFile
+
+from .support import digest_after, install_for, new_shard, plan_for, step
+
+PLAN = plan_for(1)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def train(folder: Path, rounds: int, checkpoints: tuple[int, ...], url: str = "") -> None:
+    """One life of a pserver, with a coordinator that completes its checkpoints."""
+    url = url or str(folder / "shared")
+    disk, place = Disk(folder / "state", url), open_place(url)
+    disk.open(0)
+    disk.register(0, 1)
+    storage, _ = disk.open_run(install_for(PLAN))
+    shard = new_shard(PLAN)
+    for round_ in range(rounds + 1):
+        if round_ > 0:
+            step(shard, round_, storage)
+        if round_ in checkpoints:
+            file = storage.snapshot(shard, History({round_: (0,)} if round_ else {}))()
+            manifest = Manifest(
+                run="run1", attempt=0, round=round_, consistency=Consistency(), plan=PLAN.to_json(), shards=(file,),
+                created="2026-11-21T10:00:00+00:00",
+            )  # fmt: skip
+            write_manifest(place, manifest)
+    storage.close()
+    assert disk.folder is not None
+    disk.folder.close()
+
+
+def test_it_finds_who_it_was_and_what_it_held(tmp_path):
+    train(tmp_path, 6, (0, 4))
+    disk = Disk(tmp_path / "state", str(tmp_path / "shared"))
+    disk.open(None)
+    assert (disk.index, disk.previous) == (0, 1)
+    assert disk.held is not None
+    assert (disk.held.run, disk.held.rounds.applied, disk.held.restorable) == ("run1", 6, ((0, 6),))
+
+
+@pytest.mark.parametrize("accident", ["flip", "cut"])
+def test_an_identity_that_is_damaged_is_not_believed(tmp_path, accident):
+    train(tmp_path, 2, (0,))
+    path = tmp_path / "state" / "pserver-0" / IDENTITY
+    if accident == "flip":
+        flip(path)
+    else:
+        path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DamagedFile, match="delete it, and the run goes back to the newest checkpoint"):
+        Disk(tmp_path / "state").open(0)
+    path.unlink()
+    disk = Disk(tmp_path / "state")  # the lock was let go
+    disk.open(0)
+    assert (disk.index, disk.previous, disk.held) == (0, 0, None)
+
+
+@pytest.mark.parametrize("lost", ["identity", "folder"])
+@pytest.mark.parametrize("url", ["{}/shared", "memory://{}"])
+def test_without_its_disk_it_goes_back_to_a_complete_checkpoint(tmp_path, lost, url):
+    url = url.format(tmp_path)
+    train(tmp_path, 6, (0, 4), url)
+    folder = tmp_path / "state" / "pserver-0"
+    if lost == "folder":
+        shutil.rmtree(folder)
+    else:  # and the log that still lies there is not replayed: nobody knows whose it is
+        (folder / IDENTITY).unlink()
+    disk = Disk(tmp_path / "state", url)
+    disk.open(0)
+    assert disk.find_checkpoints("run1", 0) == [(4, 4), (0, 0)]
+    assert disk.find_checkpoints("run1", 1) == disk.find_checkpoints("run2", 0) == []
+    disk.register(0, 2)
+    storage, restored = disk.open_run(install_for(PLAN, restore=4, attempt=1, incarnation=2))
+    assert restored is not None
+    assert (restored.round, restored.shard.digest()) == (4, digest_after(PLAN, 4))
+    assert storage.restorable() == [(4, 4), (0, 0)]
+
+
+def test_damaged_checkpoints_are_no_way_back(tmp_path):
+    train(tmp_path, 6, (0, 4, 6))
+    shared = tmp_path / "shared"
+    flip(shared / round_folder("run1", 6) / "pserver-0-of-1.safetensors")
+    flip(shared / round_folder("run1", 4) / MANIFEST)
+    assert Disk(tmp_path / "state", str(shared)).find_checkpoints("run1", 0) == [(0, 0)]
+
+
+@pytest.mark.parametrize("name", ["pserver-0-of-1.safetensors", MANIFEST])
+def test_a_run_does_not_begin_with_a_damaged_checkpoint(tmp_path, name):
+    train(tmp_path, 4, (0, 4))
+    flip(tmp_path / "shared" / round_folder("run1", 4) / name)
+    disk = Disk(tmp_path / "other", str(tmp_path / "shared"))
+    disk.register(0, 1)
+    with pytest.raises(DamagedFile, match=rf"{name} in .* is damaged"):
+        disk.open_run(install_for(PLAN, run="run2", restore=4, source="run1"))
+
+
+def test_a_run_does_not_begin_with_a_checkpoint_that_is_not_there(tmp_path):
+    disk = Disk(tmp_path / "state")
+    disk.register(0, 1)
+    with pytest.raises(StorageFailed, match="there is no checkpoint of round 4 of run run1"):
+        disk.open_run(install_for(PLAN, run="run2", restore=4, source="run1"))
+
+
+def test_a_folder_has_one_holder(tmp_path):
+    first = StateFolder(tmp_path, 0)
+    with pytest.raises(FolderTaken, match="is in use by another process"):
+        StateFolder(tmp_path, 0)
+    assert open_folder(tmp_path, None) is None
+    StateFolder(tmp_path, 3).close()
+    other = open_folder(tmp_path, None)
+    assert other is not None
+    assert other.index == 3
+    first.close()
+    StateFolder(tmp_path, 0).close()
+
+
+def test_a_later_life_fences_off_an_earlier_one(tmp_path):
+    """As on a disk whose locks do not hold."""
+    folder = StateFolder(tmp_path, 0)
+    folder.write_identity(2, None)
+    with pytest.raises(FolderTaken, match="belongs to a later life of pserver 0"):
+        folder.write_identity(1, None)

@@ -1,0 +1,121 @@
+"""A file is whole or not there, and what was there before stays; on a local disk and in a file system of fsspec's."""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.runtime import places
+from services.runtime.places import LocalPlace, Place, RemotePlace, map_file, open_place, write_file
+
+
+@pytest.fixture(params=["local", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    if request.param == "local":
+        yield open_place(str(tmp_path / "checkpoints"))
+        return
+    place = open_place(f"memory://{uuid.uuid4().hex}")  # there is one in a process
+    yield place
+    place.delete("")
+
+
+def test_which_place_a_url_names(tmp_path):
+    kinds = {str(tmp_path): LocalPlace, f"file://{tmp_path}": LocalPlace, f"local://{tmp_path}": LocalPlace}
+    kinds["memory://here"] = RemotePlace
+    assert {url: type(open_place(url)) for url in kinds} == kinds
+    open_place(f"file://{tmp_path}").write("a", [b"1"])
+    assert (tmp_path / "a").read_bytes() == b"1"
+    with pytest.raises(ValueError, match="no-such-scheme"):
+        open_place("no-such-scheme://somewhere")
+
+
+def test_what_was_written_is_read_and_listed(place):
+    place.write("run/1/shard", [b"ab", memoryview(b"cd"), b""])
+    place.write("run/2/shard", [])
+    assert bytes(place.read("run/1/shard")) == b"abcd"
+    assert bytes(place.read("run/2/shard")) == b""
+    assert place.list("run") == ["1", "2"]
+    assert place.list("") == ["run"]
+    assert place.list("run/3") == []
+
+
+def test_a_file_is_replaced(place):
+    for content in (b"first", b"second"):
+        place.write("file", [content])
+        assert bytes(place.read("file")) == content
+
+
+def test_what_was_read_is_the_readers_own(place):
+    place.write("file", [b"before"])
+    data = place.read("file")
+    data[0] = ord("B")  # torch makes tensors of it, and steps them
+    assert bytes(place.read("file")) == b"before"
+
+
+def test_what_is_not_there(place):
+    with pytest.raises(FileNotFoundError):
+        place.read("nothing")
+    place.delete("nothing")
+
+
+def test_files_and_folders_are_deleted(place):
+    for name in ("run/1/a", "run/1/b", "run/2/a"):
+        place.write(name, [b"1"])
+    place.delete("run/1/a")
+    assert place.list("run/1") == ["b"]
+    place.delete("run/1")
+    assert place.list("run") == ["2"]
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+def test_no_half_file_is_left_by_a_disk_that_fails(tmp_path, monkeypatch, call):
+    path = tmp_path / "file"
+    write_file(path, [b"before"])
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def chunks() -> Iterator[bytes]:
+        yield b"after"
+        if call == "write":
+            fail()
+
+    if call != "write":
+        monkeypatch.setattr(os if call == "fsync" else Path, call, fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_file(path, chunks())
+    assert path.read_bytes() == b"before"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_and_its_name_are_synced_in_this_order(tmp_path, monkeypatch):
+    done = []
+    real = {"fsync": os.fsync, "replace": Path.replace}
+
+    def fsync(fd: int) -> None:
+        done.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{fd}')).name}")
+        real["fsync"](fd)
+
+    def replace(source: Path, target: Path) -> Path:
+        done.append(f"rename to {target.name}")
+        return real["replace"](source, target)
+
+    monkeypatch.setattr(places.os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", replace)
+    write_file(tmp_path / "file", [b"1"])
+    assert done == [f"fsync .file.{os.getpid()}", "rename to file", f"fsync {tmp_path.name}"]
+
+
+def test_a_mapped_file_stays_what_it_was_and_may_be_written_to(tmp_path):
+    path = tmp_path / "file"
+    write_file(path, [b"before"])
+    mapped = map_file(path)
+    write_file(path, [b"after"])
+    assert bytes(mapped) == b"before"
+    mapped[0] = ord("B")
+    assert path.read_bytes() == b"after"

@@ -1,0 +1,48 @@
+"""Each run gets a folder of its own; the newest stay, and nothing else is touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradpost.output import CommandError
+from gradpost.up import state_folder
+from gradpost.up.state_folder import KEPT_RUNS, named_root, new_folder, newest_folder, resume_folder
+from ps_protocol.environment import SETTINGS_FILE_VARIABLE
+
+
+def test_new_folders_push_the_oldest_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "up-20990101-000000").touch()  # a file
+    made = []
+    for minute in range(KEPT_RUNS + 2):
+        monkeypatch.setattr(state_folder.time, "strftime", lambda _, minute=minute: f"20261121-10{minute:02}00")
+        made.append(new_folder(tmp_path))
+        (made[-1] / "coordinator.json").touch()
+        assert newest_folder(tmp_path) == resume_folder(tmp_path) == made[-1]
+    kept = [path for path in made if path.exists()]
+    assert kept == made[-KEPT_RUNS:]
+    assert (tmp_path / "notes").is_dir()
+    assert (tmp_path / "up-20990101-000000").is_file()
+
+
+def test_there_may_be_nothing_to_resume(tmp_path: Path) -> None:
+    for root in (tmp_path, tmp_path / "nowhere"):
+        assert newest_folder(root) is None
+        with pytest.raises(CommandError, match="there is no run to resume in"):
+            resume_folder(root)
+
+
+def test_the_root_is_named_by_the_environment_or_the_settings_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GRADPOST_STATE_DIR", raising=False)
+    monkeypatch.delenv(SETTINGS_FILE_VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert named_root() == Path(".gradpost")
+    (tmp_path / "settings.toml").write_text('state_dir = "there"')
+    monkeypatch.setenv(SETTINGS_FILE_VARIABLE, "settings.toml")
+    assert named_root() == Path("there")
+    monkeypatch.setenv("GRADPOST_STATE_DIR", "elsewhere")
+    assert named_root() == Path("elsewhere")
