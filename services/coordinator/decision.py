@@ -67,6 +67,8 @@ def decide(
     >>> decide(two, {0: 1}, [lost, FrozenRounds(applied=7, participants={7: (0, 1)})])
     Rollback(newest=6)
     """
+    if any(answer.opens for answer in answers):
+        return _decide_steps(before, members, answers)
     first = min(answer.applied for answer in answers) + 1
     last = max(answer.applied for answer in answers) + 1 + max_delay
     if last - first > 2 * max_delay + 1:
@@ -100,6 +102,17 @@ def decide(
             if said:
                 verdicts.setdefault(round_, set()).update(said)
     return Membership(dict(members), starts, _as_tuples(sets), _as_tuples(verdicts))
+
+
+def _decide_steps(
+    before: Membership, members: Mapping[Rank, Incarnation], answers: Collection[FrozenRounds]
+) -> Membership:
+    """Asynchronous modes: each contribution is by itself, and who comes goes on where its rank was.
+
+    That is the oldest step which is open to it anywhere: pservers that have taken it know it again.
+    """
+    come = [rank for rank, incarnation in members.items() if before.members.get(rank) != incarnation]
+    return Membership(dict(members), {rank: min(answer.opens.get(rank, 1) for answer in answers) for rank in come})
 
 
 def _as_tuples(sets: Mapping[Round, Collection[Rank]]) -> dict[Round, tuple[Rank, ...]]:

@@ -63,8 +63,8 @@ class Clocks(Generic[Payload]):
 
     @property
     def opens(self) -> dict[Rank, Round]:
-        """The step that each member pushes next."""
-        return {rank: self._steps[rank].open for rank in sorted(self.members)}
+        """The step that each rank pushes next, also one that is gone: another life of it may come."""
+        return {rank: steps.open for rank, steps in sorted(self._steps.items())}
 
     def staged(self, rank: Rank) -> Contribution[Payload]:
         """What a member has staged for its open step."""
