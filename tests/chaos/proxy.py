@@ -119,5 +119,5 @@ class Proxy:
                 await sink.drain()
 
     async def _pass(self, direction: Direction, client: str) -> None:
-        while {(direction, client), (direction, EVERYBODY)} & self.blocked:
-            await asyncio.sleep(CHECK_SECONDS)  # noqa: ASYNC110 - `blocked` is set by other threads
+        while {(direction, client), (direction, EVERYBODY)} & self.blocked:  # noqa: ASYNC110 - which other threads set
+            await asyncio.sleep(CHECK_SECONDS)
