@@ -285,12 +285,18 @@ class Run:
         self._expire_declarations(now)
 
     def stuck(self, ranks: list[Rank], failure: GradpostError, now: float) -> None:
-        """Others have waited for these for the round time-out: they count as lost, though they live."""
+        """Others have waited for these for the round time-out: they count as lost, though they live.
+
+        Not a life that the pservers do not count on yet: it is its predecessor that is missing.
+        """
         for rank in ranks:
-            trainer = self.trainers.get(rank)
-            if trainer is not None and trainer.is_here and not self.is_over:
-                trainer.is_stuck = True
-                self.lose(trainer, failure, now)
+            if rank in self.members and self.members[rank] == self.membership.members.get(rank):
+                self._give_up(self.trainers[rank], failure, now)
+
+    def _give_up(self, trainer: TrainerMember, failure: GradpostError, now: float) -> None:
+        if not self.is_over:
+            trainer.is_stuck = True
+            self.lose(trainer, failure, now)
 
     def unstuck(self, missing: set[Rank]) -> None:
         """Those who are not missing any more go on, if nobody has taken their place."""
@@ -312,8 +318,9 @@ class Run:
             text = f"{names} joined, but did not declare a model within the round time-out of {limit:g} s"
             if self.plan is None:
                 self.fail(RoundTimeout(text, missing=self.missing_ranks), now)
-            else:
-                self.stuck(self.missing_ranks, TrainerLost(text, ranks=self.missing_ranks), now)
+                return
+            for rank in self.missing_ranks:
+                self._give_up(self.trainers[rank], TrainerLost(text, ranks=[rank]), now)
 
     def fail(self, failure: GradpostError, now: float) -> None:
         """End the run; the first failure stands."""

@@ -352,6 +352,17 @@ def test_another_life_that_declares_late_counts_as_lost_and_may_still_come():
     assert (run.awaited, run.targets) == ([], {0: 1, 1: 2})
 
 
+def test_another_life_is_not_blamed_for_what_its_predecessor_owes():
+    """Else its place would be kept for a life that is gone, and nobody would ever come."""
+    run = with_another_life()
+    for declare in (False, True):
+        if declare:
+            run.declare(1, model(2))
+        run.stuck([1], TrainerLost("trainer 1 did not come", ranks=[1]), 3)
+        assert run.members == {0: 1, 1: 2}
+    assert run.targets == {0: 1, 1: 2}
+
+
 def test_who_is_done_is_not_awaited_whatever_was_before():
     run = with_another_life()
     run.declare(1, model(2))
