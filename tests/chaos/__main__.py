@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 
 from .campaign import SABOTAGES, Campaign
 from .faults import FAULTS
@@ -18,9 +19,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the first history; the next have the next seeds")
     parser.add_argument("--only", action="append", metavar="KIND", choices=sorted(FAULTS), help="faults of this kind")
     parser.add_argument("--sabotage", choices=sorted(SABOTAGES), help="break the services, to see that it is noticed")
+    parser.add_argument("--folder", type=Path, help="where histories are kept (default: that of temporary files)")
     arguments = parser.parse_args()
     kinds = arguments.only or SABOTAGES.get(arguments.sabotage, tuple(FAULTS))
-    campaign = Campaign(arguments.seed, kinds=kinds, sabotage=arguments.sabotage)
+    campaign = Campaign(arguments.seed, kinds=kinds, sabotage=arguments.sabotage, folder=arguments.folder)
     try:
         if arguments.count is not None:
             campaign.run(count=arguments.count)

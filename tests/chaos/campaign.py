@@ -28,8 +28,16 @@ SHOWN_VIOLATIONS = 10
 class Campaign:
     """Runs histories of the seeds `seed`, `seed + 1`, …; each is repeated by its own seed alone."""
 
-    def __init__(self, seed: int, *, kinds: Collection[str] = tuple(FAULTS), sabotage: str | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        kinds: Collection[str] = tuple(FAULTS),
+        sabotage: str | None = None,
+        folder: Path | None = None,
+    ) -> None:
         self.seed = seed
+        self._folder = folder  # of the histories; None: that of temporary files
         self.num_histories = 0
         self.num_violations = 0
         self._kinds = kinds
@@ -59,7 +67,7 @@ class Campaign:
         setup = draw_setup(seed, may_fake_time=find_libfaketime() is not None, mode="sync" if self._sabotage else None)
         if self._sabotage:
             setup = replace(setup, seconds=8.0, max_delay=0, on_trainer_loss="wait")
-        folder = Path(tempfile.mkdtemp(prefix=f"gradpost-chaos-{seed}-"))
+        folder = Path(tempfile.mkdtemp(prefix=f"gradpost-chaos-{seed}-", dir=self._folder))
         episode = Episode(setup, folder, kinds=self._kinds, sabotage=self._sabotage)
         kept = True
         try:
@@ -83,7 +91,8 @@ class Campaign:
         if episode.violations:
             for text in episode.violations[:SHOWN_VIOLATIONS]:
                 print(f"  VIOLATION {text}")
-            print(f"  kept in {folder}; again with: python -m tests.chaos --seed {seed} --count 1", flush=True)
+            more = f" --sabotage {self._sabotage}" if self._sabotage else ""
+            print(f"  kept in {folder}; again with: python -m tests.chaos --seed {seed} --count 1{more}", flush=True)
 
     def report(self) -> None:
         """Print faults by kind, with what they cost, and the last line."""

@@ -56,6 +56,18 @@ class ChaosCluster(LocalCluster):
             self.proxies.pop().close()
         return codes
 
+    def restart_coordinator(self, **env: Any) -> Child:
+        """Start the coordinator again at its address, without waiting until it serves: it may die before."""
+        self._coordinator = self._spawn_service(
+            "coordinator",
+            "services.coordinator",
+            GRADPOST_PORT=self.address.rpartition(":")[2],
+            GRADPOST_NUM_PSERVERS=self.num_pservers,
+            GRADPOST_NUM_TRAINERS=self.num_trainers,
+            **env,
+        )
+        return self._coordinator
+
     def start_rank(self, rank: int) -> Child:
         """Start another life of a trainer."""
         self.lives[rank] += 1

@@ -63,6 +63,7 @@ class Episode:
         self._sabotage = sabotage
         self._kinds = [fault for fault in FAULTS.values() if fault.kind in kinds and fault.fits(setup)]
         self._threads: list[threading.Thread] = []
+        self._over = threading.Event()
         self._claimed: set[tuple[str, str]] = set()  # role and victim of the faults that are under way
         self._condemned: set[int] = set()  # processes that are to die
         self._lock = threading.Lock()
@@ -80,7 +81,12 @@ class Episode:
             with self.cluster:
                 for rank in range(self.setup.num_trainers):
                     self.cluster.start_rank(rank)
-                self._live()
+                try:
+                    self._live()
+                finally:
+                    self._over.set()
+                    for thread in self._threads:
+                        thread.join()
         finally:
             self.reader.read()
             self._log.close()
@@ -249,8 +255,8 @@ class Episode:
         self._line("campaign", text)
 
     def sleep(self, least: float, most: float) -> None:
-        """Wait for a random time."""
-        time.sleep(self.chance.uniform(least, most))
+        """Wait for a random time, or until the history is over."""
+        self._over.wait(self.chance.uniform(least, most))
 
     def child(self, name: str) -> Child:
         """The newest process of this name."""

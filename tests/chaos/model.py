@@ -17,7 +17,6 @@ from .setup import UNIT, Setup
 Values = tuple[float, ...]  # of a block: counts of the ranks, sums of rounds of the ranks
 Ranks = frozenset[int]
 
-LOST_TOGETHER_SECONDS = 20.0  # from the first of two losses to the rollback that both of them make necessary
 MAX_UNSEEN = 3  # rounds between two versions that are seen, so that their members can still be told
 
 
@@ -57,18 +56,26 @@ def _check_order(records: list[Record]) -> list[str]:
 def _check_rollbacks(history: History, records: list[Record]) -> list[str]:
     """Acknowledged rounds are lost only if a disk was damaged, or a trainer was lost together with a pserver."""
     found, newest, at = [], {0: 0}, 0.0
-    for record in (r for r in records if "blocks" in r):
+    begun: dict[tuple[int, int, int], float] = {}
+    settled = 0.0  # somebody has ended a step that was begun then: what was lost before has been replaced
+    for record in records:
+        if record["what"] == "begin":
+            begun[record["rank"], record["life"], record["round"]] = record["at"]
+        if "blocks" not in record:
+            continue
         attempt = record["attempt"]
         if attempt not in newest:
             lost = max(newest[max(newest)] - record["round"], 0)
             is_damaged = any(at < damage < record["at"] for damage in history.disk_damaged)
-            died = [
-                any(0 < record["at"] - loss < LOST_TOGETHER_SECONDS for loss in history.lost.get(role, ()))
+            are_lost = [
+                any(settled < loss < record["at"] for loss in history.lost.get(role, ()))
                 for role in ("trainer", "pserver")
             ]
-            if not is_damaged and not (all(died) and lost <= 1 + history.setup.max_delay):
+            if not is_damaged and not (all(are_lost) and lost <= 1 + history.setup.max_delay):
                 found.append(f"the run went back by {lost} rounds to {record['round']}, and nothing was damaged")
             at = record["at"]
+        if record["what"] == "end":
+            settled = max(settled, begun.get((record["rank"], record["life"], record["round"]), 0.0))
         newest[attempt] = max(newest.get(attempt, 0), record["round"])
     return found
 

@@ -85,7 +85,7 @@ class Proxy:
         try:
             await self._pass("up", client)  # a partition holds back the first packet, too
             there, back = await asyncio.open_connection("127.0.0.1", self.target)
-        except OSError:
+        except (OSError, asyncio.CancelledError):
             writer.transport.abort()
             return
         connection = _Connection(client, (writer, back))

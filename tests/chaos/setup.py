@@ -50,7 +50,7 @@ class Setup:
             "nonfinite": self.nonfinite,
             "server": self.server,
             # A silent pserver without a log ends the run, and this machine may be busy.
-            "lease_seconds": LEASE_SECONDS if self.has_log else 3 * LEASE_SECONDS,
+            "lease_seconds": LEASE_SECONDS if self.has_log else 10 * LEASE_SECONDS,
             "round_timeout_seconds": ROUND_TIMEOUT_SECONDS,
             "min_block_size": 2 * self.num_trainers,  # so that each parameter has a block on every pserver
             **durable,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +12,8 @@ from .campaign import SABOTAGES, Campaign
 pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(600)]
 
 
-def test_a_short_campaign_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    campaign = Campaign(seed=1)
+def test_a_short_campaign_finds_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    campaign = Campaign(seed=1, folder=tmp_path)
     campaign.run(until=time.monotonic() + 45)
     campaign.report()
     output = capsys.readouterr().out
@@ -23,7 +24,7 @@ def test_a_short_campaign_finds_nothing(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("sabotage", SABOTAGES)
-def test_services_that_are_broken_are_found_out(sabotage: str) -> None:
-    campaign = Campaign(seed=1, kinds=SABOTAGES[sabotage], sabotage=sabotage)
+def test_services_that_are_broken_are_found_out(sabotage: str, tmp_path: Path) -> None:
+    campaign = Campaign(seed=1, kinds=SABOTAGES[sabotage], sabotage=sabotage, folder=tmp_path)
     campaign.run(count=2)
     assert campaign.num_violations > 0

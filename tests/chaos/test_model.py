@@ -166,11 +166,12 @@ def test_acknowledged_rounds_are_lost_only_for_a_reason() -> None:
     story = rolled_back(to=1, of=3)
     assert story.violations() == ["the run went back by 2 rounds to 1, and nothing was damaged"]
     assert story.violations(disk_damaged=[2.0]) == []
-    both = {"trainer": [2.0], "pserver": [3.0]}
+    both = {"trainer": [10.5], "pserver": [10.6]}  # after the last round had begun
     assert story.violations(lost=both) == ["the run went back by 2 rounds to 1, and nothing was damaged"]
     story = rolled_back(to=2, of=3)
     assert story.violations(lost=both) == []
-    assert story.violations(lost={"pserver": [3.0]}) != []
+    assert story.violations(lost={"pserver": [10.6]}) != []
+    assert story.violations(lost={"trainer": [2.0], "pserver": [10.6]}) != []
 
 
 def test_what_was_before_a_rollback_stays_as_it_was() -> None:
