@@ -73,6 +73,9 @@ class Campaign:
         try:
             episode.run()
             kept = bool(episode.violations)
+        except KeyboardInterrupt:
+            kept = False
+            raise
         finally:
             if kept:
                 (folder / "violations.txt").write_text("\n".join(episode.violations))

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM
 from typing import Any
@@ -43,7 +43,6 @@ class Injection:
     victim: str
     at: float
     healed_at: float = float("inf")
-    notes: list[str] = field(default_factory=list)
 
 
 class Episode:
@@ -55,7 +54,8 @@ class Episode:
         self.setup = setup
         self.folder = folder
         self.state = folder / "state"
-        self.chance = random.Random(f"faults {setup.seed}")
+        self._own = threading.local()  # a thread's own chance, so that no other thread's draws change it
+        self._own.chance = random.Random(f"faults {setup.seed}")
         self.injections: list[Injection] = []
         self.violations: list[str] = []
         self.reader = Reader(folder)
@@ -66,9 +66,9 @@ class Episode:
         self._over = threading.Event()
         self._claimed: set[tuple[str, str]] = set()  # role and victim of the faults that are under way
         self._condemned: set[int] = set()  # processes that are to die
-        self._lock = threading.Lock()
         self._lost: dict[str, list[float]] = {}
         self._damaged: list[float] = []
+        self._may_damage = True
         self._serving: set[int] = set()  # processes that have got so far
         self._done: set[int] = set()
         self._log = (folder / "services.log").open("w")
@@ -207,8 +207,10 @@ class Episode:
         except IndexError:
             return  # all of them are having another fault
         injection = Injection(fault.kind, victim, time.monotonic())
+        chance = random.Random(f"fault {len(self.injections)} of {self.setup.seed}")
 
         def run() -> None:
+            self._own.chance = chance
             with self._claim(fault.role, victim):
                 try:
                     fault.inject(self, victim)
@@ -242,6 +244,12 @@ class Episode:
         return self.chance.choice([name for name in names if (role, name) not in self._claimed])
 
     # ------------------------------------------------------------------ for faults
+
+    @property
+    def chance(self) -> random.Random:
+        """Of the calling thread."""
+        chance: random.Random = self._own.chance
+        return chance
 
     def complain(self, text: str) -> None:
         """Note a violation. What it leads to is none of its own."""
@@ -321,12 +329,13 @@ class Episode:
             file.write(json.dumps(order) + "\n")
 
     def may_damage(self) -> bool:
-        """Whether nothing of this history is damaged yet: two such faults may take what nobody promises to keep."""
-        with self._lock:
-            return not self._damaged
+        """Whether nothing on a disk of this history was damaged yet: two such faults may take what nobody promised."""
+        may, self._may_damage = self._may_damage, False
+        return may
 
-    def damage(self, path: Path, content: bytes) -> None:
+    def damage(self, path: Path, content: bytes, *, loses_rounds: bool) -> None:
         """Replace a file's content by a damaged one."""
-        self._damaged.append(time.monotonic())
+        if loses_rounds:
+            self._damaged.append(time.monotonic())
         self.note(f"damaged {path.name}")
         path.write_bytes(content)

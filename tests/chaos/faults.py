@@ -266,19 +266,20 @@ def _damage_log(episode: Episode, victim: str) -> None:
         content[episode.chance.randrange(len(content))] ^= 1 << episode.chance.randrange(8)
     else:
         del content[-episode.chance.randint(1, min(2000, len(content))) :]
-    episode.damage(log, bytes(content))
+    episode.damage(log, bytes(content), loses_rounds=True)
 
 
 @_fault("checkpoint damaged", "pserver", _with_log)
 def _damage_checkpoint(episode: Episode, victim: str) -> None:
+    if not episode.may_damage():
+        return
     episode.kill(victim)
     files = sorted(episode.state.glob(f"checkpoints/*/*/{victim.replace(' ', '-')}-of-*.safetensors"))
     if len(files) < 2:
         return  # with the only one the shard would be gone
     content = bytearray(files[-1].read_bytes())
     content[episode.chance.randrange(len(content))] ^= 1 << episode.chance.randrange(8)
-    episode.note(f"flipped a bit of {files[-1].name}")
-    files[-1].write_bytes(content)
+    episode.damage(files[-1], bytes(content), loses_rounds=False)
 
 
 @_fault("two processes claim one shard", "pserver", _with_log)

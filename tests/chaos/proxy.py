@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +29,8 @@ class _Connection:
 
     def reset(self) -> None:
         for writer in self.ends:
+            linger = struct.pack("ii", 1, 0)  # a closed socket says so with a reset, and forgets what is on its way
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             writer.transport.abort()
 
 
@@ -101,7 +105,8 @@ class Proxy:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
             self._connections.discard(connection)
-            connection.reset()
+            for end in connection.ends:
+                end.close()
 
     async def _pump(
         self, direction: Direction, connection: _Connection, source: asyncio.StreamReader, sink: asyncio.StreamWriter
@@ -111,7 +116,8 @@ class Proxy:
                 await asyncio.sleep(self.delay_seconds)
                 await self._pass(direction, connection.client)
                 if direction == "down" and connection.is_deaf:
-                    return  # which breaks the connection
+                    connection.reset()
+                    return
                 sink.write(chunk)
                 if direction == "up" and self.num_lost_replies and len(chunk) >= UPLOAD_BYTES:
                     self.num_lost_replies -= 1
