@@ -95,6 +95,8 @@ class Campaign:
             for text in episode.violations[:SHOWN_VIOLATIONS]:
                 print(f"  VIOLATION {text}")
             more = f" --sabotage {self._sabotage}" if self._sabotage else ""
+            if len(self._kinds) < len(FAULTS) and not self._sabotage:
+                more = "".join(f" --only {kind!r}" for kind in self._kinds)
             print(f"  kept in {folder}; again with: python -m tests.chaos --seed {seed} --count 1{more}", flush=True)
 
     def report(self) -> None:
