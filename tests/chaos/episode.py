@@ -61,6 +61,7 @@ class Episode:
         self.reader = Reader(folder)
         self.rounds = 0
         self._sabotage = sabotage
+        self._stop_file = folder / "stop"
         self._kinds = [fault for fault in FAULTS.values() if fault.kind in kinds and fault.fits(setup)]
         self._threads: list[threading.Thread] = []
         self._over = threading.Event()
@@ -111,8 +112,9 @@ class Episode:
             self.complain(f"somebody has waited for {END_SECONDS:g} s: {self._where()}")
             return
         stop = max(self._newest("begin", rank) for rank in range(self.setup.num_trainers)) + LAST_STEPS
-        (self.folder / "stop.new").write_text(str(stop))
-        (self.folder / "stop.new").replace(self.folder / "stop")
+        new = self.folder / "stop.new"
+        new.write_text(str(stop))
+        new.replace(self._stop_file)
         if not self._wait_until(lambda: len(self._done) == self.setup.num_trainers, END_SECONDS):
             self.complain(f"not everybody has ended after {END_SECONDS:g} s: {self._where()}")
             return
@@ -159,6 +161,9 @@ class Episode:
         self.reader.read()
         last = next((r for r in reversed(self.reader.records) if r["rank"] == rank), {})
         is_evicted = last.get("kind") == EVICTED and self.setup.on_trainer_loss == "continue"
+        if is_evicted and self._stop_file.exists():
+            self._done.add(rank)  # the others may have ended without it by now
+            return
         if not is_evicted:
             self._check_end(child, f" {last.get('kind', '')}: {last.get('text', '')}")
         self.cluster.start_rank(rank)
@@ -174,7 +179,10 @@ class Episode:
         return all(self._newest("end", rank) >= FIRST_STEPS for rank in range(self.setup.num_trainers))
 
     def _have_moved_on(self, begun: dict[int, int]) -> bool:
-        return all(self._newest("end", rank) > begun[rank] for rank in begun)
+        ended = {
+            (r["rank"], r["life"]) for r in self.reader.records if r["what"] == "end" and r["round"] > begun[r["rank"]]
+        }
+        return all((rank, life) in ended for rank, life in enumerate(self.cluster.lives))
 
     def _where(self) -> str:
         try:
