@@ -9,11 +9,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SUITES ?= tests
+ARGS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check test-all audit bench study clean
+.PHONY: help install train test check test-all chaos audit bench study clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +43,9 @@ test: check ## check, and all tests that need neither root nor Debian packages
 
 test-all: check ## test, and what takes longer or needs more
 	$(BIN)/python -m pytest $(SUITES)
+
+chaos: install ## disturb real clusters at random and judge what they did (ARGS="--minutes 3 --seed 1"); docs/faults.md
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 audit: install ## look up known vulnerabilities of what requirements.lock holds
 	$(BIN)/python .ci/audit.py

@@ -16,6 +16,7 @@ from ps_protocol.errors import (
     ContributionMissing,
     FutureRound,
     GradpostError,
+    NotReady,
     RolledBack,
     RoundPending,
     StalePserver,
@@ -230,7 +231,8 @@ class PserverClient:
                 return await self._reach(route, attempt)
             except TryAgain as answer:
                 # It answered, so it lives. A pending round ends by itself at the round time-out.
-                if not isinstance(answer, RoundPending) and loop.time() > give_up:
+                is_expected = isinstance(answer, NotReady) and self._is_in_touch(loop.time())
+                if not isinstance(answer, RoundPending) and not is_expected and loop.time() > give_up:
                     raise
                 self._metrics.retries.labels(answer.code).inc()
                 await asyncio.sleep(choose_pause(answer, PAUSE_SECONDS))
@@ -242,12 +244,18 @@ class PserverClient:
                 await self._push_again(round_)
             except (StalePserver, StaleRun, FutureRound) as answer:
                 has_lost_rounds = isinstance(answer, FutureRound)
-                if loop.time() > give_up or (has_lost_rounds and self.info.incarnation == self._first_life):
+                if has_lost_rounds and self.info.incarnation == self._first_life:
+                    raise
+                if loop.time() > give_up and not self._is_in_touch(loop.time()):
                     raise
                 if has_lost_rounds:
                     self._news.ahead_of[self.info.index] = self.info.incarnation
                 self._metrics.retries.labels(answer.code).inc()
                 await self._news.wait(NEWS_SECONDS)
+
+    def _is_in_touch(self, now: float) -> bool:
+        """Whether the coordinator answers: then it brings pserver and trainer together, or says that it never will."""
+        return self._news.is_in_touch(now, self._retry_seconds)
 
     def _look_around(self) -> None:
         """Take over where the pserver is now. Raises RolledBack if this request belongs to an attempt that is over."""
@@ -273,7 +281,7 @@ class PserverClient:
             nonlocal failing_since
             failing_since = failing_since or loop.time()
             self._news.failing.setdefault(self.info.index, (self.info.incarnation, loop.time()))
-            is_expected = self._news.is_in_touch(loop.time(), self._retry_seconds)
+            is_expected = self._is_in_touch(loop.time())
             return loop.time() - failing_since >= self._retry_seconds and not is_expected
 
         async def pause(seconds: float) -> None:

@@ -198,8 +198,8 @@ class Run:
         if trainer.declaration is not None and self.plan is not None and message != trainer.declaration:
             raise ModelMismatch(f"trainer {rank} declares another model than the run was planned for")
         trainer.declaration = message
-        if trainer.state == "joined":
-            trainer.state = "declared"
+        if trainer.state in ("joined", "lost"):  # the latter: it is awaited, and late
+            trainer.revive()
             self.number += 1
 
     def start(self, num_pservers: int) -> SlicePlan:
@@ -225,7 +225,12 @@ class Run:
         trainer.round = message.round
         trainer.results = dict(message.results)
         if trainer.state == "lost" and trainer.is_awaited and not trainer.is_stuck:
-            trainer.revive()
+            self._revive(trainer)
+
+    def _revive(self, trainer: TrainerMember) -> None:
+        trainer.revive()
+        if self.membership.members.get(trainer.rank) != trainer.incarnation:
+            self.number += 1  # the pservers do not count on this life yet
 
     def lose(self, trainer: TrainerMember, failure: GradpostError, now: float) -> None:
         """A trainer is gone, or counts as gone: what follows is the policy's."""
@@ -254,7 +259,7 @@ class Run:
             trainer.state = "failed"
             self.lose(trainer, TrainerLost(f"trainer {rank} failed: {reason}", ranks=[rank]), now)
             return
-        trainer.state = "done"
+        trainer.state, trainer.is_awaited = "done", False
         self.number += 1
         if self.state == "gathering" and self.plan is None:
             del self.trainers[rank]
@@ -280,18 +285,24 @@ class Run:
         self._expire_declarations(now)
 
     def stuck(self, ranks: list[Rank], failure: GradpostError, now: float) -> None:
-        """Others have waited for these for the round time-out: they count as lost, though they live."""
+        """Others have waited for these for the round time-out: they count as lost, though they live.
+
+        Not a life that the pservers do not count on yet: it is its predecessor that is missing.
+        """
         for rank in ranks:
-            trainer = self.trainers.get(rank)
-            if trainer is not None and trainer.is_here and not self.is_over:
-                trainer.is_stuck = True
-                self.lose(trainer, failure, now)
+            if rank in self.members and self.members[rank] == self.membership.members.get(rank):
+                self._give_up(self.trainers[rank], failure, now)
+
+    def _give_up(self, trainer: TrainerMember, failure: GradpostError, now: float) -> None:
+        if not self.is_over:
+            trainer.is_stuck = True
+            self.lose(trainer, failure, now)
 
     def unstuck(self, missing: set[Rank]) -> None:
         """Those who are not missing any more go on, if nobody has taken their place."""
         for trainer in self.awaited:
             if trainer.is_stuck and trainer.rank not in missing:
-                trainer.revive()
+                self._revive(trainer)
 
     def _expire_declarations(self, now: float) -> None:
         """Those who have joined, and live, must say what they train once somebody waits for them."""
@@ -305,7 +316,11 @@ class Run:
             names = ", ".join(f"trainer {rank}" for rank in self.missing_ranks)
             limit = self.defaults.round_timeout_seconds
             text = f"{names} joined, but did not declare a model within the round time-out of {limit:g} s"
-            self.fail(RoundTimeout(text, missing=self.missing_ranks), now)
+            if self.plan is None:
+                self.fail(RoundTimeout(text, missing=self.missing_ranks), now)
+                return
+            for rank in self.missing_ranks:
+                self._give_up(self.trainers[rank], TrainerLost(text, ranks=[rank]), now)
 
     def fail(self, failure: GradpostError, now: float) -> None:
         """End the run; the first failure stands."""

@@ -39,6 +39,6 @@ class TrainerMember:
         self.state, self.why, self.gone_at, self.is_awaited = state, why, now, is_awaited
 
     def revive(self) -> None:
-        """It was lost too soon: nobody has taken its place yet."""
+        """It was lost too soon: nobody has taken its place yet. It is awaited until the pservers count on it."""
         self.state = "joined" if self.declaration is None else "declared"
-        self.is_awaited = self.is_stuck = False
+        self.is_stuck = False

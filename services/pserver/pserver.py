@@ -92,21 +92,25 @@ class Pserver:
 
         Raises FolderTaken if another process holds it, StorageFailed if the disk cannot be used.
         """
-        await self._replace_run(None, StalePserver("this pserver is registered anew"))
-        if self.disk is None:
-            return None
-        try:
-            await asyncio.to_thread(self.disk.open, self.index if index is None else index)
-        except OSError as error:
-            raise StorageFailed(f"the folder for the pserver's state cannot be used: {error} (state_dir)") from error
-        return self.disk.held
+        async with self._installing:
+            await self._replace_run(None, StalePserver("this pserver is registered anew"))
+            if self.disk is None:
+                return None
+            try:
+                await asyncio.to_thread(self.disk.open, self.index if index is None else index)
+            except OSError as error:
+                text = f"the folder for the pserver's state cannot be used: {error} (state_dir)"
+                raise StorageFailed(text) from error
+            return self.disk.held
 
     async def registered(self, answer: PserverRegistered) -> None:
         """Take the identity that the coordinator gave; a run of an earlier identity is dropped.
 
         Raises FolderTaken if another process holds the folder of this index, StorageFailed if it cannot be written.
         """
-        if (self.index, self.incarnation) != (answer.index, answer.incarnation):
+        if (self.index, self.incarnation) == (answer.index, answer.incarnation):
+            return
+        async with self._installing:  # the coordinator may send a run before the disk is done with the identity
             self.index, self.incarnation = answer.index, answer.incarnation
             bind_facts(pserver=answer.index)
             if self.disk is not None:
@@ -133,12 +137,12 @@ class Pserver:
 
     async def install_run(self, message: InstallRun) -> None:
         """Start serving a run; the same installation again changes nothing, except that newer members are taken."""
-        if message.incarnation != self.incarnation or self.index is None:
-            raise StalePserver(
-                "this installation was meant for another life of this pserver",
-                expected=self.incarnation, actual=message.incarnation,
-            )  # fmt: skip
         async with self._installing:
+            if message.incarnation != self.incarnation or self.index is None:
+                raise StalePserver(
+                    "this installation was meant for another life of this pserver",
+                    expected=self.incarnation, actual=message.incarnation,
+                )  # fmt: skip
             await self._install_run(message)
 
     async def _install_run(self, message: InstallRun) -> None:

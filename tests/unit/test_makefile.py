@@ -43,3 +43,8 @@ def test_every_suite_of_test_is_in_test_all() -> None:
     quick, all_ = (make("--dry-run", target).splitlines() for target in ("test", "test-all"))
     assert quick[:-1] == all_[:-1]
     assert quick[-1] == f'{all_[-1]} -m "not extended"'
+
+
+def test_chaos_passes_its_arguments_on() -> None:
+    line = make("--dry-run", "chaos", "ARGS=--minutes 3 --seed 1").splitlines()[-1]
+    assert line == ".venv/bin/python -m tests.chaos --minutes 3 --seed 1"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -298,3 +299,72 @@ def test_a_run_that_is_over_does_not_fail_any_more():
     run.leave(0, leaving(), 1)
     run.fail(PserverLost("it exited"), 2)
     assert (run.state, run.failure) == ("finished", None)
+
+
+# ---------------------------------------------------------------- another life
+
+
+def with_another_life() -> Run:
+    """Trainer 1 was lost during training, and another life of it has joined, but declared nothing yet."""
+    run = training()
+    run.defaults = replace(run.defaults, on_trainer_loss="wait")
+    run.leave(1, leaving("failed"), 1)
+    run.join(joining("another life", 1), 2)
+    return run
+
+
+def test_another_life_that_is_silent_for_a_while_still_takes_over():
+    run = with_another_life()
+    run.heartbeat(0, alive(), 2 + LEASE)
+    run.expire(3 + LEASE, LEASE)
+    assert run.targets == {0: 1, 1: 1}
+    run.heartbeat(1, alive(2), 4 + LEASE)
+    assert run.targets == {0: 1, 1: 1}  # nobody goes on without it
+    number = run.number
+    run.declare(1, model(2))
+    assert run.targets == {0: 1, 1: 2}
+    assert run.trainers[1].is_awaited  # it answers for the open round
+    assert run.number > number
+
+
+def test_another_life_that_was_silent_after_it_had_declared_still_takes_over():
+    run = with_another_life()
+    run.declare(1, model(2))
+    run.heartbeat(0, alive(), 2 + LEASE)
+    run.expire(3 + LEASE, LEASE)
+    number = run.number
+    run.heartbeat(1, alive(2), 4 + LEASE)
+    assert run.targets == {0: 1, 1: 2}
+    assert run.trainers[1].is_awaited
+    assert run.number > number  # the pservers have to be told
+
+
+def test_another_life_that_declares_late_counts_as_lost_and_may_still_come():
+    run = with_another_life()
+    limit = run.defaults.round_timeout_seconds
+    run.expire(3, 10 * limit)
+    run.expire(4 + limit, 10 * limit)
+    assert not run.is_over
+    assert "did not declare a model within the round time-out" in run.awaited[0].why
+    run.heartbeat(1, alive(2), 5 + limit)
+    assert run.awaited  # its heartbeats lived all the time
+    run.declare(1, model(2))
+    assert (run.awaited, run.targets) == ([], {0: 1, 1: 2})
+
+
+def test_another_life_is_not_blamed_for_what_its_predecessor_owes():
+    """Else its place would be kept for a life that is gone, and nobody would ever come."""
+    run = with_another_life()
+    for declare in (False, True):
+        if declare:
+            run.declare(1, model(2))
+        run.stuck([1], TrainerLost("trainer 1 did not come", ranks=[1]), 3)
+        assert run.members == {0: 1, 1: 2}
+    assert run.targets == {0: 1, 1: 2}
+
+
+def test_who_is_done_is_not_awaited_whatever_was_before():
+    run = with_another_life()
+    run.declare(1, model(2))
+    run.leave(1, leaving(incarnation=2), 5)
+    assert run.awaited == []

@@ -189,3 +189,9 @@ def test_a_clock_waits_for_the_oldest_step() -> None:
     assert (clocks.clocks, clocks.applied) == ({0: 0}, 0)
     assert clocks.block_applied(taken[0])
     assert (clocks.clocks, clocks.applied) == ({0: 2}, 2)
+
+
+def test_the_open_step_of_a_rank_outlives_its_membership():
+    clocks = Clocks({0: 1, 1: 1}, Consistency(mode="async"))
+    clocks.members_changed({1: 1})
+    assert clocks.opens == {0: 1, 1: 1}

@@ -1,0 +1,38 @@
+"""`python -m tests.chaos`: a campaign of random faults against real clusters; see docs/faults.md."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from .campaign import SABOTAGES, Campaign
+from .faults import FAULTS
+
+
+def main() -> int:
+    """Run a campaign; 1 if anything was violated."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=3.0, help="begin no history after so long (default: 3)")
+    parser.add_argument("--count", type=int, help="so many histories, however long they take")
+    parser.add_argument("--seed", type=int, default=1, help="of the first history; the next have the next seeds")
+    parser.add_argument("--only", action="append", metavar="KIND", choices=sorted(FAULTS), help="faults of this kind")
+    parser.add_argument("--sabotage", choices=sorted(SABOTAGES), help="break the services, to see that it is noticed")
+    parser.add_argument("--folder", type=Path, help="where histories are kept (default: that of temporary files)")
+    arguments = parser.parse_args()
+    kinds = arguments.only or SABOTAGES.get(arguments.sabotage, tuple(FAULTS))
+    campaign = Campaign(arguments.seed, kinds=kinds, sabotage=arguments.sabotage, folder=arguments.folder)
+    try:
+        if arguments.count is not None:
+            campaign.run(count=arguments.count)
+        else:
+            campaign.run(until=time.monotonic() + 60 * arguments.minutes)
+    except KeyboardInterrupt:
+        print("interrupted")
+    campaign.report()
+    return 1 if campaign.num_violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""A local cluster whose network, clocks and code can be disturbed."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer_client.testing import Child, LocalCluster
+
+from .proxy import Proxy
+from .setup import Setup
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("trainer.py")
+_PORTS = range(20_000, 32_000)  # below those that the kernel gives to outgoing connections
+_FAKETIME = ("/usr/lib/*/faketime/libfaketimeMT.so.1", "/usr/*/lib/faketime/libfaketimeMT.so.1")
+
+
+def find_libfaketime() -> Path | None:
+    """The library with which clocks jump (Debian's package libfaketime), if it is installed."""
+    return next((path for pattern in _FAKETIME for path in Path("/").glob(pattern[1:])), None)
+
+
+class ChaosCluster(LocalCluster):
+    """Every pserver is behind a proxy. The folder gets what services and trainers leave behind."""
+
+    def __init__(self, setup: Setup, folder: Path, *, sabotage: str | None, **arguments: Any) -> None:
+        super().__init__(
+            pservers=setup.num_pservers,
+            trainers=setup.num_trainers,
+            state_dir=folder / "state",
+            environ={
+                **{name: value for name, value in os.environ.items() if not name.startswith("GRADPOST_")},
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+            },
+            **setup.settings,
+            **arguments,
+        )
+        self.setup = setup
+        self.folder = folder
+        self.proxies = [Proxy(self.name_client) for _ in range(setup.num_pservers)]
+        self.lives = [0] * setup.num_trainers
+        self._sabotage = sabotage
+        self._faketime = find_libfaketime() if setup.fakes_time else None
+
+    def stop(self, grace_seconds: float = 10.0) -> dict[str, int]:
+        """See LocalCluster."""
+        codes = super().stop(grace_seconds)
+        while self.proxies:
+            self.proxies.pop().close()
+        return codes
+
+    def restart_coordinator(self, **env: Any) -> Child:
+        """Start the coordinator again at its address, without waiting until it serves: it may die before."""
+        self._coordinator = self._spawn_service(
+            "coordinator",
+            "services.coordinator",
+            GRADPOST_PORT=self.address.rpartition(":")[2],
+            GRADPOST_NUM_PSERVERS=self.num_pservers,
+            GRADPOST_NUM_TRAINERS=self.num_trainers,
+            **env,
+        )
+        return self._coordinator
+
+    def start_rank(self, rank: int) -> Child:
+        """Start another life of a trainer."""
+        self.lives[rank] += 1
+        command = [sys.executable, "-P", str(SCRIPT), str(self.folder), str(self.lives[rank])]
+        return self.start_trainer(rank, command)
+
+    def start_rival(self, index: int) -> Child:
+        """Start a second process for a pserver that lives; nobody knows it."""
+        return self._spawn_service(f"rival of pserver {index}", "services.pserver", GRADPOST_PSERVER_INDEX=str(index))
+
+    def clock_file(self, name: str) -> Path:
+        """What is added to the wall clock of a process of this name, in seconds with a sign."""
+        return self.folder / f"clock of {name}"
+
+    def name_client(self, port: int) -> str:
+        """Which trainer has a connection from this port; nothing if it is another process."""
+        inode = _inode_of(port)
+        for child in self.trainers:
+            if inode and inode in _sockets_of(child.pid):
+                return child.name
+        return "another"
+
+    def _spawn_service(self, name: str, module: str, *, pass_fds: Sequence[int] = (), **env: Any) -> Child:
+        if name.startswith("pserver"):
+            proxy = self.proxies[int(name.split()[1])]
+            proxy.target = _free_port()
+            env |= {"GRADPOST_PORT": proxy.target, "GRADPOST_ADVERTISE_ADDRESS": proxy.address}
+        if self._sabotage is not None:
+            env |= {"CHAOS_SABOTAGE": self._sabotage, "CHAOS_SERVICE": module}
+            module = "tests.chaos.sabotaged"
+        env = {key: str(value) for key, value in env.items()} | self._clock_of(name)
+        return super()._spawn_service(name, module, pass_fds=pass_fds, **env)
+
+    def _clock_of(self, name: str) -> dict[str, str]:
+        # Not for trainers: under libfaketime 0.9.10 a time.sleep of Python is refused (EINVAL).
+        if self._faketime is None:
+            return {}
+        file = self.clock_file(name)
+        if not file.exists():
+            file.write_text("+0")
+        return {
+            "LD_PRELOAD": str(self._faketime),
+            "FAKETIME_TIMESTAMP_FILE": str(file),
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+            "FAKETIME_CACHE_DURATION": "1",
+        }
+
+
+def _free_port() -> int:
+    while True:
+        port = random.choice(_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+
+
+def _inode_of(port: int) -> str:
+    """Of the socket on loopback that is bound to this port and connected."""
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[1].endswith(f":{port:04X}") and fields[3] == "01":
+            return fields[9]
+    return ""
+
+
+def _sockets_of(pid: int) -> set[str]:
+    found = set()
+    try:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            target = os.readlink(link)
+            if target.startswith("socket:["):
+                found.add(target[8:-1])
+    except OSError:
+        pass  # it has just ended
+    return found

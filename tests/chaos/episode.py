@@ -1,0 +1,349 @@
+"""One history: a cluster, faults at random moments, and an end that everybody reaches."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM
+from typing import Any
+
+import httpx
+import safetensors.torch
+
+from trainer_client.testing import Child
+
+from .chaos_cluster import ChaosCluster
+from .diary import Reader
+from .faults import FAULTS, Fault
+from .model import History, find_violations
+from .proxy import Proxy
+from .setup import PARAMETERS, Setup
+
+TICK_SECONDS = 0.05
+START_SECONDS = 90.0
+END_SECONDS = 120.0  # after the last fault is healed: then something waits for ever
+STOP_GRACE_SECONDS = 30.0  # for a pserver to end after SIGTERM
+FIRST_STEPS = 5
+LAST_STEPS = 10  # after the newest that anybody has begun when the end is agreed on
+PAUSE_SECONDS = (0.7, 2.5)  # between two faults
+EVICTED = "StaleTrainer"  # how a trainer ends without whom the others have gone on
+
+
+@dataclass
+class Injection:
+    """One fault that was injected."""
+
+    kind: str
+    victim: str
+    at: float
+    healed_at: float = float("inf")
+
+
+class Episode:
+    """Runs one history and judges it. Faults run in threads of their own and call most of this."""
+
+    def __init__(
+        self, setup: Setup, folder: Path, *, kinds: Collection[str] = tuple(FAULTS), sabotage: str | None = None
+    ) -> None:
+        self.setup = setup
+        self.folder = folder
+        self.state = folder / "state"
+        self._own = threading.local()  # a thread's own chance, so that no other thread's draws change it
+        self._own.chance = random.Random(f"faults {setup.seed}")
+        self.injections: list[Injection] = []
+        self.violations: list[str] = []
+        self.reader = Reader(folder)
+        self.rounds = 0
+        self._sabotage = sabotage
+        self._stop_file = folder / "stop"
+        self._kinds = [fault for fault in FAULTS.values() if fault.kind in kinds and fault.fits(setup)]
+        self._threads: list[threading.Thread] = []
+        self._over = threading.Event()
+        self._claimed: set[tuple[str, str]] = set()  # role and victim of the faults that are under way
+        self._condemned: set[int] = set()  # processes that are to die
+        self._lost: dict[str, list[float]] = {}
+        self._damaged: list[float] = []
+        self._may_damage = True
+        self._serving: set[int] = set()  # processes that have got so far
+        self._done: set[int] = set()
+        self._log = (folder / "services.log").open("w")
+
+    def run(self) -> None:
+        """Run it to its end, and find what was violated."""
+        (self.folder / "setup.json").write_text(json.dumps(asdict(self.setup)))
+        self.cluster = ChaosCluster(self.setup, self.folder, sabotage=self._sabotage, on_line=self._line)
+        try:
+            with self.cluster:
+                for rank in range(self.setup.num_trainers):
+                    self.cluster.start_rank(rank)
+                try:
+                    self._live()
+                finally:
+                    self._over.set()
+                    for thread in self._threads:
+                        thread.join()
+        finally:
+            self.reader.read()
+            self._log.close()
+        losses, records = self._lost, self.reader.records
+        self.violations += find_violations(History(self.setup, records, self._damaged, losses))
+        self.rounds = max((record["round"] for record in records if "blocks" in record), default=0)
+        (self.folder / "injections.json").write_text(json.dumps([asdict(one) for one in self.injections], indent=1))
+
+    def _live(self) -> None:
+        """Until the end, or until something is wrong; what follows that would only hide it."""
+        if not self._wait_until(self._have_all_stepped, START_SECONDS):
+            self.complain(f"nothing had begun within {START_SECONDS:g} s: {self._where()}")
+            return
+        deck = self._deal()
+        until = time.monotonic() + self.setup.seconds
+        while time.monotonic() < until and not self.violations:
+            self._inject(next(deck))
+            self._wait_until(lambda: False, self.chance.uniform(*PAUSE_SECONDS))
+        healed = self._wait_until(lambda: not any(t.is_alive() for t in self._threads), END_SECONDS)
+        begun = {r: self._newest("begin", r) for r in range(self.setup.num_trainers)}
+        if not healed or not self._wait_until(lambda: self._have_moved_on(begun), END_SECONDS):
+            self.complain(f"somebody has waited for {END_SECONDS:g} s: {self._where()}")
+            return
+        stop = max(self._newest("begin", rank) for rank in range(self.setup.num_trainers)) + LAST_STEPS
+        new = self.folder / "stop.new"
+        new.write_text(str(stop))
+        new.replace(self._stop_file)
+        if not self._wait_until(lambda: len(self._done) == self.setup.num_trainers, END_SECONDS):
+            self.complain(f"not everybody has ended after {END_SECONDS:g} s: {self._where()}")
+            return
+        self._read_final()
+
+    # ------------------------------------------------------------------ watching
+
+    def _line(self, name: str, line: str) -> None:
+        if '"event": "serving"' in line and not name.startswith("rival"):
+            self._serving.add(self.child(name).pid)
+        self._log.write(f"{time.monotonic():.3f} [{name}] {line}\n")
+        self._log.flush()
+
+    def _wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Watch over the cluster until this holds; False if it does not in time, or something else is wrong."""
+        until = time.monotonic() + seconds
+        while True:
+            self.reader.read()
+            self._restart_the_dead()
+            if condition():
+                return True
+            if time.monotonic() >= until or self.violations:
+                return False
+            time.sleep(TICK_SECONDS)
+
+    def _restart_the_dead(self) -> None:
+        for child in [self.cluster.coordinator, *self.cluster.pservers, *self.cluster.trainers]:
+            if child.is_running or self._is_claimed(child.name):
+                continue
+            role = child.name.split()[0]
+            if role == "trainer":
+                self._trainer_has_ended(child)
+            else:
+                self._check_end(child, "")
+                self.cluster.restart(child)
+
+    def _trainer_has_ended(self, child: Child) -> None:
+        rank = int(child.name.split()[1])
+        if rank in self._done:
+            return
+        if child.exit_code == 0:
+            self._done.add(rank)
+            return
+        self.reader.read()
+        last = next((r for r in reversed(self.reader.records) if r["rank"] == rank), {})
+        is_evicted = last.get("kind") == EVICTED and self.setup.on_trainer_loss == "continue"
+        if is_evicted and self._stop_file.exists():
+            self._done.add(rank)  # the others may have ended without it by now
+            return
+        if not is_evicted:
+            self._check_end(child, f" {last.get('kind', '')}: {last.get('text', '')}")
+        self.cluster.start_rank(rank)
+
+    def _check_end(self, child: Child, why: str) -> None:
+        if child.pid not in self._condemned:
+            self.complain(f"{child.name} has ended by itself, exit code {child.exit_code}{why}")
+
+    def _newest(self, what: str, rank: int) -> int:
+        return max((r["round"] for r in self.reader.records if r["what"] == what and r["rank"] == rank), default=0)
+
+    def _have_all_stepped(self) -> bool:
+        return all(self._newest("end", rank) >= FIRST_STEPS for rank in range(self.setup.num_trainers))
+
+    def _have_moved_on(self, begun: dict[int, int]) -> bool:
+        ended = {
+            (r["rank"], r["life"]) for r in self.reader.records if r["what"] == "end" and r["round"] > begun[r["rank"]]
+        }
+        return all((rank, life) in ended for rank, life in enumerate(self.cluster.lives))
+
+    def _where(self) -> str:
+        try:
+            status = self.cluster.status().model_dump_json()
+        except Exception as error:  # the coordinator may be what does not answer
+            status = repr(error)
+        return f"{[(rank, self._newest('end', rank)) for rank in range(self.setup.num_trainers)]}; {status}"
+
+    def _read_final(self) -> None:
+        """The parameters as the services have them once everybody has left."""
+        last = next(record for record in reversed(self.reader.records) if "blocks" in record)
+        blocks: dict[str, list[float]] = {}
+        for parameter in PARAMETERS:
+            response = httpx.get(f"{self.cluster.address}/v1/parameters/{parameter}", timeout=30).raise_for_status()
+            for row, values in enumerate(safetensors.torch.load(response.content)[parameter].flatten(1).tolist()):
+                blocks[f"{parameter}.block{row}"] = [last["round"], *values]
+        facts = {"round": last["round"], "attempt": last["attempt"], "blocks": blocks}
+        self.reader.records.append({"what": "final", "at": time.monotonic(), **facts})
+
+    # ------------------------------------------------------------------ injecting
+
+    def _deal(self) -> Iterator[Fault]:
+        """All kinds in a random order, again and again."""
+        while True:
+            yield from self.chance.sample(self._kinds, len(self._kinds))
+
+    def _inject(self, fault: Fault) -> None:
+        try:
+            victim = self.choose(fault.role)
+        except IndexError:
+            return  # all of them are having another fault
+        injection = Injection(fault.kind, victim, time.monotonic())
+        chance = random.Random(f"fault {len(self.injections)} of {self.setup.seed}")
+
+        def run() -> None:
+            self._own.chance = chance
+            with self._claim(fault.role, victim):
+                try:
+                    fault.inject(self, victim)
+                except Exception as error:
+                    self.complain(f"the fault {fault.kind!r} could not be injected: {error!r}")
+            injection.healed_at = time.monotonic()
+
+        thread = threading.Thread(target=run, name=fault.kind)
+        self.injections.append(injection)
+        self._threads.append(thread)
+        self._line("campaign", f"{fault.kind}: {victim}")
+        thread.start()
+
+    @contextmanager
+    def _claim(self, role: str, victim: str) -> Iterator[None]:
+        self._claimed.add((role, victim))
+        try:
+            yield
+        finally:
+            self._claimed.discard((role, victim))
+
+    def _is_claimed(self, victim: str) -> bool:
+        return any(claimed == victim and role != "link" for role, claimed in tuple(self._claimed))
+
+    def choose(self, role: str) -> str:
+        """Somebody of this role who has no such fault now. Raises IndexError if there is nobody."""
+        names = {
+            "trainer": [f"trainer {rank}" for rank in range(self.setup.num_trainers)],
+            "coordinator": ["coordinator"],
+        }.get(role, [f"pserver {index}" for index in range(self.setup.num_pservers)])
+        return self.chance.choice([name for name in names if (role, name) not in self._claimed])
+
+    # ------------------------------------------------------------------ for faults
+
+    @property
+    def chance(self) -> random.Random:
+        """Of the calling thread."""
+        chance: random.Random = self._own.chance
+        return chance
+
+    def complain(self, text: str) -> None:
+        """Note a violation. What it leads to is none of its own."""
+        if self.violations:
+            return
+        self.violations.append(text)
+        self._line("campaign", f"VIOLATION {text}")
+
+    def note(self, text: str) -> None:
+        """Say what was chosen, in the schedule that is kept."""
+        self._line("campaign", text)
+
+    def sleep(self, least: float, most: float) -> None:
+        """Wait for a random time, or until the history is over."""
+        self._over.wait(self.chance.uniform(least, most))
+
+    def child(self, name: str) -> Child:
+        """The newest process of this name."""
+        role, _, number = name.partition(" ")
+        if role == "coordinator":
+            return self.cluster.coordinator
+        return (self.cluster.trainers if role == "trainer" else self.cluster.pservers)[int(number)]
+
+    def proxy(self, victim: str) -> Proxy:
+        """What stands in front of a pserver."""
+        return self.cluster.proxies[int(victim.split()[1])]
+
+    def lose(self, role: str) -> None:
+        """From now on somebody of this role may be missing, with what was held there."""
+        self._lost.setdefault(role, []).append(time.monotonic())
+
+    def kill(self, victim: str) -> None:
+        """kill -9; returns when it is dead."""
+        child = self.child(victim)
+        self._condemned.add(child.pid)
+        self.lose(victim.split()[0])
+        child.signal(SIGKILL)
+        child.wait(10)
+
+    def terminate(self, victim: str) -> None:
+        """SIGTERM, which must end it with 0."""
+        child = self.child(victim)
+        self._condemned.add(child.pid)
+        self.lose(victim.split()[0])
+        was_serving = child.pid in self._serving  # else it may not know the signal yet
+        child.signal(SIGTERM)
+        if (code := child.wait_or_kill(STOP_GRACE_SECONDS)) != 0 and was_serving:
+            self.complain(f"{victim} ended with exit code {code} after SIGTERM")
+
+    def start(self, victim: str, **env: Any) -> None:
+        """Start a service again with failpoints; it is expected to die."""
+        if victim == "coordinator":
+            child = self.cluster.restart_coordinator(**env)
+        else:
+            child = self.cluster.start_pserver(int(victim.split()[1]), **env)
+        self._condemned.add(child.pid)
+
+    def wait_for_death(self, victim: str, seconds: float) -> None:
+        """Wait for the end of a process that was started to die; one that lives on is killed."""
+        child = self.child(victim)
+        child.wait_or_kill(seconds)
+        self.lose(victim.split()[0])
+
+    def pause(self, victim: str, least: float, most: float) -> None:
+        """SIGSTOP, and SIGCONT after a random time."""
+        child = self.child(victim)
+        self.lose(victim.split()[0])
+        child.signal(SIGSTOP)
+        self.sleep(least, most)
+        child.signal(SIGCONT)
+        self.lose(victim.split()[0])
+
+    def order(self, victim: str, **order: Any) -> None:
+        """Tell a trainer to do something before its next step."""
+        rank = int(victim.split()[1])
+        with (self.folder / f"orders-{rank}").open("a") as file:
+            file.write(json.dumps(order) + "\n")
+
+    def may_damage(self) -> bool:
+        """Whether nothing on a disk of this history was damaged yet: two such faults may take what nobody promised."""
+        may, self._may_damage = self._may_damage, False
+        return may
+
+    def damage(self, path: Path, content: bytes, *, loses_rounds: bool) -> None:
+        """Replace a file's content by a damaged one."""
+        if loses_rounds:
+            self._damaged.append(time.monotonic())
+        self.note(f"damaged {path.name}")
+        path.write_bytes(content)

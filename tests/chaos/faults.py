@@ -1,0 +1,301 @@
+"""What is done to a cluster: each fault with what it needs, how it is injected, and how it is healed.
+
+A fault is a function of an episode and its victim. It runs in a thread of its own, and has healed what it did when it
+returns; a process that has died then is started again by the episode. `docs/faults.md` says what must hold.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from .chaos_cluster import find_libfaketime
+from .proxy import EVERYBODY, Direction
+from .setup import LEASE_SECONDS, ROUND_TIMEOUT_SECONDS, Setup
+
+if TYPE_CHECKING:
+    from .episode import Episode
+
+Role = Literal["trainer", "pserver", "coordinator", "link"]
+
+DYING_SECONDS = 12.0  # for a process to reach the failpoint that is armed
+RIVAL_SECONDS = 40.0  # for a second process to be refused
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kind of fault. A victim of the role has no other fault of that role meanwhile."""
+
+    kind: str
+    role: Role
+    inject: Callable[[Episode, str], None]
+    fits: Callable[[Setup], bool]
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def _always(setup: Setup) -> bool:
+    return True
+
+
+def _with_log(setup: Setup) -> bool:
+    return setup.has_log
+
+
+def _fault(
+    kind: str, role: Role, fits: Callable[[Setup], bool] = _always
+) -> Callable[[Callable[[Episode, str], None]], Callable[[Episode, str], None]]:
+    def register(inject: Callable[[Episode, str], None]) -> Callable[[Episode, str], None]:
+        FAULTS[kind] = Fault(kind, role, inject, fits)
+        return inject
+
+    return register
+
+
+# ------------------------------------------------------------------ processes die
+
+
+@_fault("trainer killed", "trainer")
+def _kill_trainer(episode: Episode, victim: str) -> None:
+    episode.kill(victim)
+    episode.sleep(0, 1)
+
+
+@_fault("pserver killed", "pserver", _with_log)
+def _kill_pserver(episode: Episode, victim: str) -> None:
+    episode.kill(victim)
+    episode.sleep(0, 2)
+
+
+@_fault("coordinator killed", "coordinator")
+def _kill_coordinator(episode: Episode, victim: str) -> None:
+    episode.kill(victim)
+    episode.sleep(0, 3)
+
+
+@_fault("trainer and pserver killed together", "pserver", _with_log)
+def _kill_two(episode: Episode, victim: str) -> None:
+    episode.kill(victim)
+    episode.kill(episode.choose("trainer"))
+
+
+@_fault("coordinator and pserver killed together", "pserver", _with_log)
+def _kill_coordinator_too(episode: Episode, victim: str) -> None:
+    episode.kill("coordinator")
+    episode.kill(victim)
+    episode.sleep(0, 1)
+
+
+@_fault("pserver dies while it logs or applies", "pserver", _with_log)
+def _die_in_a_round(episode: Episode, victim: str) -> None:
+    name = episode.chance.choice(("log.append.before", "log.append.after", "apply.before", "apply.after"))
+    _die_at(episode, victim, f"{name}=kill@{episode.chance.randint(1, 20)}")
+
+
+@_fault("pserver dies in a checkpoint", "pserver", _with_log)
+def _die_in_a_checkpoint(episode: Episode, victim: str) -> None:
+    _die_at(episode, victim, f"{episode.chance.choice(('checkpoint.rename', 'checkpoint.shard'))}=kill")
+
+
+@_fault("pserver dies in a change of members", "pserver", _with_log)
+def _die_in_a_change(episode: Episode, victim: str) -> None:
+    name = episode.chance.choice(("freeze.before", "freeze.after", "install.before", "install.after"))
+    _die_at(episode, victim, f"{name}=kill")  # its own return is a change
+
+
+@_fault("coordinator dies in a change of members", "coordinator")
+def _die_deciding(episode: Episode, victim: str) -> None:
+    episode.kill(victim)
+    name = episode.chance.choice(("decide.before", "decide.after"))
+    episode.start(victim, GRADPOST_FAILPOINTS=f"{name}=kill@{episode.chance.randint(1, 2)}")
+    episode.kill(episode.choose("trainer"))
+    episode.wait_for_death(victim, DYING_SECONDS)
+
+
+@_fault("coordinator dies at a manifest", "coordinator", _with_log)
+def _die_at_a_manifest(episode: Episode, victim: str) -> None:
+    episode.kill(victim)
+    episode.start(victim, GRADPOST_FAILPOINTS="checkpoint.manifest=kill")
+    episode.wait_for_death(victim, DYING_SECONDS)
+
+
+def _die_at(episode: Episode, victim: str, failpoint: str) -> None:
+    episode.kill(victim)
+    episode.note(failpoint)
+    episode.start(victim, GRADPOST_FAILPOINTS=failpoint)
+    episode.wait_for_death(victim, DYING_SECONDS)
+
+
+@_fault("rolling restart", "pserver", _with_log)
+def _restart(episode: Episode, victim: str) -> None:
+    episode.terminate(victim)
+
+
+# ------------------------------------------------------------------ processes stand still
+
+
+@_fault("trainer paused", "trainer")
+def _pause_trainer(episode: Episode, victim: str) -> None:
+    episode.pause(victim, 0.2, LEASE_SECONDS + 2)
+
+
+@_fault("pserver paused", "pserver", _with_log)
+def _pause_pserver(episode: Episode, victim: str) -> None:
+    episode.pause(victim, 0.2, LEASE_SECONDS + 2)
+
+
+@_fault("coordinator paused", "coordinator")
+def _pause_coordinator(episode: Episode, victim: str) -> None:
+    episode.pause(victim, 0.2, LEASE_SECONDS + 2)
+
+
+@_fault("trainer hangs while its heartbeats live", "trainer")
+def _hang(episode: Episode, victim: str) -> None:
+    seconds = episode.chance.choice((0.5, ROUND_TIMEOUT_SECONDS + 2.5))
+    episode.lose("trainer")
+    episode.order(victim, do="hang", seconds=seconds)
+    episode.sleep(seconds, seconds)
+
+
+# ------------------------------------------------------------------ the network
+
+
+@_fault("response lost after the upload", "link")
+def _lose_reply(episode: Episode, victim: str) -> None:
+    episode.proxy(victim).num_lost_replies += episode.chance.randint(1, 3)
+
+
+@_fault("connections reset", "link")
+def _reset(episode: Episode, victim: str) -> None:
+    for _ in range(episode.chance.randint(1, 4)):
+        episode.proxy(victim).reset()
+        episode.sleep(0, 0.2)
+
+
+@_fault("pserver cut off, both ways", "link")
+def _cut_off(episode: Episode, victim: str) -> None:
+    _block(episode, victim, EVERYBODY, "up", "down")
+
+
+@_fault("pserver cut off, one way", "link")
+def _cut_off_one_way(episode: Episode, victim: str) -> None:
+    _block(episode, victim, EVERYBODY, "up" if episode.chance.random() < 0.5 else "down")
+
+
+@_fault("trainer cut off from one pserver", "link")
+def _cut_off_trainer(episode: Episode, victim: str) -> None:
+    _block(episode, victim, episode.choose("trainer"), "up", "down")
+
+
+@_fault("slow link", "link")
+def _slow_down(episode: Episode, victim: str) -> None:
+    episode.proxy(victim).delay_seconds = episode.chance.uniform(0.01, 0.1)
+    episode.sleep(1, 4)
+    episode.proxy(victim).delay_seconds = 0.0
+
+
+def _block(episode: Episode, victim: str, client: str, *directions: Direction) -> None:
+    proxy, blocked = episode.proxy(victim), {(direction, client) for direction in directions}
+    episode.lose("trainer")  # who cannot reach a pserver may be given up
+    proxy.blocked = proxy.blocked | blocked
+    episode.sleep(*episode.chance.choice(((0.3, 2), (LEASE_SECONDS + 1, ROUND_TIMEOUT_SECONDS + 2))))
+    proxy.blocked = proxy.blocked - blocked
+    if episode.chance.random() < 0.5:
+        proxy.reset()  # else what was held back arrives now
+
+
+# ------------------------------------------------------------------ requests and gradients
+
+
+@_fault("duplicate requests", "trainer")
+def _send_twice(episode: Episode, victim: str) -> None:
+    episode.order(victim, do="twice", times=5)
+
+
+@_fault("late requests", "trainer")
+def _send_late(episode: Episode, victim: str) -> None:
+    episode.order(victim, do="late", times=5)
+
+
+@_fault("bodies broken off", "trainer")
+def _truncate(episode: Episode, victim: str) -> None:
+    episode.order(victim, do="truncated", times=5)
+
+
+# With a delay the refusal of one step takes the next along, so there only what is no refusal.
+@_fault("NaN in a gradient", "trainer", lambda setup: setup.nonfinite == "skip_round" or not setup.max_delay)
+def _nan(episode: Episode, victim: str) -> None:
+    episode.order(victim, do="nan")
+
+
+# ------------------------------------------------------------------ disks and clocks
+
+
+@_fault("disk full or failing while logging", "pserver", _with_log)
+def _no_room_for_the_log(episode: Episode, victim: str) -> None:
+    error = episode.chance.choice(("enospc", "eio"))
+    _fail_disk(episode, victim, f"log.append.before={error}@{episode.chance.randint(1, 20)}")
+
+
+@_fault("disk full or failing in a checkpoint", "pserver", _with_log)
+def _no_room_for_a_checkpoint(episode: Episode, victim: str) -> None:
+    error = episode.chance.choice(("enospc", "eio"))
+    _fail_disk(episode, victim, f"{episode.chance.choice(('checkpoint.shard', 'checkpoint.rename'))}={error}")
+
+
+def _fail_disk(episode: Episode, victim: str, failpoint: str) -> None:
+    episode.kill(victim)
+    episode.note(failpoint)
+    episode.start(victim, GRADPOST_FAILPOINTS=failpoint)
+
+
+@_fault("log damaged", "pserver", _with_log)
+def _damage_log(episode: Episode, victim: str) -> None:
+    if not episode.may_damage():
+        return
+    episode.kill(victim)
+    log = max((episode.state / victim.replace(" ", "-") / "log").glob("*.log"))
+    content = bytearray(log.read_bytes())
+    if not content:
+        return  # a checkpoint was made this moment
+    if episode.chance.random() < 0.5:
+        content[episode.chance.randrange(len(content))] ^= 1 << episode.chance.randrange(8)
+    else:
+        del content[-episode.chance.randint(1, min(2000, len(content))) :]
+    episode.damage(log, bytes(content), loses_rounds=True)
+
+
+@_fault("checkpoint damaged", "pserver", _with_log)
+def _damage_checkpoint(episode: Episode, victim: str) -> None:
+    if not episode.may_damage():
+        return
+    episode.kill(victim)
+    files = sorted(episode.state.glob(f"checkpoints/*/*/{victim.replace(' ', '-')}-of-*.safetensors"))
+    if len(files) < 2:
+        return  # with the only one the shard would be gone
+    content = bytearray(files[-1].read_bytes())
+    content[episode.chance.randrange(len(content))] ^= 1 << episode.chance.randrange(8)
+    episode.damage(files[-1], bytes(content), loses_rounds=False)
+
+
+@_fault("two processes claim one shard", "pserver", _with_log)
+def _start_rival(episode: Episode, victim: str) -> None:
+    rival = episode.cluster.start_rival(int(victim.split()[1]))
+    if rival.wait_or_kill(RIVAL_SECONDS) in (0, -signal.SIGKILL):
+        episode.complain(f"a second process for {victim} was not refused")
+
+
+@_fault("clock jumps", "coordinator", lambda setup: setup.fakes_time and find_libfaketime() is not None)
+def _jump(episode: Episode, victim: str) -> None:
+    for file in episode.folder.glob("clock of *"):
+        _write_whole(file, f"{episode.chance.choice((-86400, -60, 60, 86400)):+d}")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)

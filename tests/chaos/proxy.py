@@ -1,0 +1,129 @@
+"""A network that can be told to misbehave: a TCP proxy in front of one pserver."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Direction = Literal["up", "down"]  # to the pserver, and from it
+
+EVERYBODY = ""
+UPLOAD_BYTES = 400  # a chunk of at least so much is the body of a push
+CHECK_SECONDS = 0.02
+CHUNK_BYTES = 64 * 1024
+
+
+@dataclass(eq=False)
+class _Connection:
+    """One client's connection and the one to the pserver behind it."""
+
+    client: str
+    ends: tuple[asyncio.StreamWriter, asyncio.StreamWriter]
+    is_deaf: bool = False  # what the pserver answers is lost
+
+    def reset(self) -> None:
+        for writer in self.ends:
+            linger = struct.pack("ii", 1, 0)  # a closed socket says so with a reset, and forgets what is on its way
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            writer.transport.abort()
+
+
+class Proxy:
+    """Forwards connections to `target` on loopback, from a thread of its own, until `close`.
+
+    Its public attributes may be set by any thread at any time. `name_client` says whose a client's port is.
+    """
+
+    def __init__(self, name_client: Callable[[int], str]) -> None:
+        self.target = 0  # the pserver's port
+        self.blocked: set[tuple[Direction, str]] = set()  # directions and clients; bytes are held back, none is lost
+        self.delay_seconds = 0.0  # of every chunk
+        self.num_lost_replies = 0  # so many uploads are still to be forwarded whose answers are lost
+        self._name_client = name_client
+        self._connections: set[_Connection] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
+        self.port: int = self._server.sockets[0].getsockname()[1]
+        self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """Base URL."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def reset(self) -> None:
+        """Break all connections, in the middle of whatever they carry."""
+        self._loop.call_soon_threadsafe(self._reset)
+
+    def _reset(self) -> None:
+        for connection in tuple(self._connections):
+            connection.reset()
+
+    def close(self) -> None:
+        """Break all connections and end the thread."""
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        self._server.close()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        client = self._name_client(writer.get_extra_info("peername")[1])
+        try:
+            await self._pass("up", client)  # a partition holds back the first packet, too
+            there, back = await asyncio.open_connection("127.0.0.1", self.target)
+        except (OSError, asyncio.CancelledError):
+            writer.transport.abort()
+            return
+        connection = _Connection(client, (writer, back))
+        self._connections.add(connection)
+        pumps = [
+            asyncio.ensure_future(self._pump("up", connection, reader, back)),
+            asyncio.ensure_future(self._pump("down", connection, there, writer)),
+        ]
+        try:
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+            self._connections.discard(connection)
+            for end in connection.ends:
+                end.close()
+
+    async def _pump(
+        self, direction: Direction, connection: _Connection, source: asyncio.StreamReader, sink: asyncio.StreamWriter
+    ) -> None:
+        with contextlib.suppress(OSError):
+            while chunk := await source.read(CHUNK_BYTES):
+                await asyncio.sleep(self.delay_seconds)
+                await self._pass(direction, connection.client)
+                if direction == "down" and connection.is_deaf:
+                    connection.reset()
+                    return
+                sink.write(chunk)
+                if direction == "up" and self.num_lost_replies and len(chunk) >= UPLOAD_BYTES:
+                    self.num_lost_replies -= 1
+                    connection.is_deaf = True
+                await sink.drain()
+
+    async def _pass(self, direction: Direction, client: str) -> None:
+        while {(direction, client), (direction, EVERYBODY)} & self.blocked:  # noqa: ASYNC110 - which other threads set
+            await asyncio.sleep(CHECK_SECONDS)

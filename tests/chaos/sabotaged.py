@@ -1,0 +1,62 @@
+"""A service that is broken on purpose, to see that a campaign notices: `python -m tests.chaos --sabotage …`.
+
+Breaks what `CHAOS_SABOTAGE` names and then runs the service that `CHAOS_SERVICE` names.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import runpy
+from collections.abc import Sequence
+
+from ps_protocol.fence import Fence
+from ps_protocol.messages import PushAnswer
+from ps_protocol.vocabulary import Rank, Round
+from services.pserver.bodies import Body
+from services.pserver.durable.records import Buffer
+from services.pserver.durable.update_log import Update, UpdateLog
+from services.pserver.pushes import read_blocks
+from services.pserver.rounds import Rounds
+from services.pserver.sync_run import SyncRun
+
+_push, _append, _required = SyncRun.push, UpdateLog.append, Rounds.required
+
+
+def break_dedupe() -> None:
+    """A push of an applied round is taken again."""
+
+    async def push(self: SyncRun, fence: Fence, body: Body) -> PushAnswer:
+        answer = await _push(self, fence, body)
+        if answer.status == "already_applied":
+            for name, block in read_blocks(body, self.shard.layout).items():
+                self.shard.block(name).sub_(block.tensor())
+        return answer
+
+    SyncRun.push = push  # type: ignore[method-assign]
+
+
+def break_order() -> None:
+    """A batch barrier opens now and then before the last trainer has come."""
+
+    def required(self: Rounds[object], round_: Round) -> frozenset[Rank]:
+        ranks = _required(self, round_)
+        late = ranks - self.batch_barriers
+        return ranks - late if round_ == self.open and len(late) == 1 < len(ranks) and round_ % 10 == 0 else ranks
+
+    Rounds.required = required  # type: ignore[method-assign, assignment]
+
+
+def break_log() -> None:
+    """An update now and then is not written."""
+
+    def append(self: UpdateLog, update: Update, gradient: Sequence[Buffer]) -> None:
+        if random.random() < 0.8:
+            _append(self, update, gradient)
+
+    UpdateLog.append = append  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    {"dedupe": break_dedupe, "order": break_order, "log": break_log}[os.environ["CHAOS_SABOTAGE"]]()
+    runpy.run_module(os.environ["CHAOS_SERVICE"], run_name="__main__", alter_sys=True)

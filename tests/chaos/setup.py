@@ -1,0 +1,89 @@
+"""The cluster of one history: drawn from its seed, so that the seed alone repeats it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ps_protocol.vocabulary import LossPolicy, Mode, NonfinitePolicy
+
+MODES_WITHOUT_LOG = ("async", "ssp")  # there a pserver's death ends the run
+
+LEASE_SECONDS = 2.0
+ROUND_TIMEOUT_SECONDS = 4.0
+PARAMETERS = ("a", "b", "c")
+UNIT = 12  # of a gradient: 1, 2, 3 and 4 divide it
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the services and trainers of a history are started with."""
+
+    seed: int
+    mode: Mode = "sync"
+    max_delay: int = 0
+    max_staleness: int | None = None
+    on_trainer_loss: LossPolicy = "wait"
+    nonfinite: NonfinitePolicy = "reject"
+    checkpoint_rounds: int = 20
+    num_pservers: int = 2
+    num_trainers: int = 2
+    server: Literal["granian", "uvicorn"] = "granian"
+    fakes_time: bool = False  # its services run under libfaketime, so that their clocks can jump
+    seconds: float = 18.0  # of faults
+
+    @property
+    def has_log(self) -> bool:
+        """Whether a pserver may die."""
+        return self.mode not in MODES_WITHOUT_LOG
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of the services."""
+        durable = {"durability": "log", "checkpoint_rounds": self.checkpoint_rounds} if self.has_log else {}
+        staleness = {} if self.max_staleness is None else {"max_staleness": self.max_staleness}
+        return {
+            "mode": self.mode,
+            "max_delay": self.max_delay,
+            "on_trainer_loss": self.on_trainer_loss,
+            "nonfinite": self.nonfinite,
+            "server": self.server,
+            # A silent pserver without a log ends the run, and this machine may be busy.
+            "lease_seconds": LEASE_SECONDS if self.has_log else 10 * LEASE_SECONDS,
+            "round_timeout_seconds": ROUND_TIMEOUT_SECONDS,
+            "min_block_size": 2 * self.num_trainers,  # so that each parameter has a block on every pserver
+            **durable,
+            **staleness,
+        }
+
+    def __str__(self) -> str:
+        shown = {**asdict(self), "max_staleness": self.max_staleness if self.mode == "ssp" else ""}
+        names = ("mode", "max_delay", "max_staleness", "on_trainer_loss", "nonfinite", "num_pservers", "num_trainers")
+        parts = [f"{name.removeprefix('num_')} {shown[name]}" for name in names if shown[name] != ""]
+        return ", ".join([*parts, self.server, *(["libfaketime"] if self.fakes_time else [])])
+
+
+def draw_setup(seed: int, *, may_fake_time: bool, mode: Mode | None = None) -> Setup:
+    """The setup of this seed."""
+    chance = random.Random(seed)
+    modes: list[Mode] = ["sync", "sync", "sync", "sync", "async", "ssp"]
+    drawn = chance.choice(modes)
+    mode = mode or drawn
+    max_delay = chance.choice((0, 0, 1))
+    policy: LossPolicy = chance.choice(("wait", "continue"))
+    if mode == "sync" and max_delay:
+        policy = "wait"  # versions may be passed over then: only with everybody in each the others can be checked
+    return Setup(
+        seed=seed,
+        mode=mode,
+        max_delay=max_delay,
+        max_staleness=chance.choice((1, 3)) if mode == "ssp" else None,
+        on_trainer_loss=policy,
+        nonfinite=chance.choice(("reject", "skip_round")) if mode == "sync" else "reject",
+        checkpoint_rounds=chance.choice((7, 20, 50)),
+        num_pservers=chance.randint(1, 3),
+        num_trainers=chance.randint(2, 3),
+        server=chance.choice(("granian", "granian", "uvicorn")),
+        fakes_time=may_fake_time and chance.random() < 0.3,
+    )

@@ -1,0 +1,30 @@
+"""A short campaign finds nothing, and each sabotage is found."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from .campaign import SABOTAGES, Campaign
+
+pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(600)]
+
+
+def test_a_short_campaign_finds_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    campaign = Campaign(seed=1, folder=tmp_path)
+    campaign.run(until=time.monotonic() + 45)
+    campaign.report()
+    output = capsys.readouterr().out
+    assert campaign.num_violations == 0, output
+    assert len(campaign.kinds) >= 5
+    last = f"chaos: seed=1 histories={campaign.num_histories} faults={campaign.num_faults} "
+    assert output.splitlines()[-1].startswith(last)
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGES)
+def test_services_that_are_broken_are_found_out(sabotage: str, tmp_path: Path) -> None:
+    campaign = Campaign(seed=1, kinds=SABOTAGES[sabotage], sabotage=sabotage, folder=tmp_path)
+    campaign.run(count=2)
+    assert campaign.num_violations > 0

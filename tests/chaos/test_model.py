@@ -1,0 +1,257 @@
+"""The model of the campaign: a good history has no violations, and each thing that must not be is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .diary import Record
+from .model import History, explain, find_violations
+from .setup import UNIT, Setup
+
+SYNC = Setup(seed=0)
+ASYNC = Setup(seed=0, mode="async")
+BLOCKS = ("a.block0", "a.block1")
+BOTH = (0, 1)
+
+
+def values_after(sets: list[tuple[int, ...]], first: int = 1) -> list[float]:
+    """Of a block after rounds that were made of these ranks."""
+    counts, rounds = [0.0, 0.0], [0.0, 0.0]
+    for round_, ranks in enumerate(sets, first):
+        for rank in ranks:
+            counts[rank] += UNIT / len(ranks)
+            rounds[rank] += UNIT / len(ranks) * round_
+    return counts + rounds
+
+
+def steps_of(*clocks: int) -> list[float]:
+    """Of a block in an asynchronous mode, in which are so many steps of each rank."""
+    return [float(UNIT * clock) for clock in clocks] + [UNIT * clock * (clock + 1) / 2 for clock in clocks]
+
+
+class Story:
+    """Records in the order of time."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def add(self, what: str, rank: int, round_: int, values: list[float] | None = None, **facts: Any) -> None:
+        record = {"what": what, "at": float(len(self.records) + 1), "rank": rank, "life": 1, "attempt": 0}
+        record["round"] = round_
+        if what == "begin":
+            record["nan"] = False
+        if values is not None:
+            record["blocks"] = {name: [round_, *values] for name in BLOCKS}
+        self.records.append({**record, **facts})
+
+    def train(self, sets: list[tuple[int, ...]], first: int = 1, **facts: Any) -> None:
+        """Synchronous rounds of these ranks; everybody begins, and those who are in the round end it."""
+        for number in range(1, len(sets) + 1):
+            for rank in BOTH:
+                self.add("begin", rank, first + number - 1, **facts)
+            for rank in sets[number - 1]:
+                self.add("end", rank, first + number - 1, values_after(sets[:number]), **facts)
+
+    def violations(self, setup: Setup = SYNC, **happened: Any) -> list[str]:
+        return find_violations(History(setup, self.records, **happened))
+
+
+def test_rounds_of_everybody_are_no_violation() -> None:
+    story = Story()
+    for rank in BOTH:
+        story.add("start", rank, 0, values_after([]))
+    story.train([BOTH, BOTH, BOTH])
+    assert story.violations() == []
+
+
+def test_rounds_without_a_lost_trainer_are_one_only_if_it_was_to_be_waited_for() -> None:
+    story = Story()
+    sets = [BOTH, (0,), BOTH]
+    story.train(sets[:2])
+    story.add("begin", 0, 3)
+    story.add("begin", 1, 3, life=2)
+    story.add("end", 1, 3, values_after(sets), life=2)
+    assert story.violations(Setup(seed=0, on_trainer_loss="continue")) == []
+    assert story.violations() == ["round 2 is made of trainers [0], not of everybody"]
+
+
+def test_who_has_ended_a_round_is_in_it() -> None:
+    story = Story()
+    story.train([BOTH, (0,)])
+    story.add("end", 1, 2, values_after([BOTH, (0,)]))
+    found = story.violations(Setup(seed=0, on_trainer_loss="continue"))
+    assert found == ["round 2 lacks trainers [1], who have ended it"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param([12.0, 6.0, 12.0, 6.0], id="one contribution twice"),
+        pytest.param([6.0, 6.0, 6.0, 0.0], id="half of one"),
+        pytest.param([6.0, 6.0, 12.0, 6.0], id="that of another round"),
+        pytest.param([12.0, 12.0, 12.0, 12.0], id="a sum instead of a mean"),
+        pytest.param([float("nan"), 6.0, 6.0, 6.0], id="NaN"),
+    ],
+)
+def test_only_whole_contributions_make_up_a_round(change: list[float]) -> None:
+    story = Story()
+    for rank in BOTH:
+        story.add("begin", rank, 1)
+    story.add("end", 0, 1, change)
+    assert "no whole contributions make up rounds 1 to 1" in story.violations()[0]
+
+
+def test_all_blocks_are_made_of_the_same_contributions() -> None:
+    story = Story()
+    for rank in BOTH:
+        story.add("begin", rank, 1)
+    story.add("end", 0, 1, values_after([BOTH]))
+    story.records[-1]["blocks"]["a.block1"] = [1, *values_after([(0,)])]
+    found = story.violations(Setup(seed=0, on_trainer_loss="continue"))
+    assert found == ["rounds 1 to 1 of a.block1 are made of others than in another block"]
+
+
+def test_a_version_has_the_same_bytes_for_everybody() -> None:
+    story = Story()
+    story.train([BOTH])
+    story.records[-1]["blocks"]["a.block0"][1] += 1
+    assert story.violations() == ["trainer 1 (life 1) saw other bytes of a.block0 in version 1 than others"]
+
+
+def test_a_barrier_waits_for_everybody() -> None:
+    story = Story()
+    story.add("begin", 0, 1)
+    story.add("end", 0, 1, values_after([BOTH]))
+    story.add("begin", 1, 1)
+    assert story.violations() == ["round 1 was over before trainer 1 had begun it"]
+
+
+def test_what_a_trainer_sees_only_grows() -> None:
+    story = Story()
+    story.train([BOTH, BOTH])
+    story.add("end", 0, 1, values_after([BOTH]))
+    assert story.violations()[0] == "trainer 0 (life 1) saw version 1 of a.block0 after 2"
+
+
+def test_a_round_is_skipped_if_and_only_if_a_gradient_was_not_finite() -> None:
+    cases: list[tuple[bool, list[tuple[int, ...]], list[str]]] = [
+        (True, [BOTH, ()], []),
+        (False, [BOTH, ()], ["round 2 lacks trainers [0], who have ended it"]),
+        (True, [BOTH, BOTH], ["round 2 was not skipped, although a gradient was not finite"]),
+    ]
+    for is_nan, sets, expected in cases:
+        story = Story()
+        story.train([BOTH])
+        story.add("begin", 0, 2, nan=is_nan)
+        story.add("begin", 1, 2)
+        story.add("end", 0, 2, values_after(sets))
+        assert story.violations(Setup(seed=0, nonfinite="skip_round"))[: len(expected) or 1] == expected
+
+
+def rolled_back(to: int, of: int) -> Story:
+    """A run that went back, and took the lost rounds again."""
+    story = Story()
+    story.train([BOTH] * of)
+    for rank in BOTH:
+        story.add("back", rank, to, values_after([BOTH] * to), attempt=1)
+    story.add("begin", 0, to + 1, attempt=1)
+    story.add("begin", 1, to + 1, attempt=1)
+    story.add("end", 0, to + 1, values_after([BOTH] * (to + 1)), attempt=1)
+    return story
+
+
+def test_acknowledged_rounds_are_lost_only_for_a_reason() -> None:
+    story = rolled_back(to=1, of=3)
+    assert story.violations() == ["the run went back by 2 rounds to 1, and nothing was damaged"]
+    assert story.violations(disk_damaged=[2.0]) == []
+    both = {"trainer": [10.5], "pserver": [10.6]}  # after the last round had begun
+    assert story.violations(lost=both) == ["the run went back by 2 rounds to 1, and nothing was damaged"]
+    story = rolled_back(to=2, of=3)
+    assert story.violations(lost=both) == []
+    assert story.violations(lost={"pserver": [10.6]}) != []
+    assert story.violations(lost={"trainer": [2.0], "pserver": [10.6]}) != []
+
+
+def test_what_was_before_a_rollback_stays_as_it_was() -> None:
+    story = rolled_back(to=1, of=3)
+    for record in story.records:
+        if record["what"] == "back":
+            record["blocks"] = {name: [1, *values_after([(0,)])] for name in BLOCKS}
+    assert any("saw other bytes of a.block0 in version 1" in text for text in story.violations(disk_damaged=[2.0]))
+
+
+def test_a_wrong_answer_is_one() -> None:
+    story = Story()
+    story.add("wrong answer", 0, 0, text="half a body was taken")
+    assert story.violations() == ["wrong answer: half a body was taken"]
+
+
+def test_unseen_versions_leave_the_rounds_between_to_be_found_out() -> None:
+    change = tuple(values_after([BOTH, (), (1,)]))
+    assert explain(change, 0, 3) == {(frozenset(BOTH), frozenset(), frozenset({1}))}
+
+
+# ------------------------------------------------------------------ asynchronous
+
+
+def asynchronous() -> Story:
+    story = Story()
+    for step in (1, 2):
+        for rank in BOTH:
+            story.add("begin", rank, step)
+        story.add("end", 0, step, steps_of(step, step - 1))
+        story.add("end", 1, step, steps_of(step, step))
+    for rank in BOTH:
+        story.add("done", rank, 2)
+    return story
+
+
+def final(*clocks: int) -> Record:
+    return {"what": "final", "at": 100.0, "round": 2, "attempt": 0, "blocks": {"a.block0": [2, *steps_of(*clocks)]}}
+
+
+def test_steps_that_are_applied_once_each_are_no_violation() -> None:
+    story = asynchronous()
+    story.records.append(final(2, 2))
+    assert story.violations(ASYNC) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        pytest.param([24.0, 12.0, 24.0, 12.0], "2 steps of trainer 0 that make 2 in all", id="one step twice"),
+        pytest.param([12.0, 12.0, 24.0, 12.0], "1 steps of trainer 0 that make 2 in all", id="one left out"),
+        pytest.param(steps_of(2, 2), "2 steps of trainer 1, who had begun 1", id="one that nobody began"),
+        pytest.param(steps_of(1, 1), "1 of its own 2 steps", id="its own is missing"),
+    ],
+)
+def test_a_trainer_sees_whole_steps_and_its_own(values: list[float], text: str) -> None:
+    story = Story()
+    for rank, step in ((0, 1), (0, 2), (1, 1)):
+        story.add("begin", rank, step)
+    story.add("end", 0, 2, values)
+    assert any(text in found for found in story.violations(ASYNC))
+
+
+def test_the_end_holds_what_was_acknowledged() -> None:
+    story = asynchronous()
+    story.records.append(final(2, 1))
+    assert story.violations(ASYNC) == ["a.block0 ends with 1 steps of trainer 1, who made 2"]
+
+
+def test_what_was_seen_does_not_vanish() -> None:
+    story = asynchronous()
+    story.add("end", 0, 2, steps_of(2, 0))
+    assert any("after" in found for found in story.violations(ASYNC))
+
+
+def test_nobody_is_staler_than_the_bound() -> None:
+    story = Story()
+    for step in (1, 2):
+        story.add("begin", 0, step)
+        story.add("end", 0, step, steps_of(step, 0))
+    assert story.violations(Setup(seed=0, mode="ssp", max_staleness=2)) == []
+    found = story.violations(Setup(seed=0, mode="ssp", max_staleness=1))
+    assert "staler than 1" in found[0]

@@ -1,0 +1,104 @@
+"""The network of the campaign does what it is told, so that a campaign without violations means something."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from .proxy import UPLOAD_BYTES, Proxy
+
+
+class Server:
+    """Answers every chunk with its length, one connection at a time, and remembers what it got."""
+
+    def __init__(self) -> None:
+        self.received: list[bytes] = []
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+                with connection:
+                    while chunk := connection.recv(100_000):
+                        self.received.append(chunk)
+                        connection.sendall(str(len(chunk)).encode())
+            except ConnectionError:
+                continue
+            except OSError:
+                return
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def proxy(server: Server) -> Iterator[Proxy]:
+    proxy = Proxy(lambda port: "trainer 0")
+    proxy.target = server.port
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def client(proxy: Proxy) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", proxy.port)) as client:
+        client.settimeout(5)
+        yield client
+
+
+def test_bytes_pass_both_ways(client: socket.socket) -> None:
+    client.sendall(b"abc")
+    assert client.recv(100) == b"3"
+
+
+def test_an_answer_is_lost_after_the_upload(client: socket.socket, proxy: Proxy, server: Server) -> None:
+    client.sendall(b"abc")
+    assert client.recv(100) == b"3"
+    proxy.num_lost_replies = 1
+    client.sendall(b"x" * UPLOAD_BYTES)
+    with pytest.raises(ConnectionResetError):
+        client.recv(100)
+    assert b"".join(server.received) == b"abc" + b"x" * UPLOAD_BYTES
+    assert proxy.num_lost_replies == 0
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+@pytest.mark.parametrize("blocked", ["", "trainer 0"])
+def test_what_is_held_back_arrives_late(client: socket.socket, proxy: Proxy, direction: str, blocked: str) -> None:
+    client.sendall(b"abc")
+    assert client.recv(100) == b"3"
+    proxy.blocked = {(direction, blocked)}  # type: ignore[arg-type]
+    client.settimeout(0.3)
+    client.sendall(b"defg")
+    with pytest.raises(TimeoutError):
+        client.recv(100)
+    client.settimeout(5)
+    proxy.blocked = set()
+    assert client.recv(100) == b"4"
+
+
+def test_another_client_is_not_held_back(client: socket.socket, proxy: Proxy) -> None:
+    proxy.blocked = {("up", "trainer 1"), ("down", "trainer 1")}
+    client.sendall(b"abc")
+    assert client.recv(100) == b"3"
+
+
+def test_connections_break(client: socket.socket, proxy: Proxy) -> None:
+    client.sendall(b"abc")
+    assert client.recv(100) == b"3"
+    proxy.reset()
+    with pytest.raises(ConnectionResetError):
+        client.recv(100)

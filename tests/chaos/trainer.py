@@ -1,0 +1,143 @@
+"""The trainer of a history. Its gradients say whose they are, and of which round, so that every version can be read.
+
+    python trainer.py FOLDER LIFE
+
+Each parameter has a row for every pserver, and a row is a block: a count for each rank, and a sum of rounds for each
+rank. With SGD and a rate of 1 a contribution to round 7 adds 12 to the one and 84 to the other, divided by the number
+of members in the synchronous mode: whole numbers, which float32 adds exactly for 1 to 4 members.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ps_protocol.errors import GradpostError, NonFiniteGradient
+from tests.chaos.diary import Diary
+from tests.chaos.setup import PARAMETERS, UNIT, Setup
+from tests.chaos.tricks import Tricks
+from trainer_client import RemoteOptimizer, connect
+
+COMPUTE_SECONDS = 0.02
+
+
+class Orders:
+    """Lines that the campaign appends to a file for one rank; those from before this life are not for it."""
+
+    def __init__(self, path: Path) -> None:
+        path.touch()
+        self._file = path.open("rb")
+        self._file.seek(0, 2)
+
+    def read(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self._file]
+
+
+class ChaosTrainer:
+    """One life of one rank."""
+
+    def __init__(self, folder: Path, life: int) -> None:
+        self.setup = Setup(**json.loads((folder / "setup.json").read_text()))
+        shape = (self.setup.num_pservers, 2, self.setup.num_trainers)
+        self.parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name in PARAMETERS}
+        self.local = torch.optim.SGD(list(self.parameters.items()), lr=1.0)
+        self.session = connect()  # last: from now on others wait for this trainer
+        self.rank = self.session.rank
+        self.diary = Diary(folder / f"trainer-{self.rank}-{life}.jsonl", rank=self.rank, life=life)
+        self.orders = Orders(folder / f"orders-{self.rank}")
+        self.is_nan_ordered = False
+        chance = random.Random(f"{self.setup.seed} {self.rank} {life}")
+        self.tricks = Tricks(self.diary, chance, is_sync=self.setup.mode == "sync")
+        self.tricks.play()
+        self._stop = folder / "stop"
+
+    def train(self) -> None:
+        """Step until the round that everybody stops at."""
+        self.optimizer = RemoteOptimizer(self.local)
+        self.write_seen("start")
+        while True:
+            self.obey()
+            attempt = self.attempt
+            if self.optimizer._begun < self.last_step():
+                self.step()
+            elif self.optimizer._begun > self.optimizer._landed:
+                self.optimizer.synchronize()
+            else:
+                break
+            self.write_seen("end" if self.attempt == attempt else "back")
+        self.diary.write("done", round=self.optimizer._landed)
+
+    @property
+    def attempt(self) -> int:
+        """Of the run, as far as this trainer has followed it."""
+        return self.session.client.membership.news.attempt
+
+    def last_step(self) -> float:
+        return int(self._stop.read_text()) if self._stop.exists() else float("inf")
+
+    def obey(self) -> None:
+        for order in self.orders.read():
+            if order["do"] == "hang":
+                time.sleep(order["seconds"])  # heartbeats have a thread of their own
+            elif order["do"] == "nan":
+                self.is_nan_ordered = True
+            else:
+                self.tricks.ordered[order["do"]] += order["times"]
+
+    def step(self) -> None:
+        step = self.optimizer._begun + 1
+        with_nan, self.is_nan_ordered = self.is_nan_ordered, False
+        gradient = torch.zeros_like(self.parameters[PARAMETERS[0]])
+        gradient[:, 0, self.rank] = -UNIT
+        gradient[:, 1, self.rank] = -UNIT * step
+        for parameter in self.parameters.values():
+            parameter.grad = gradient.clone()
+        if with_nan:
+            gradient[0, 0, 0] = float("nan")  # on one pserver alone
+            self.parameters[PARAMETERS[0]].grad = gradient
+        time.sleep(COMPUTE_SECONDS)
+        self.diary.write("begin", round=step, attempt=self.attempt, nan=with_nan)
+        try:
+            self.optimizer.step()
+        except NonFiniteGradient:
+            if not with_nan:
+                raise
+            self.diary.write("refused", round=step, attempt=self.attempt)
+
+    def write_seen(self, what: str) -> None:
+        """Every block with its version; in asynchronous modes that is this trainer's own step."""
+        landed, blocks = self.optimizer._landed, {}
+        for pserver, shard in enumerate(self.session.client.plan.shards):
+            version = self.tricks.versions[pserver][landed]
+            for block in shard:
+                values = self.parameters[block.parameter].detach().flatten()[block.begin : block.end].tolist()
+                blocks[block.name] = [version, *values]
+        self.diary.write(what, round=landed, attempt=self.attempt, blocks=blocks)
+
+
+def start_quickly() -> None:
+    """Spare every life the import of torch._dynamo, which takes the first optimizer two seconds of a processor."""
+    for method in vars(torch.optim.Optimizer).values():
+        if (wrapped := getattr(method, "__wrapped__", None)) is not None:
+            wrapped.__dynamo_disable = wrapped
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    start_quickly()
+    trainer = ChaosTrainer(Path(sys.argv[1]), int(sys.argv[2]))
+    try:
+        trainer.train()
+    except GradpostError as error:
+        trainer.diary.write("error", kind=type(error).__name__, text=str(error))
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Requests that an honest client never sends, sent by a trainer beside its own: twice, late, or broken off.
+
+They go out with the fence, and the bytes, of the true ones. What the pserver answers goes to the diary if it must not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import httpx
+
+from ps_protocol.fence import Fence
+from ps_protocol.frames import CONTENT_TYPE
+from ps_protocol.messages import PushAnswer
+from ps_protocol.routes import BARRIER, BARRIER_HEADER, SEND
+from trainer_client.pserver_client import PserverClient
+
+from .diary import Diary
+
+_push, _get, _check_version = PserverClient.push, PserverClient.get, PserverClient._check_version
+
+
+class Tricks:
+    """Wraps the requests of this process's pserver clients; `ordered` counts the tricks that are still to be done."""
+
+    def __init__(self, diary: Diary, chance: random.Random, *, is_sync: bool) -> None:
+        self.ordered: Counter[str] = Counter()
+        self.versions: dict[int, dict[int, int]] = {}  # of each pserver: the version that it gave for a round
+        self._diary = diary
+        self._chance = chance
+        self._is_sync = is_sync
+        self._late: set[asyncio.Task[None]] = set()
+
+    def play(self) -> None:
+        """From now on."""
+        tricks = self
+
+        async def push(self: PserverClient, round_: int, body: memoryview, *, initial: bool = False) -> PushAnswer:
+            if initial:
+                return await _push(self, round_, body, initial=True)
+            if tricks._is_due("truncated"):
+                await tricks._send_truncated(self, round_, bytes(body))
+            if tricks._is_due("late"):
+                late = tricks._send_late(self, self._fence.at_round(round_), bytes(body))
+                tricks._late.add(task := asyncio.create_task(late))
+                task.add_done_callback(tricks._late.discard)
+            if tricks._is_due("twice"):
+                return (await asyncio.gather(_push(self, round_, body), _push(self, round_, body)))[0]
+            return await _push(self, round_, body)
+
+        async def get(self: PserverClient, round_: int, *arguments: Any, **options: Any) -> Any:
+            if options.get("with_batch_barrier") and tricks._is_due("twice"):
+                await self.barrier(round_, "batch", is_finite=options.get("is_finite", True))
+            return await _get(self, round_, *arguments, **options)
+
+        def check_version(self: PserverClient, metadata: Mapping[str, str], round_: int) -> None:
+            _check_version(self, metadata, round_)
+            tricks.versions.setdefault(self.info.index, {})[round_] = int(metadata["round"])
+
+        PserverClient.push, PserverClient.get = push, get  # type: ignore[method-assign]
+        PserverClient._check_version = check_version  # type: ignore[method-assign]
+
+    def _is_due(self, name: str) -> bool:
+        if not self.ordered[name]:
+            return False
+        self.ordered[name] -= 1
+        return True
+
+    async def _send_truncated(self, client: PserverClient, round_: int, body: bytes) -> None:
+        cut = body[: self._chance.randrange(1, len(body))]
+        status = await self._post(client, SEND, client._fence.at_round(round_), cut)
+        if status is not None and status < 400:
+            self._diary.write("wrong answer", text=f"a body of {len(cut)} of {len(body)} bytes was taken: {status}")
+
+    async def _send_late(self, client: PserverClient, fence: Fence, body: bytes) -> None:
+        await asyncio.sleep(self._chance.choice((0.05, 0.3, 1.0)))
+        await self._post(client, SEND, fence, body)
+        await self._post(client, SEND, replace(fence, round=max(1, fence.round - 2)), body)
+        if self._is_sync:
+            await self._post(client, BARRIER, fence, b"", {BARRIER_HEADER: "batch"})
+
+    async def _post(
+        self, client: PserverClient, path: str, fence: Fence, body: bytes, more: Mapping[str, str] | None = None
+    ) -> int | None:
+        headers = {**fence.to_headers(), "content-type": CONTENT_TYPE, **(more or {})}
+        try:
+            response = await client._http.post(client.info.address + path, headers=headers, content=body)
+        except httpx.TransportError:
+            return None  # the pserver has just died, or its answer was lost
+        if response.status_code >= 500 and response.status_code != 503:
+            self._diary.write("wrong answer", text=f"{path} answered {response.status_code}: {response.text[:300]}")
+        return response.status_code

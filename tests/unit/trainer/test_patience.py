@@ -1,0 +1,57 @@
+"""How long a request is repeated to a pserver that has come back, and does not know the run or its own life yet."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from ps_protocol.errors import GradpostError, NotReady, StalePserver, StaleRun
+from ps_protocol.fence import Fence
+from ps_protocol.messages import PserverInfo
+from trainer_client.metrics import TrainerMetrics
+from trainer_client.news import News
+from trainer_client.pserver_client import PserverClient
+
+INFO = PserverInfo(index=0, address="http://pserver", incarnation=1, http2=False)
+FENCE = Fence(1, "run", 0, "plan", 0, 1, 0, 1, 1)
+NUM_REFUSALS = 3
+
+
+REFUSALS = [NotReady("it has no run yet"), StalePserver("it has another life"), StaleRun("it is behind")]
+
+
+async def ask(refusal: GradpostError, news: News) -> int:
+    """Send a barrier to a pserver that refuses it for a while; returns how many requests that took."""
+    requests = 0
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal requests
+        requests += 1
+        if requests > NUM_REFUSALS:
+            return httpx.Response(200, json={"round": 2})
+        return httpx.Response(refusal.status, json=refusal.to_problem(), headers={"retry-after": "0"})
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        client = PserverClient(
+            INFO, FENCE, lambda _: http, TrainerMetrics(), news,
+            retry_seconds=60, deadline_seconds=0, may_be_newer=False,
+        )  # fmt: skip
+        await client.barrier(1, "batch")
+    return requests
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.code)
+async def test_it_is_waited_for_as_long_as_the_coordinator_answers(
+    refusal: GradpostError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was away for longer than a request may take; the coordinator tells it when all are back."""
+    monkeypatch.setattr("trainer_client.pserver_client.NEWS_SECONDS", 0.01)
+    assert await ask(refusal, News(heard_at=float("inf"))) == NUM_REFUSALS + 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.code)
+async def test_nobody_waits_for_ever_when_the_coordinator_is_away_too(refusal: GradpostError) -> None:
+    with pytest.raises(type(refusal)):
+        await ask(refusal, News())
