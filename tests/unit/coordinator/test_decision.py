@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 from ps_protocol.messages import FrozenRounds
-from services.coordinator.decision import Membership, decide
+from services.coordinator.decision import Membership, decide_steps
+
+TWO = Membership({0: 1, 1: 1})
 
 
 def test_another_life_goes_on_with_the_oldest_step_that_is_open_to_its_rank():
     """However many contributions of all trainers the pservers have applied."""
     answers = [FrozenRounds(applied=22, opens={0: 7, 1: 17}), FrozenRounds(applied=30, opens={0: 8, 1: 24})]
-    assert decide(Membership({0: 1, 1: 1}), {0: 2, 1: 1}, answers) == Membership({0: 2, 1: 1}, starts={0: 7})
+    assert decide_steps(TWO, {0: 2, 1: 1}, answers, take_over=[0]) == Membership({0: 2, 1: 1}, starts={0: 7})
+
+
+def test_nobody_has_to_wait_for_one_who_comes_in_besides():
+    answers = [FrozenRounds(applied=22, opens={0: 7, 1: 17}), FrozenRounds(applied=30, opens={0: 8, 1: 18})]
+    assert decide_steps(TWO, {0: 2, 1: 1}, answers).starts == {0: 17}
+    assert decide_steps(TWO, {0: 1, 1: 2}, answers).starts == {1: 17}  # its own is later
+
+
+def test_what_a_pserver_has_lost_is_not_taken_again():
+    answers = [FrozenRounds(applied=60, opens={0: 31, 1: 30}), FrozenRounds(applied=4, opens={0: 3})]
+    assert decide_steps(TWO, {0: 2, 1: 2}, answers, take_over=[0, 1]).starts == {0: 30, 1: 29}
+    assert decide_steps(TWO, {0: 2}, answers, take_over=[0], max_delay=2).starts == {0: 28}
 
 
 def test_who_goes_leaves_no_step_behind():
     answers = [FrozenRounds(applied=22, opens={0: 7, 1: 17})]
-    assert decide(Membership({0: 1, 1: 1}), {1: 1}, answers) == Membership({1: 1})
+    assert decide_steps(TWO, {1: 1}, answers) == Membership({1: 1})
+
+
+def test_a_start_is_remembered_for_pservers_that_come_back():
+    answers = [FrozenRounds(applied=22, opens={0: 7, 1: 17})]
+    resumed = Membership({0: 1, 1: 1}, starts={0: 5, 1: 9})
+    assert decide_steps(resumed, {0: 1, 1: 2}, answers, take_over=[1]).starts == {0: 5, 1: 17}
+    nothing = [FrozenRounds(applied=0)]
+    assert decide_steps(resumed, {0: 1, 1: 2}, nothing, take_over=[1]).starts == {0: 5, 1: 9}
