@@ -80,7 +80,7 @@ class FaultyRun:
 
     # ------------------------------------------------------------ waiting
 
-    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
         with self._progress:
             assert self._progress.wait_for(condition, seconds), f"waited in vain for {what}"
 

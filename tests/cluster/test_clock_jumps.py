@@ -16,7 +16,7 @@ from services.runtime.places import open_place
 
 from .faulty_run import FaultyRun, expected_result
 
-pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(300)]
 
 
 def find_libfaketime() -> str:
@@ -49,5 +49,5 @@ def test_the_date_does_not_matter(tmp_path: Path) -> None:
         for days in (1, -1):
             offset.write_text(f"{days:+}d\n")
             run.wait_for(lambda days=days: days_ahead(run, checkpoints) == days, f"a checkpoint {days} days ahead")
-        assert run.results() == [expected_result(80)] * 2
+        assert run.results(90) == [expected_result(80)] * 2
         assert not [line for line in run.lines if "was lost" in line or "is silent" in line or "paused" in line]

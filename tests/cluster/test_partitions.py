@@ -12,7 +12,7 @@ from .namespaces import HOST, Direction, Namespace, namespace
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(120)]
 
-LEASE = 1.5
+LEASE = 3
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_a_partition_that_heals_within_the_lease_costs_nothing_but_time(apart: N
             run.wait_for_round(run.round_of(0) + 10)
             apart.cut(port_of(run, 0), direction)
             stands_at = run.round_of(0)
-            time.sleep(LEASE / 2)
+            time.sleep(LEASE / 3)
             assert run.round_of(0) <= stands_at + 1
             apart.heal()
         assert run.results() == [expected_result(100)] * 2

@@ -82,10 +82,10 @@ def test_a_run_that_failed_is_resumed_and_its_model_exported(tmp_path: Path) -> 
 def test_a_checkpoint_is_resumed_on_other_pservers_and_another_placement(tmp_path: Path, place: str) -> None:
     """The last place is one of fsspec's that processes share; `file://` is a folder to us."""
     environ = {"GRADPOST_CHECKPOINTS": place.format(tmp_path)} if place else {}
-    code, output = train(tmp_path, **environ)
+    code, output = train(tmp_path, "--lease-seconds", 5, **environ)
     assert code == 0, output
     assert bool(place) == (tmp_path / "shared").is_dir()
-    more = ("--resume", "--pservers", 3, "--placement", "hash")
+    more = ("--lease-seconds", 5, "--resume", "--pservers", 3, "--placement", "hash")
     code, output = train(tmp_path, *more, rounds=2 * ROUNDS, **environ)
     assert code == 0, output
     assert output.count(f"begin {ROUNDS}") == 2, output
