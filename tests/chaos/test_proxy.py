@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from .chaos_cluster import _inode_of, _sockets_of
 from .proxy import UPLOAD_BYTES, Proxy
 
 
@@ -102,3 +105,10 @@ def test_connections_break(client: socket.socket, proxy: Proxy) -> None:
     proxy.reset()
     with pytest.raises(ConnectionResetError):
         client.recv(100)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_whose_a_connection_is_can_be_told(client: socket.socket) -> None:
+    inode = _inode_of(client.getsockname()[1])
+    assert inode in _sockets_of(os.getpid())
+    assert inode not in _sockets_of(os.getppid())
