@@ -42,8 +42,8 @@ def _always(setup: Setup) -> bool:
     return True
 
 
-def _with_log(setup: Setup) -> bool:
-    return setup.has_log
+def _with_rollback(setup: Setup) -> bool:
+    return setup.mode == "sync"
 
 
 def _fault(
@@ -65,7 +65,7 @@ def _kill_trainer(episode: Episode, victim: str) -> None:
     episode.sleep(0, 1)
 
 
-@_fault("pserver killed", "pserver", _with_log)
+@_fault("pserver killed", "pserver")
 def _kill_pserver(episode: Episode, victim: str) -> None:
     episode.kill(victim)
     episode.sleep(0, 2)
@@ -77,31 +77,31 @@ def _kill_coordinator(episode: Episode, victim: str) -> None:
     episode.sleep(0, 3)
 
 
-@_fault("trainer and pserver killed together", "pserver", _with_log)
+@_fault("trainer and pserver killed together", "pserver")
 def _kill_two(episode: Episode, victim: str) -> None:
     episode.kill(victim)
     episode.kill(episode.choose("trainer"))
 
 
-@_fault("coordinator and pserver killed together", "pserver", _with_log)
+@_fault("coordinator and pserver killed together", "pserver")
 def _kill_coordinator_too(episode: Episode, victim: str) -> None:
     episode.kill("coordinator")
     episode.kill(victim)
     episode.sleep(0, 1)
 
 
-@_fault("pserver dies while it logs or applies", "pserver", _with_log)
+@_fault("pserver dies while it logs or applies", "pserver")
 def _die_in_a_round(episode: Episode, victim: str) -> None:
     name = episode.chance.choice(("log.append.before", "log.append.after", "apply.before", "apply.after"))
     _die_at(episode, victim, f"{name}=kill@{episode.chance.randint(1, 20)}")
 
 
-@_fault("pserver dies in a checkpoint", "pserver", _with_log)
+@_fault("pserver dies in a checkpoint", "pserver")
 def _die_in_a_checkpoint(episode: Episode, victim: str) -> None:
     _die_at(episode, victim, f"{episode.chance.choice(('checkpoint.rename', 'checkpoint.shard'))}=kill")
 
 
-@_fault("pserver dies in a change of members", "pserver", _with_log)
+@_fault("pserver dies in a change of members", "pserver")
 def _die_in_a_change(episode: Episode, victim: str) -> None:
     name = episode.chance.choice(("freeze.before", "freeze.after", "install.before", "install.after"))
     _die_at(episode, victim, f"{name}=kill")  # its own return is a change
@@ -116,7 +116,7 @@ def _die_deciding(episode: Episode, victim: str) -> None:
     episode.wait_for_death(victim, DYING_SECONDS)
 
 
-@_fault("coordinator dies at a manifest", "coordinator", _with_log)
+@_fault("coordinator dies at a manifest", "coordinator")
 def _die_at_a_manifest(episode: Episode, victim: str) -> None:
     episode.kill(victim)
     episode.start(victim, GRADPOST_FAILPOINTS="checkpoint.manifest=kill")
@@ -130,7 +130,7 @@ def _die_at(episode: Episode, victim: str, failpoint: str) -> None:
     episode.wait_for_death(victim, DYING_SECONDS)
 
 
-@_fault("rolling restart", "pserver", _with_log)
+@_fault("rolling restart", "pserver")
 def _restart(episode: Episode, victim: str) -> None:
     episode.terminate(victim)
 
@@ -143,7 +143,7 @@ def _pause_trainer(episode: Episode, victim: str) -> None:
     episode.pause(victim, 0.2, LEASE_SECONDS + 2)
 
 
-@_fault("pserver paused", "pserver", _with_log)
+@_fault("pserver paused", "pserver")
 def _pause_pserver(episode: Episode, victim: str) -> None:
     episode.pause(victim, 0.2, LEASE_SECONDS + 2)
 
@@ -235,13 +235,13 @@ def _nan(episode: Episode, victim: str) -> None:
 # ------------------------------------------------------------------ disks and clocks
 
 
-@_fault("disk full or failing while logging", "pserver", _with_log)
+@_fault("disk full or failing while logging", "pserver")
 def _no_room_for_the_log(episode: Episode, victim: str) -> None:
     error = episode.chance.choice(("enospc", "eio"))
     _fail_disk(episode, victim, f"log.append.before={error}@{episode.chance.randint(1, 20)}")
 
 
-@_fault("disk full or failing in a checkpoint", "pserver", _with_log)
+@_fault("disk full or failing in a checkpoint", "pserver")
 def _no_room_for_a_checkpoint(episode: Episode, victim: str) -> None:
     error = episode.chance.choice(("enospc", "eio"))
     _fail_disk(episode, victim, f"{episode.chance.choice(('checkpoint.shard', 'checkpoint.rename'))}={error}")
@@ -253,7 +253,7 @@ def _fail_disk(episode: Episode, victim: str, failpoint: str) -> None:
     episode.start(victim, GRADPOST_FAILPOINTS=failpoint)
 
 
-@_fault("log damaged", "pserver", _with_log)
+@_fault("log damaged", "pserver", _with_rollback)
 def _damage_log(episode: Episode, victim: str) -> None:
     if not episode.may_damage():
         return
@@ -269,7 +269,7 @@ def _damage_log(episode: Episode, victim: str) -> None:
     episode.damage(log, bytes(content), loses_rounds=True)
 
 
-@_fault("checkpoint damaged", "pserver", _with_log)
+@_fault("checkpoint damaged", "pserver")
 def _damage_checkpoint(episode: Episode, victim: str) -> None:
     if not episode.may_damage():
         return
@@ -282,7 +282,7 @@ def _damage_checkpoint(episode: Episode, victim: str) -> None:
     episode.damage(files[-1], bytes(content), loses_rounds=False)
 
 
-@_fault("two processes claim one shard", "pserver", _with_log)
+@_fault("two processes claim one shard", "pserver")
 def _start_rival(episode: Episode, victim: str) -> None:
     rival = episode.cluster.start_rival(int(victim.split()[1]))
     if rival.wait_or_kill(RIVAL_SECONDS) in (0, -signal.SIGKILL):

@@ -17,6 +17,7 @@ from .setup import UNIT, Setup
 Values = tuple[float, ...]  # of a block: counts of the ranks, sums of rounds of the ranks
 Ranks = frozenset[int]
 
+MAX_DOUBTFUL = 8  # steps that were begun and not ended, of which some are in a block and some are not
 MAX_UNSEEN = 3  # rounds between two versions that are seen, so that their members can still be told
 
 
@@ -195,34 +196,57 @@ def explain(change: Values, first: int, last: int) -> frozenset[tuple[Ranks, ...
 # ------------------------------------------------------------------ asynchronous
 
 
+@dataclass
+class _Steps:
+    """What one rank has begun and ended. Under `continue` another life may skip steps, begun or not."""
+
+    may_skip: bool
+    begun: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
+
+    def may_be(self, clock: float, total: float) -> bool:
+        """Whether a block may hold so many steps, with this sum of their numbers: the first, and each once."""
+        if not self.may_skip or not clock.is_integer():
+            return clock.is_integer() and total == clock * (clock + 1) / 2
+        doubtful = sorted(self.begun - self.ended)[-MAX_DOUBTFUL:]
+        subsets = (skipped for n in range(len(doubtful) + 1) for skipped in itertools.combinations(doubtful, n))
+        return any(sum(sorted(self.begun.difference(skipped))[: int(clock)]) == total for skipped in subsets)
+
+    def least(self, step: int) -> int:
+        """How many must be in a block that a trainer sees after this step."""
+        return sum(1 for ended in self.ended | {step} if 0 < ended <= step) if self.may_skip else step
+
+
 def _check_clocks(setup: Setup, records: list[Record]) -> list[str]:
     """In each block are the first so many steps of each trainer, each once; its own are in what it sees."""
     found: list[str] = []
-    begun = dict.fromkeys(range(setup.num_trainers), 0)  # the newest step of each rank
+    steps = [_Steps(may_skip=setup.on_trainer_loss == "continue") for _ in range(setup.num_trainers)]
     before: dict[tuple[int, str], tuple[int, Values]] = {}  # what each rank saw last of a block, and in which attempt
     done: dict[int, int] = {}
     for record in records:
         if record["what"] == "begin":
-            begun[record["rank"]] = max(begun[record["rank"]], record["round"])
+            steps[record["rank"]].begun.add(record["round"])
+        elif record["what"] == "end":
+            steps[record["rank"]].ended.add(record["round"])
         elif record["what"] == "done":
             done[record["rank"]] = record["round"]
         for name, (_, *values) in record.get("blocks", {}).items():
             where = f"{_name(record)} saw in {name}"
             clocks = [value / UNIT for value in values[: setup.num_trainers]]
             for rank, (clock, rounds) in enumerate(zip(clocks, values[setup.num_trainers :], strict=True)):
-                if not (clock.is_integer() and rounds == UNIT * clock * (clock + 1) / 2):
+                if clock > len(steps[rank].begun):
+                    found.append(f"{where} {clock:g} steps of trainer {rank}, who had begun {len(steps[rank].begun)}")
+                elif not steps[rank].may_be(clock, rounds / UNIT):
                     found.append(f"{where} {clock:g} steps of trainer {rank} that make {rounds / UNIT:g} in all")
-                elif clock > begun[rank]:
-                    found.append(f"{where} {clock:g} steps of trainer {rank}, who had begun {begun[rank]}")
             if record["what"] == "final":
                 found += [
-                    f"{name} ends with {clocks[rank]:g} steps of trainer {rank}, who made {steps}"
-                    for rank, steps in done.items()
-                    if clocks[rank] != steps
+                    f"{name} ends with {clocks[rank]:g} steps of trainer {rank}, who made {step}"
+                    for rank, step in done.items()
+                    if clocks[rank] < steps[rank].least(step)
                 ]
                 continue
             step, rank = record["round"], record["rank"]
-            if clocks[rank] < step:
+            if clocks[rank] < steps[rank].least(step):
                 found.append(f"{where} {clocks[rank]:g} of its own {step} steps")
             bound = setup.max_staleness
             if bound is not None and setup.on_trainer_loss == "wait" and min(clocks) < step - bound:

@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from ps_protocol.vocabulary import LossPolicy, Mode, NonfinitePolicy
 
-MODES_WITHOUT_LOG = ("async", "ssp")  # there a pserver's death ends the run
-
 LEASE_SECONDS = 2.0
 ROUND_TIMEOUT_SECONDS = 4.0
 PARAMETERS = ("a", "b", "c")
@@ -34,14 +32,8 @@ class Setup:
     seconds: float = 18.0  # of faults
 
     @property
-    def has_log(self) -> bool:
-        """Whether a pserver may die."""
-        return self.mode not in MODES_WITHOUT_LOG
-
-    @property
     def settings(self) -> dict[str, Any]:
         """Of the services."""
-        durable = {"durability": "log", "checkpoint_rounds": self.checkpoint_rounds} if self.has_log else {}
         staleness = {} if self.max_staleness is None else {"max_staleness": self.max_staleness}
         return {
             "mode": self.mode,
@@ -49,11 +41,11 @@ class Setup:
             "on_trainer_loss": self.on_trainer_loss,
             "nonfinite": self.nonfinite,
             "server": self.server,
-            # A silent pserver without a log ends the run, and this machine may be busy.
-            "lease_seconds": LEASE_SECONDS if self.has_log else 10 * LEASE_SECONDS,
+            "durability": "log",
+            "checkpoint_rounds": self.checkpoint_rounds,
+            "lease_seconds": LEASE_SECONDS,
             "round_timeout_seconds": ROUND_TIMEOUT_SECONDS,
             "min_block_size": 2 * self.num_trainers,  # so that each parameter has a block on every pserver
-            **durable,
             **staleness,
         }
 
@@ -67,7 +59,7 @@ class Setup:
 def draw_setup(seed: int, *, may_fake_time: bool, mode: Mode | None = None) -> Setup:
     """The setup of this seed."""
     chance = random.Random(seed)
-    modes: list[Mode] = ["sync", "sync", "sync", "sync", "async", "ssp"]
+    modes: list[Mode] = ["sync", "sync", "async", "ssp"]
     drawn = chance.choice(modes)
     mode = mode or drawn
     max_delay = chance.choice((0, 0, 1))
