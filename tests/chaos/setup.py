@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ps_protocol.vocabulary import LossPolicy, Mode, NonfinitePolicy
 
-MODES_WITHOUT_LOG = ("async", "ssp")  # there a pserver's death ends the run
+MODES_WITHOUT_LOG: tuple[str, ...] = ("async", "ssp")  # there a pserver's death ends the run
 
 LEASE_SECONDS = 2.0
 ROUND_TIMEOUT_SECONDS = 4.0
