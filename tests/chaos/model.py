@@ -203,6 +203,18 @@ class _Steps:
     may_skip: bool
     begun: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
+    _newest: tuple[int, int] = (0, 0)  # the first step of the newest life, and which that is
+
+    def begin(self, life: int, step: int) -> None:
+        self.begun.add(step)
+        if life > self._newest[1]:
+            self._newest = step, life
+
+    def end(self, life: int, step: int) -> None:
+        """What a life pulls at its start was the business of the one before."""
+        first, newest = self._newest
+        if life == newest and step >= first:
+            self.ended.add(step)
 
     def may_be(self, clock: float, total: float) -> bool:
         """Whether a block may hold so many steps, with this sum of their numbers: the first, and each once."""
@@ -225,9 +237,9 @@ def _check_clocks(setup: Setup, records: list[Record]) -> list[str]:
     done: dict[int, int] = {}
     for record in records:
         if record["what"] == "begin":
-            steps[record["rank"]].begun.add(record["round"])
+            steps[record["rank"]].begin(record["life"], record["round"])
         elif record["what"] == "end":
-            steps[record["rank"]].ended.add(record["round"])
+            steps[record["rank"]].end(record["life"], record["round"])
         elif record["what"] == "done":
             done[record["rank"]] = record["round"]
         for name, (_, *values) in record.get("blocks", {}).items():
