@@ -226,7 +226,7 @@ class _Steps:
 
     def least(self, step: int) -> int:
         """How many must be in a block that a trainer sees after this step."""
-        return sum(1 for ended in self.ended | {step} if 0 < ended <= step) if self.may_skip else step
+        return sum(1 for ended in self.ended if ended <= step) if self.may_skip else step
 
 
 def _check_clocks(setup: Setup, records: list[Record]) -> list[str]:

@@ -87,8 +87,8 @@ def test_a_pserver_dies_in_a_checkpoint_or_a_change_and_nothing_is_lost(name: st
     ],
     ids=str,
 )
-def test_nothing_is_lost_under_other_rules(server: str, rules: dict[str, Any]) -> None:
-    with counting(server=server, checkpoint_rounds=25, **rules) as run:
+def test_nothing_is_lost_under_other_rules(rules: dict[str, Any]) -> None:
+    with counting(checkpoint_rounds=25, **rules) as run:
         for index in (0, 1):
             run.wait_for_round(20 + 50 * index)
             run.kill(run.cluster.pservers[index])
@@ -101,8 +101,8 @@ def test_nothing_is_lost_under_other_rules(server: str, rules: dict[str, Any]) -
 
 
 @pytest.mark.extended
-def test_a_rolling_restart_loses_nothing_even_without_a_log(server: str) -> None:
-    with counting(server=server, durability="none") as run:
+def test_a_rolling_restart_loses_nothing_even_without_a_log() -> None:
+    with counting(durability="none") as run:
         for index in (0, 1):
             run.wait_for_round(20 + 50 * index)
             child = run.cluster.pservers[index]
@@ -113,8 +113,8 @@ def test_a_rolling_restart_loses_nothing_even_without_a_log(server: str) -> None
 
 
 @pytest.mark.extended
-def test_without_a_log_a_killed_pserver_goes_on_from_its_checkpoint_and_says_what_is_lost(server: str) -> None:
-    with counting(server=server, durability="none", checkpoint_rounds=20) as run:
+def test_without_a_log_a_killed_pserver_goes_on_from_its_checkpoint_and_says_what_is_lost() -> None:
+    with counting(durability="none", checkpoint_rounds=20) as run:
         run.wait_for_round(50)
         run.kill(run.cluster.pservers[1])
         run.cluster.start_pserver(1)

@@ -62,8 +62,8 @@ def test_everybody_dies_at_random_points(seed: int) -> None:
 
 
 @pytest.mark.extended
-def test_the_others_go_on_within_a_lease(server: str) -> None:
-    with FaultyRun(60, trainers=3, server=server, lease_seconds=LEASE, on_trainer_loss="continue") as run:
+def test_the_others_go_on_within_a_lease() -> None:
+    with FaultyRun(60, trainers=3, lease_seconds=LEASE, on_trainer_loss="continue") as run:
         run.wait_for_round(10)
         begun = time.monotonic()
         run.kill(run.cluster.trainers[2])
@@ -76,8 +76,8 @@ def test_the_others_go_on_within_a_lease(server: str) -> None:
 
 
 @pytest.mark.extended
-def test_who_comes_back_joins(server: str) -> None:
-    with FaultyRun(1200, trainers=2, server=server, on_trainer_loss="continue") as run:
+def test_who_comes_back_joins() -> None:
+    with FaultyRun(1200, trainers=2, on_trainer_loss="continue") as run:
         run.wait_for_round(10)
         run.kill(run.cluster.trainers[1])
         run.wait_for_round(run.round_of(0) + 3)
@@ -89,8 +89,8 @@ def test_who_comes_back_joins(server: str) -> None:
 
 
 @pytest.mark.extended
-def test_fewer_than_enough_wait_for_another_life(server: str) -> None:
-    with FaultyRun(60, server=server, on_trainer_loss="continue", min_trainers=2, rejoin_timeout_seconds=60) as run:
+def test_fewer_than_enough_wait_for_another_life() -> None:
+    with FaultyRun(60, on_trainer_loss="continue", min_trainers=2, rejoin_timeout_seconds=60) as run:
         run.wait_for_round(10)
         run.kill(run.cluster.trainers[1])
         line = run.wait_for_line("trainer 1 was lost")
@@ -103,8 +103,8 @@ def test_fewer_than_enough_wait_for_another_life(server: str) -> None:
 
 
 @pytest.mark.extended
-def test_nobody_is_waited_for_beyond_the_rejoin_time_out(server: str) -> None:
-    with FaultyRun(100, server=server, lease_seconds=LEASE, rejoin_timeout_seconds=1.5) as run:
+def test_nobody_is_waited_for_beyond_the_rejoin_time_out() -> None:
+    with FaultyRun(100, lease_seconds=LEASE, rejoin_timeout_seconds=1.5) as run:
         run.wait_for_round(10)
         run.kill(run.cluster.trainers[1])
         begun = time.monotonic()
@@ -128,8 +128,8 @@ def test_a_rolling_restart_fails_no_step(server: str) -> None:
 
 
 @pytest.mark.extended
-def test_a_log_that_was_damaged_takes_everybody_back(server: str, tmp_path: Path) -> None:
-    with FaultyRun(100, server=server, state_dir=tmp_path, checkpoint_rounds=1000) as run:
+def test_a_log_that_was_damaged_takes_everybody_back(tmp_path: Path) -> None:
+    with FaultyRun(100, state_dir=tmp_path, checkpoint_rounds=1000) as run:
         run.wait_for_round(30)
         run.kill(run.cluster.pservers[1])
         log = tmp_path / "pserver-1" / "log" / f"{0:012}.log"
