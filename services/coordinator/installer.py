@@ -127,25 +127,32 @@ class Installer:
         return True
 
     async def _freeze(self, run: Run, member: PserverMember, message: Freeze) -> FrozenRounds | None:
-        """Where a pserver stands; None if it holds nothing of the run."""
+        """Where a pserver stands; None if it holds nothing of the run that it could go on with by itself."""
         try:
             body = await call_pserver(self._http, member, "PUT", FREEZE, message)
         except StaleRun:
             # It has missed the rollback that this attempt began with; it will be told where that was.
             return FrozenRounds(applied=run.resume or 0, is_readable=run.resume is not None)
         except NotReady:
-            return None
+            return await self._find_checkpoint(run, member) if run.defaults.consistency.is_async else None
         return FrozenRounds.model_validate_json(body)
+
+    async def _find_checkpoint(self, run: Run, member: PserverMember) -> FrozenRounds | None:
+        """Where a pserver without a disk of its own could stand, where nobody else has to go back with it."""
+        ranges = await self._restorable(run, member)
+        return FrozenRounds(applied=max(last for _, last in ranges)) if ranges else None
+
+    async def _restorable(self, run: Run, member: PserverMember) -> list[tuple[Round, Round]]:
+        body = await call_pserver(self._http, member, "GET", f"{RESTORABLE}?run={run.name}")
+        return _RANGES.validate_json(body)
 
     async def _roll_back(self, run: Run, members: list[PserverMember], newest: Round, applied: Round) -> bool:
         try:
-            route = f"{RESTORABLE}?run={run.name}"
-            bodies = await asyncio.gather(*(call_pserver(self._http, member, "GET", route) for member in members))
+            ranges = await asyncio.gather(*(self._restorable(run, member) for member in members))
         except (httpx.HTTPError, GradpostError) as error:
             log.warning("a pserver did not say what it can restore", error=repr(error))
             run.number += 1
             return False
-        ranges = [_RANGES.validate_json(body) for body in bodies]
         round_ = newest_common(newest, ranges)
         if round_ is None and applied > 0:
             empty = [member.info.index for member, one in zip(members, ranges, strict=True) if not one]

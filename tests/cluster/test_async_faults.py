@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from signal import SIGTERM
 from typing import Any
@@ -122,6 +123,19 @@ def test_without_a_log_a_killed_pserver_goes_on_from_its_checkpoint_and_says_wha
         lost = run.wait_for_line("an earlier life of this pserver has taken steps that it did not keep")
         assert "[pserver 1]" in lost
         assert all("torn" in result for result in results)  # pserver 0 has all of them
+        assert run.cluster.pserver_state(0).round == 2 * ROUNDS
+
+
+@pytest.mark.extended
+def test_a_pserver_that_has_lost_its_disk_goes_on_from_a_shared_checkpoint(tmp_path: Path) -> None:
+    with counting(state_dir=tmp_path, checkpoint_rounds=20) as run:
+        run.wait_for_round(50)
+        run.kill(run.cluster.pservers[1])
+        shutil.rmtree(tmp_path / "pserver-1")
+        run.cluster.start_pserver(1)
+        results = [result.split()[0] for result in run.results(90)]
+        run.wait_for_line("an earlier life of this pserver has taken steps that it did not keep")
+        assert all("torn" in result for result in results)
         assert run.cluster.pserver_state(0).round == 2 * ROUNDS
 
 
