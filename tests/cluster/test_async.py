@@ -28,7 +28,6 @@ from trainer_client.testing import LocalCluster
 from .parity_model import run_trainers
 
 pytestmark = pytest.mark.cluster
-EXTENDED = pytest.mark.extended
 
 SGD = check_optimizer("SGD", [{"nesterov": False, "maximize": False}])
 NUMBERS = [{"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}]
@@ -44,7 +43,7 @@ def cluster_of(trainers: int, server: str, *, pservers: int = 1, mode: str = "as
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("pushes", [1000, pytest.param(2000, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("pushes", [300, pytest.param(2000, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("merged", [1, pytest.param(8, marks=pytest.mark.extended)])
 async def test_many_trainers_hammer_the_same_block(server: str, pushes: int, merged: int) -> None:
     """With SGD of rate 1 and integers the value is the exact sum: every gradient was applied, and applied once."""
@@ -115,9 +114,8 @@ async def watch(address: str, seconds: float, *, until_torn: bool) -> tuple[int,
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize(
-    "consistency", [pytest.param("none", marks=EXTENDED), pytest.param("block", marks=EXTENDED), "shard"]
-)
+@pytest.mark.parametrize("consistency", ["none", "block", "shard"])
+@pytest.mark.extended
 async def test_torn_reads(server: str, consistency: str) -> None:
     with cluster_of(2, server, read_consistency=consistency, max_delay=1_000_000, max_queued=2) as address:
         until_torn = consistency == "none"  # else the setting would mean nothing
@@ -175,10 +173,9 @@ def test_max_staleness_is_never_exceeded_and_is_reached(server: str, bound: int,
         assert sum(lead > 0 for lead in leads) > steps / 10  # it is not accidentally synchronous
 
 
-@pytest.mark.parametrize("mode", [pytest.param("sync", marks=EXTENDED), "async"])
-@pytest.mark.parametrize(
-    "delay", [pytest.param(0, marks=pytest.mark.extended), 1, pytest.param(3, marks=pytest.mark.extended)]
-)
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("delay", [0, 1, 3])
+@pytest.mark.extended
 def test_max_delay_is_never_exceeded_and_is_reached(server: str, mode: str, delay: int) -> None:
     with cluster_of(2, server, pservers=2, mode=mode, max_delay=delay, min_block_size=10) as address:
         played = play(address, 2, 30, seed=delay)
@@ -210,12 +207,13 @@ def test_a_run_with_delay_takes_every_step(server: str) -> None:
 @pytest.mark.parametrize(
     ("mode", "settings"),
     [
-        pytest.param("sync", {}, marks=pytest.mark.extended),
-        pytest.param("sync", {"max_delay": 2}, marks=pytest.mark.extended),
-        pytest.param("async", {"step_count": "trainer"}, marks=pytest.mark.extended),
+        ("sync", {}),
+        ("sync", {"max_delay": 2}),
+        ("async", {"step_count": "trainer"}),
         ("async", {}),
     ],
 )
+@pytest.mark.extended
 def test_a_schedule_counts_what_it_should(server: str, mode: str, settings: dict[str, str]) -> None:
     def train(session: Session) -> tuple[int, int]:
         weight = nn.Parameter(torch.zeros(100))
@@ -285,7 +283,8 @@ def test_a_trainer_that_was_started_for_another_mode_is_told_the_difference(serv
 # ---------------------------------------------------------------------- a step that fails
 
 
-@pytest.mark.parametrize("delay", [pytest.param(0, marks=pytest.mark.extended), 2])
+@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.extended
 def test_a_step_that_could_not_begin_or_is_refused_holds_nobody_up(
     server: str, delay: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ def assert_all_applied(run: FaultyRun) -> None:
     assert steps in seen
 
 
+@pytest.mark.extended
 def test_each_role_dies_once(server: str) -> None:
     with counting(server=server, checkpoint_rounds=40) as run:
         run.wait_for_round(20)

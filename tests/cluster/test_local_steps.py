@@ -90,6 +90,7 @@ def test_diloco_with_an_outer_optimizer_and_by_settings(cluster: LocalCluster) -
             assert torch.equal(actual, expected)
 
 
+@pytest.mark.extended
 def test_it_goes_with_the_asynchronous_mode(server: str) -> None:
     with LocalCluster(pservers=2, trainers=1, server=server, mode="async", min_block_size=4) as cluster:
 

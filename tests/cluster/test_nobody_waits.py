@@ -144,6 +144,7 @@ def test_a_trainer_that_is_stopped_and_comes_back(play: Play) -> None:
     play(scenario)
 
 
+@pytest.mark.extended
 def test_a_trainer_that_hangs_while_its_heartbeats_live(play: Play) -> None:
     def scenario(stage: Stage) -> None:
         survivor, victim = stage.play(Plot(), Plot(hangs_after=3))
@@ -177,7 +178,8 @@ def test_a_trainer_that_hangs_before_it_uploads_the_initial_values(play: Play) -
     play(scenario)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.extended
 def test_a_pserver_that_is_killed_or_stopped(play: Play, number: signal.Signals) -> None:
     def scenario(stage: Stage) -> None:
         trainers = stage.play(Plot(), Plot())
@@ -221,6 +223,7 @@ def test_a_coordinator_that_is_paused_blames_nobody(play: Play) -> None:
     play(scenario)
 
 
+@pytest.mark.extended
 def test_a_script_that_raises_leaves_as_failed_with_its_reason(stages: list[Stage]) -> None:
     stage = stages[0]
     script = textwrap.dedent("""

@@ -133,7 +133,9 @@ def joined_cluster(request: pytest.FixtureRequest, server: str) -> Iterator[Loca
         yield cluster
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "AdamW" else pytest.mark.extended) for name in OPTIMIZERS]
+)
 def test_averaged_parts_give_the_joined_batch(
     joined_cluster: LocalCluster, name: str, record_property: Callable[[str, object], None]
 ) -> None:
@@ -169,23 +171,8 @@ save_file(train_remotely(sys.argv[1], session), f"{sys.argv[2]}/{session.rank}.s
 ROOT = Path(__file__).parents[2]
 
 
-# Starting a cluster costs seconds, so that `make test` does one of them and `make test-all` the rest.
-FRESH = ["RMSprop"]
-FRESH_EXTENDED = [
-    "SGD",
-    "SGD-nesterov",
-    "SGD-momentum",
-    "Adam",
-    "AdamW",
-    "Adagrad",
-    "Adadelta",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-]
-
-
-@pytest.mark.parametrize("name", [*FRESH, *(pytest.param(name, marks=pytest.mark.extended) for name in FRESH_EXTENDED)])
+@pytest.mark.extended
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_fresh_processes_give_the_bits_of_one_process(name: str, server: str, tmp_path: Path) -> None:
     settings = {"server": server, "exit_when_done": True, "lease_seconds": 2, "min_block_size": 64}
     with LocalCluster(pservers=2, trainers=2, **settings) as cluster:

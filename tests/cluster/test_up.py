@@ -91,6 +91,7 @@ def read_terminal(fd: int) -> str:
 # ---------------------------------------------------------------------- a script fails
 
 
+@pytest.mark.extended
 def test_the_first_failure_gives_the_code_and_the_others_name_it(tmp_path: Path) -> None:
     script = train_script(tmp_path, in_each_round="if session.rank == 1 and step == 2: sys.exit(7)")
     code, stdout, stderr = run_up("--json", "--pservers", 1, "--", "python", script, folder=tmp_path)
@@ -130,6 +131,7 @@ def test_who_does_not_take_part_is_not_waited_for(tmp_path: Path) -> None:
     assert stderr.endswith("gradpost: trainer 0 ended without joining the run; trainer 1 waited\n")
 
 
+@pytest.mark.extended
 def test_a_script_that_never_joins(tmp_path: Path) -> None:
     script = "import sys; print('no newline at the end', end=''); sys.exit(0)"
     code, stdout, stderr = run_up("--trainers", 1, "--", "python", "-c", script, folder=tmp_path)
@@ -147,7 +149,13 @@ def test_a_failure_before_joining_ends_the_others(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- it is ended
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        *(pytest.param(*p, marks=pytest.mark.extended) for p in ((signal.SIGTERM, 143), (signal.SIGHUP, 129))),
+    ],
+)
 def test_a_signal_ends_everything(tmp_path: Path, number: signal.Signals, code: int) -> None:
     with RunningUp("--pservers", 1, "--", "python", "-c", IDLE, folder=tmp_path) as up:
         up.wait_for("[trainer 0] ready", "[trainer 1] ready")
@@ -161,6 +169,7 @@ def test_a_signal_ends_everything(tmp_path: Path, number: signal.Signals, code: 
         assert up.has_left_nothing(), up.left()
 
 
+@pytest.mark.extended
 def test_what_ignores_signals_is_killed_at_the_second_one_at_once(tmp_path: Path) -> None:
     with RunningUp("--pservers", 1, "--trainers", 1, "--", "python", "-c", STUBBORN, folder=tmp_path) as up:
         up.wait_for("[trainer 0] ready")
@@ -189,7 +198,7 @@ def test_it_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
         assert up.has_left_nothing(), up.left()
 
 
-@pytest.mark.parametrize("service", ["pserver", "coordinator"])
+@pytest.mark.parametrize("service", ["pserver", pytest.param("coordinator", marks=pytest.mark.extended)])
 def test_a_service_that_dies_ends_it(tmp_path: Path, service: str) -> None:
     with RunningUp("--pservers", 1, "--trainers", 1, "--", "python", "-c", IDLE, folder=tmp_path) as up:
         up.wait_for("[trainer 0] ready")

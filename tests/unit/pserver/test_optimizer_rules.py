@@ -108,6 +108,7 @@ def test_ten_steps_equal_torch(case, num_pservers, min_block_size):
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("case", [case for case in CASES if "-" not in case or "momentum" in case])
+@pytest.mark.extended
 def test_tensors_larger_than_a_piece_and_a_grain_equal_torch(case, threads):
     # torch gives each thread a part of what exceeds 32768 elements; the oracle gets as many threads
     parameters = make_parameters([(PIECE + 64 * 3,), (PIECE + 40_007,), (33, 1000)])
