@@ -1,10 +1,30 @@
-"""Which HTTP server carries the services: the whole suite runs on one, and in `make test-all` on the other too."""
+"""Which HTTP server carries the services: all tests run on granian, those of `make test` later on uvicorn, too.
+
+The latter is in `make test-all`; what only that runs is not repeated on uvicorn, unless it is marked `both_servers`:
+it would take too long.
+"""
 
 from __future__ import annotations
 
 import pytest
 
 TRANSPORTS = {"granian": "HTTP/2", "uvicorn": "HTTP/1.1"}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out on uvicorn what is extended by itself; the parameter's own mark is the other one."""
+
+    def is_repeated(item: pytest.Item) -> bool:
+        callspec = getattr(item, "callspec", None)
+        is_other = callspec is not None and callspec.params.get("server") == "uvicorn"
+        return (
+            is_other and len([*item.iter_markers("extended")]) > 1 and item.get_closest_marker("both_servers") is None
+        )
+
+    left_out = [item for item in items if is_repeated(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 @pytest.fixture(scope="session", params=["granian", pytest.param("uvicorn", marks=pytest.mark.extended)])

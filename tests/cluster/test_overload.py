@@ -20,7 +20,7 @@ from trainer_client.transport import BulkTransport
 
 from .wire import WireTrainer, completion, encode_blocks
 
-pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.asyncio]
+pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.both_servers, pytest.mark.asyncio]
 
 SGD = check_optimizer("SGD", [{"nesterov": False, "maximize": False}])
 NUMBERS = [{"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}]

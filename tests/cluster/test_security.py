@@ -93,6 +93,7 @@ def closed(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
 
 
 @pytest.mark.extended
+@pytest.mark.both_servers
 def test_training_goes_on_while_everything_is_replaced(closed: Closed, transport: str) -> None:
     together = threading.Barrier(2)
     is_over = threading.Event()

@@ -322,6 +322,7 @@ def test_live_parameters_are_served_as_safetensors(cluster: LocalCluster) -> Non
 
 
 @pytest.mark.extended
+@pytest.mark.both_servers
 def test_tls_on_every_link(tmp_path: Path, server: str, transport: str) -> None:
     ca = trustme.CA()
     certificate = ca.issue_cert("127.0.0.1", "localhost")
