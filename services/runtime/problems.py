@@ -27,6 +27,7 @@ from ps_protocol.errors import (
     GradpostError,
     InvalidMessage,
     LengthRequired,
+    MalformedFrame,
     MethodNotAllowed,
     NotFound,
     Overloaded,
@@ -115,7 +116,9 @@ class AnswerFailures:
         try:
             await self._app(scope, watch_receive, watch_send)
         except ClientDisconnect:
-            pass  # nobody is left to answer
+            if not started:  # it may have closed one direction only; saying nothing would be the server's own 500
+                cut_off = MalformedFrame("the request ended before its body did")
+                await problem_response(cut_off, instance=scope["path"])(scope, watch_receive, watch_send)
         except Exception as error:
             log.error("unexpected error", exc_info=error, method=scope["method"], path=scope["path"])
             if not started:

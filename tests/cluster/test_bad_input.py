@@ -112,6 +112,18 @@ async def test_a_body_that_breaks_off_changes_nothing_and_returns_its_buffer(wor
     assert await world.look() == world.before
 
 
+async def test_who_closes_one_direction_too_early_is_told(world: World) -> None:
+    """Saying nothing would be the server's own 500."""
+    await world.enter("training")
+    address = world.addresses[0].removeprefix("http://")
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    writer.write(f"POST {SEND} HTTP/1.1\r\nhost: {address}\r\ncontent-length: 952\r\n\r\n".encode())
+    writer.write_eof()
+    status = await asyncio.wait_for(reader.readline(), 10)
+    writer.close()
+    assert status in (b"HTTP/1.1 400 Bad Request\r\n", b""), status  # uvicorn closes
+
+
 async def test_a_body_longer_than_its_content_length_changes_nothing(world: World) -> None:
     await world.enter("training")
     body = encode_blocks(world.trainer.plan, world.own_blocks(), completion(len(world.own_blocks())))

@@ -123,6 +123,8 @@ def send_case(fuzzed: Fuzzed, address: str, case: Any) -> None:
     if "wait_seconds" in (kwargs.get("params") or {}):  # it is not waiting that is tried here
         kwargs["params"]["wait_seconds"] = 0
     kwargs["headers"].pop(WAIT_HEADER, None)
+    if isinstance(kwargs.get("json"), dict) and kwargs["json"].get("previous"):
+        kwargs["json"]["previous"] = 0  # else it may be the claim to follow a pserver that lives, which is believed
     try:
         request = fuzzed.client.build_request(
             kwargs["method"], kwargs["url"], params=kwargs.get("params"), headers=dict(kwargs.get("headers") or {}),
