@@ -83,7 +83,7 @@ class RegisterPserver(Message):
 
     protocol: int
     instance: str = Field(min_length=8, max_length=64)
-    address: str = Field(pattern=r"^https?://[^\s/?#]+$", description="base URL under which trainers reach it")
+    address: str = Field(pattern=r"^https?://[^\s?#]+$", description="base URL under which trainers reach it")
     http2: bool = Field(description="whether it answers HTTP/2 with prior knowledge")
     index: PserverIndex | None = Field(default=None, ge=0, description="None: the coordinator chooses")
     previous: Incarnation = Field(default=0, description="the life that it follows, whose folder it has locked")
