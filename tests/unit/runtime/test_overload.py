@@ -30,11 +30,14 @@ async def begin_upload(server: Running, path: str, body: bytes = b"x") -> tuple[
 
 @every_server
 @pytest.mark.parametrize("path", ["/raw/fine", "/greet/a"])
-async def test_a_body_that_does_not_come_is_answered_and_its_connection_closed(server: str, path: str) -> None:
+async def test_a_body_that_does_not_come_is_answered(server: str, path: str) -> None:
+    """uvicorn closes the connection then; granian does so most of the time, and else when it has been idle for long."""
     app = Sample().make_app(RequestLimits(body_timeout_seconds=0.1))
     async with running(app, server=server) as served:
         reader, writer = await begin_upload(served, path)
-        answer = await asyncio.wait_for(reader.read(), 5)  # to the end of the connection
+        answer = await asyncio.wait_for(reader.readuntil(b"}"), 5)
+        if server == "uvicorn":
+            assert await asyncio.wait_for(reader.read(), 5) == b""
         writer.close()
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert PROBLEM_CONTENT_TYPE.encode() in answer
