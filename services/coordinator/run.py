@@ -182,7 +182,7 @@ class Run:
                 f"trainer {rank} incarnation {incarnation} is not a member",
                 current=trainer.incarnation if trainer else None,
             )
-        if trainer.state == "lost" and not trainer.is_awaited and not self.is_over:
+        if trainer.state == "lost" and not self._may_return(trainer) and not self.is_over:
             raise StaleTrainer(f"trainer {rank} was lost, and the others go on without it: {trainer.why}")
         return trainer
 
@@ -224,8 +224,12 @@ class Run:
         trainer.seen_at = now
         trainer.round = message.round
         trainer.results = dict(message.results)
-        if trainer.state == "lost" and trainer.is_awaited and not trainer.is_stuck:
+        if trainer.state == "lost" and self._may_return(trainer) and not trainer.is_stuck:
             self._revive(trainer)
+
+    def _may_return(self, trainer: TrainerMember) -> bool:
+        """Whether a life that was lost has its place back once it is heard: nobody has gone on without it."""
+        return trainer.is_awaited or trainer.declaration is None or self.plan is None
 
     def _revive(self, trainer: TrainerMember) -> None:
         trainer.revive()
@@ -236,9 +240,8 @@ class Run:
         """A trainer is gone, or counts as gone: what follows is the policy's."""
         self.number += 1
         state: Literal["failed", "lost"] = "failed" if trainer.state == "failed" else "lost"
-        if self.state == "gathering" and self.plan is None:
-            trainer.state = state
-            del self.trainers[trainer.rank]  # the run has not begun: its place is free again
+        if self.plan is None:
+            trainer.lose(state, failure.detail, now, is_awaited=False)  # the run has not begun: its place is free again
             return
         policy = self.defaults.on_trainer_loss
         enough = len(self.members) - trainer.is_here >= self.defaults.min_trainers

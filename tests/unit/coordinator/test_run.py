@@ -214,6 +214,40 @@ def test_who_is_silent_before_the_start_gives_its_place_up():
     assert (run.state, run.failure) == ("gathering", None)
     assert run.members == {1: 1}
     assert run.join(joining("c", 0), 11).incarnation == 2
+    with pytest.raises(StaleTrainer):
+        run.heartbeat(0, alive(), 12)
+
+
+@pytest.mark.parametrize("has_declared", [False, True])
+def test_who_is_silent_before_the_start_is_back_if_nobody_took_its_place(has_declared: bool):
+    """Its interpreter may have been busy with imports for longer than the lease."""
+    run = joined()
+    if has_declared:
+        run.declare(0, model())
+    run.heartbeat(1, alive(), 8)
+    run.expire(LEASE + 1, LEASE)
+    number = run.number
+    run.heartbeat(0, alive(), 12)
+    assert run.members == {0: 1, 1: 1}
+    assert run.is_declared is False
+    assert run.number > number
+    run.declare(0, model())
+    run.declare(1, model())
+    assert run.is_declared
+
+
+def test_who_joins_and_is_silent_before_it_has_declared_is_back_though_nobody_awaits_it():
+    run = training()
+    run.defaults = replace(run.defaults, on_trainer_loss="continue")
+    run.leave(1, leaving("failed"), 1)
+    assert run.awaited == []
+    run.join(joining("another life", 1), 2)
+    run.heartbeat(0, alive(), 2 + LEASE)
+    run.expire(3 + LEASE, LEASE)
+    assert run.members == {0: 1}
+    run.heartbeat(1, alive(2), 4 + LEASE)
+    run.declare(1, model(2))
+    assert run.targets == {0: 1, 1: 2}
 
 
 def test_who_is_silent_during_training_ends_the_run_and_is_named():
