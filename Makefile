@@ -41,8 +41,8 @@ check: install ## format, lint, types, who may import whom
 test: check ## check, and all tests that need neither root nor Debian packages
 	$(BIN)/python -m pytest $(SUITES) -m "not extended"
 
-test-all: check ## test, and what takes longer or needs more
-	$(BIN)/python -m pytest $(SUITES)
+test-all: test ## test, then what takes longer or needs more
+	$(BIN)/python -m pytest $(SUITES) -m extended
 
 chaos: install ## disturb real clusters at random and judge what they did (ARGS="--minutes 3 --seed 1"); docs/faults.md
 	$(BIN)/python -m tests.chaos $(ARGS)
