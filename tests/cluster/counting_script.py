@@ -3,7 +3,7 @@
     python counting_script.py ROUNDS [PAUSE_SECONDS]
 
 So the parameters say how often each trainer's contribution was applied. Prints `round N` for each step, and in the end
-`result COUNTS ROUND`: the row of every trainer, as far as all elements of it agree.
+`result COUNTS ROUND`: the row of every trainer, `7` or `6/7` if its elements do not agree.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
         time.sleep(pause)  # stands for computation
     optimizer.synchronize()
     rows = [{value for tensor in tensors for value in tensor[rank].tolist()} for rank in range(session.world_size)]
-    counts = [str(int(row.pop())) if len(row) == 1 else f"torn{sorted(row)}" for row in rows]
+    counts = ["/".join(f"{value:.0f}" for value in sorted(row)) for row in rows]
     print(f"result {','.join(counts)} {optimizer.round}", flush=True)
 
 

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from signal import SIGKILL
+from signal import SIGKILL, SIGTERM
 from typing import Any
 
 import torch
@@ -87,9 +87,16 @@ class FaultyRun:
     def wait_for_round(self, round_: int, rank: int = 0) -> None:
         self.wait_for(lambda: self._round[rank] >= round_, f"round {round_} of trainer {rank}: {self._round}")
 
-    def wait_for_line(self, text: str, number: int = 1) -> str:
+    def wait_for_rounds_or_death(self, rounds: int, child: Child) -> None:
+        """Until trainer 0 has gone on for so many rounds, or a process that may die earlier has died."""
+        enough = self.round_of(0) + rounds
+        self.wait_for(lambda: self._round[0] >= enough or not child.is_running, f"round {enough}: {self._round}")
+
+    def wait_for_line(self, text: str, number: int = 1, *, of: str = "") -> str:
+        """The line of this number with the text, among those that this process (`trainer 0`) has printed, or all."""
+
         def found() -> list[str]:
-            return [line for line in self.lines if text in line]
+            return [line for line in self.lines if text in line and line.startswith(f"[{of}")]
 
         self.wait_for(lambda: len(found()) >= number, text)
         return found()[number - 1]
@@ -99,6 +106,13 @@ class FaultyRun:
     def kill(self, child: Child) -> None:
         child.signal(SIGKILL)
         child.wait(10)
+
+    def restart_gracefully(self, pserver: int) -> None:
+        """SIGTERM, which it obeys with exit code 0, and another life."""
+        child = self.cluster.pservers[pserver]
+        child.signal(SIGTERM)
+        assert child.wait(20) == 0
+        self.cluster.start_pserver(pserver)
 
     def results(self, seconds: float = 60) -> list[str]:
         """What each trainer has got in the end: `DIGEST ROUND`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from signal import SIGTERM
 from typing import Any
 
 import pytest
@@ -25,13 +24,22 @@ def counting(rounds: int = ROUNDS, **settings: Any) -> FaultyRun:
 
 
 def assert_all_applied(run: FaultyRun) -> None:
-    """Each trainer has seen all of its own contributions; and who was last, those of everybody."""
-    results = [result.split() for result in run.results(90)]
-    seen = [tuple(map(int, counts.split(","))) for counts, _ in results]
-    steps = tuple(int(step) for _, step in results)
-    assert min(steps) >= ROUNDS
-    assert tuple(row[rank] for rank, row in enumerate(seen)) == steps
-    assert steps in seen
+    """Each trainer has seen all of its own contributions; and who was last, those of everybody.
+
+    The first to end may see the others' steps half, or not all.
+    """
+    seen, steps = zip(*(result.split() for result in run.results(90)), strict=True)
+    assert min(map(int, steps)) >= ROUNDS
+    assert ",".join(steps) in seen
+    for rank, counts in enumerate(seen):
+        assert counts.split(",")[rank] == steps[rank]
+
+
+def kill_between_checkpoints(run: FaultyRun, state: Path) -> None:
+    """Some steps after the first checkpoint pserver 1 dies; the next one would have been far away."""
+    run.wait_for(lambda: any(state.glob("checkpoints/*/*/manifest.json")), "a checkpoint")
+    run.wait_for_round(run.round_of(0) + 5)
+    run.kill(run.cluster.pservers[1])
 
 
 @pytest.mark.extended
@@ -70,7 +78,7 @@ def test_a_pserver_dies_in_a_checkpoint_or_a_change_and_nothing_is_lost(name: st
         run.wait_for_round(3)
         run.kill(run.cluster.pservers[1])
         run.cluster.start_pserver(1, GRADPOST_FAILPOINTS=f"{name}=kill@2")
-        run.wait_for_round(run.round_of(0) + 3)
+        run.wait_for_rounds_or_death(3, run.cluster.pservers[1])
         run.kill(run.cluster.trainers[1])
         run.start_trainer(1)
         run.cluster.pservers[1].wait(40)
@@ -107,36 +115,31 @@ def test_a_rolling_restart_loses_nothing_even_without_a_log() -> None:
     with counting(durability="none") as run:
         for index in (0, 1):
             run.wait_for_round(20 + 50 * index)
-            child = run.cluster.pservers[index]
-            child.signal(SIGTERM)
-            assert child.wait(20) == 0
-            run.cluster.start_pserver(index)
+            run.restart_gracefully(index)
         assert_all_applied(run)
 
 
 @pytest.mark.extended
-def test_without_a_log_a_killed_pserver_goes_on_from_its_checkpoint_and_says_what_is_lost() -> None:
-    with counting(durability="none", checkpoint_rounds=20) as run:
-        run.wait_for_round(50)
-        run.kill(run.cluster.pservers[1])
+def test_without_a_log_a_killed_pserver_goes_on_from_its_checkpoint_and_says_what_is_lost(tmp_path: Path) -> None:
+    with counting(durability="none", state_dir=tmp_path, checkpoint_rounds=60) as run:
+        kill_between_checkpoints(run, tmp_path)
         run.cluster.start_pserver(1)
         results = [result.split()[0] for result in run.results(90)]
         lost = run.wait_for_line("an earlier life of this pserver has taken steps that it did not keep")
         assert "[pserver 1]" in lost
-        assert all("torn" in result for result in results)  # pserver 0 has all of them
+        assert all("/" in result for result in results)  # pserver 0 has all of them
         assert run.cluster.pserver_state(0).round == 2 * ROUNDS
 
 
 @pytest.mark.extended
 def test_a_pserver_that_has_lost_its_disk_goes_on_from_a_shared_checkpoint(tmp_path: Path) -> None:
-    with counting(state_dir=tmp_path, checkpoint_rounds=20) as run:
-        run.wait_for_round(50)
-        run.kill(run.cluster.pservers[1])
+    with counting(state_dir=tmp_path, checkpoint_rounds=60) as run:
+        kill_between_checkpoints(run, tmp_path)
         shutil.rmtree(tmp_path / "pserver-1")
         run.cluster.start_pserver(1)
         results = [result.split()[0] for result in run.results(90)]
         run.wait_for_line("an earlier life of this pserver has taken steps that it did not keep")
-        assert all("torn" in result for result in results)
+        assert all("/" in result for result in results)
         assert run.cluster.pserver_state(0).round == 2 * ROUNDS
 
 
