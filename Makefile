@@ -51,7 +51,7 @@ audit: install ## look up known vulnerabilities of what requirements.lock holds
 	$(BIN)/python .ci/audit.py
 
 bench: install ## measure seconds a round beside torch.distributed.rpc
-	$(BIN)/python benchmarks/sync_round.py
+	$(BIN)/python -m benchmarks.sync_round
 
 study: install ## train in every mode and compare, in just under an hour; goes on where it was interrupted
 	$(BIN)/python benchmarks/consistency/study.py

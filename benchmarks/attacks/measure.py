@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
-import os
-import platform
-import subprocess
 from collections.abc import Sequence
-from importlib.metadata import version
-from pathlib import Path
 
+from ..report import add_report_option, make_head, publish
 from .arena import MIB, Verdict, open_arena
 from .attacker import ATTACKS, names_for
+
+TEXT = """\
+What a good client notices (100 small gets a second) while a pserver is attacked from the same machine, what
+happens to the pserver's memory, and what the attacker was told. The pserver serves one parameter of 16 MB;
+slow clients have 2 s for headers and for the next part of a body, bodies and replies 64 MiB."""
 
 HEADER = """\
 | attack | server | p99 before, ms | during | ratio | failed | memory, peak | kept | what happened |
@@ -47,22 +47,10 @@ async def measure(servers: Sequence[str], only: Sequence[str], seconds: float) -
     return rows
 
 
-def describe(seconds: float, rows: str) -> str:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+def describe(rows: str) -> str:
     packages = ("granian", "uvicorn", "httptools", "h2", "pyreqwest")
     what = "\n".join(f"- *{name.replace('_', ' ')}*: {attack.__doc__}" for name, attack in ATTACKS.items())
-    return (
-        "# Attacks\n\n"
-        "What a good client notices (100 small gets a second) while a pserver is attacked from the same machine, what\n"
-        "happens to the pserver's memory, and what the attacker was told. The pserver serves one parameter of 16 MB;\n"
-        "slow clients have 2 s for headers and for the next part of a body, bodies and replies 64 MiB.\n\n"
-        f"- date: {datetime.date.today()}, commit {commit}\n"
-        f"- hardware: {os.cpu_count()} cores, {platform.system()} {platform.machine()}; attacker, pserver and client\n"
-        "  on loopback of one machine, which was busy with other work: trust orders of magnitude, not digits\n"
-        f"- versions: Python {platform.python_version()}, {', '.join(f'{p} {version(p)}' for p in packages)}\n"
-        f"- command: `python -m benchmarks.attacks.measure --seconds {seconds:g}`\n\n"
-        f"{HEADER}{rows}\n{what}\n"
-    )
+    return f"{make_head('Attacks', TEXT, packages)}\n{HEADER}{rows}\n{what}\n"
 
 
 def main() -> None:
@@ -70,12 +58,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5)
     parser.add_argument("--server", action="append", choices=["granian", "uvicorn"])
     parser.add_argument("--only", action="append", default=[], choices=list(ATTACKS))
-    parser.add_argument("--report", type=Path)
+    add_report_option(parser)
     arguments = parser.parse_args()
     print(HEADER, end="")
     rows = asyncio.run(measure(arguments.server or ["granian", "uvicorn"], arguments.only, arguments.seconds))
-    if arguments.report is not None:
-        arguments.report.write_text(describe(arguments.seconds, rows))
+    publish(describe(rows), arguments.report)
 
 
 if __name__ == "__main__":

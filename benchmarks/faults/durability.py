@@ -19,8 +19,8 @@ from typing import Any
 
 import trustme
 
+from ..report import PACKAGES, add_report_option, describe_disk, make_head, publish
 from .observed import ObservedCluster
-from .report import add_report_option, make_head, publish
 
 PLAIN = "none, plain"
 VARIANTS = ("log", "fsync", "TLS", "mutual TLS")
@@ -107,7 +107,7 @@ def main() -> None:
         repetitions=options.repetitions,
         compute_ms=1000 * options.compute_seconds,
     )
-    report = make_head("The cost of durability and of TLS", text, Path(tempfile.gettempdir()))
+    report = make_head("The cost of durability and of TLS", text, PACKAGES, describe_disk())
     of_mode = {"mode": options.mode, **({"max_staleness": 4} if options.mode == "ssp" else {})}
     with make_variants() as variants:
         for megabytes in options.megabytes:

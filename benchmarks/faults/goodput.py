@@ -11,17 +11,15 @@ import argparse
 import itertools
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM, Signals
 
 from trainer_client.testing import Child
 
+from ..report import PACKAGES, add_report_option, describe_disk, make_head, publish
 from .observed import ObservedCluster, Step
-from .report import add_report_option, make_head, publish
 
 PSERVERS = 2
 SETTLE_STEPS = 5  # of every trainer, before the clock starts
@@ -220,7 +218,7 @@ def main() -> None:
         interval=options.interval,
         seed=options.seed,
     )
-    head = make_head("Goodput under faults", text, Path(tempfile.gettempdir()))
+    head = make_head("Goodput under faults", text, PACKAGES, describe_disk())
     publish(head + "\n" + make_tables(undisturbed, disturbed), options.report)
 
 

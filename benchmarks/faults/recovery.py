@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import argparse
 import random
-import tempfile
 import time
 from collections import defaultdict
-from pathlib import Path
 from signal import SIGKILL
 
+from ..report import PACKAGES, add_report_option, describe_disk, make_head, publish, spread_table
 from .observed import ObservedCluster
-from .report import add_report_option, make_head, publish, spread_table
 
 LEASE_SECONDS = 1.0
 SETTLE_STEPS = 3  # of everybody, before the next kill
@@ -112,7 +110,7 @@ def main() -> None:
     options = parser.parse_args()
     chance = random.Random(options.seed)
     text = (__doc__ or "").split("\n\n")[0] + " With fewer than 100 values p99 is the largest of them."
-    report = make_head("Recovery", text, Path(tempfile.gettempdir()))
+    report = make_head("Recovery", text, PACKAGES, describe_disk())
     if options.trainer_kills:
         report += f"\n{TRAINER_TEXT}\n" + spread_table(kill_trainers(options.trainer_kills, chance), "seconds")
     if options.pserver_kills:

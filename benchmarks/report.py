@@ -10,11 +10,13 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 HERE = Path(__file__).parent
+PACKAGES = ("torch", "granian", "httpx", "pyreqwest", "fastapi")  # that carry a round
 
 
 def describe_hardware() -> str:
@@ -24,26 +26,26 @@ def describe_hardware() -> str:
     return f"{os.cpu_count()} cores, {cpu}, {platform.system()} {platform.machine()}"
 
 
-def make_head(title: str, text: str, disk: Path) -> str:
-    """Title, what was measured, and where; `disk` is where the services kept their state."""
+def make_head(title: str, text: str, packages: Sequence[str], *notes: str) -> str:
+    """Title, what was measured, where and with what; `notes` are further points. The program was run by `python -m`."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
-    kind = subprocess.run(["stat", "-f", "-c", "%T", str(disk)], capture_output=True, text=True)
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "granian", "httpx", "pyreqwest", "fastapi"))
-    program = Path(sys.argv[0]).stem
-    return "\n".join(
-        [
-            f"# {title}",
-            "",
-            text,
-            "",
-            f"- date: {datetime.date.today()}, commit {commit.stdout.strip()}",
-            f"- hardware: {describe_hardware()}; all processes on this machine, on loopback",
-            f"- file system of the services' state: {kind.stdout.strip() or 'unknown'}",
-            f"- versions: Python {platform.python_version()}, {packages}",
-            f"- command: `{' '.join(['python -m benchmarks.faults.' + program, *sys.argv[1:]])}`",
-            "",
-        ]
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    spec = sys.modules["__main__"].__spec__
+    assert spec is not None
+    points = (
+        f"date: {datetime.date.today()}, commit {commit.stdout.strip()}",
+        f"hardware: {describe_hardware()}; all processes on this machine, on loopback",
+        f"versions: Python {platform.python_version()}, {versions}",
+        *notes,
+        f"command: `{' '.join(['python -m', spec.name, *sys.argv[1:]])}`",
     )
+    return "\n".join([f"# {title}", "", text, "", *(f"- {point}" for point in points), ""])
+
+
+def describe_disk() -> str:
+    """The kind of file system on which temporary state is kept, as a note."""
+    kind = subprocess.run(["stat", "-f", "-c", "%T", tempfile.gettempdir()], capture_output=True, text=True)
+    return f"file system of the services' state: {kind.stdout.strip() or 'unknown'}"
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -60,8 +62,8 @@ def spread_table(rows: Mapping[str, Sequence[float]], unit: str) -> str:
     lines = [f"| {unit} | n | median | p99 | range |", "|---|--:|--:|--:|--:|"]
     for name, values in rows.items():
         lines.append(
-            f"| {name} | {len(values)} | {statistics.median(values):.2f} | {quantile(values, 0.99):.2f} "
-            f"| {min(values):.2f} – {max(values):.2f} |"
+            f"| {name} | {len(values)} | {statistics.median(values):.3g} | {quantile(values, 0.99):.3g} "
+            f"| {min(values):.3g} – {max(values):.3g} |"
         )
     return "\n".join(lines) + "\n"
 
