@@ -52,6 +52,24 @@ def armed(text: str) -> Iterator[None]:
         arm_failpoints("")
 
 
+@contextmanager
+def slow_log(pserver: Bench) -> Iterator[threading.Event]:
+    """Nothing is logged before the end of the block; the event says that something is about to be."""
+    begun, go = threading.Event(), threading.Event()
+    append = pserver.run.storage.append
+
+    def slow(*arguments: Any) -> None:
+        begun.set()
+        go.wait()
+        append(*arguments)
+
+    pserver.run.storage.append = slow
+    try:
+        yield begun
+    finally:
+        go.set()
+
+
 async def digest_without_faults(folder: Path, last: int, **settings: Any) -> str:
     async with life(folder, **settings) as pserver:
         await steps(pserver, 1, last)
@@ -189,22 +207,12 @@ async def test_a_pserver_that_stops_applies_what_it_has_taken(tmp_path: Path) ->
 async def test_members_do_not_change_while_a_contribution_is_being_logged(tmp_path: Path) -> None:
     async with life(tmp_path) as pserver:
         await steps(pserver, 1, 1)
-        begun, go = threading.Event(), threading.Event()
-        append = pserver.run.storage.append
-
-        def slow(*arguments: Any) -> None:
-            begun.set()
-            go.wait()
-            append(*arguments)
-
-        pserver.run.storage.append = slow
-        push = asyncio.create_task(pserver.push(0, 2))
-        await asyncio.to_thread(begun.wait)
-        change = asyncio.create_task(pserver.change_members(2, {1: 1}))
-        await asyncio.sleep(0.05)
-        was_early = change.done()
-        go.set()
-        assert not was_early
+        with slow_log(pserver) as begun:
+            push = asyncio.create_task(pserver.push(0, 2))
+            await asyncio.to_thread(begun.wait)
+            change = asyncio.create_task(pserver.change_members(2, {1: 1}))
+            await asyncio.sleep(0.05)
+            assert not change.done()
         await asyncio.gather(push, change)
         assert pserver.run.members == {1: 1}
         assert pserver.run.clocks.opens == {0: 3, 1: 2}
@@ -215,20 +223,11 @@ async def test_members_do_not_change_while_a_contribution_is_being_logged(tmp_pa
 async def test_a_client_that_goes_away_leaves_no_gap_in_the_log(tmp_path: Path) -> None:
     async with life(tmp_path) as pserver:
         await steps(pserver, 1, 1)
-        begun, go = threading.Event(), threading.Event()
-        append = pserver.run.storage.append
-
-        def slow(*arguments: Any) -> None:
-            begun.set()
-            go.wait()
-            append(*arguments)
-
-        pserver.run.storage.append = slow
-        push = asyncio.create_task(pserver.push(0, 2))
-        await asyncio.to_thread(begun.wait)
-        push.cancel()
-        other = asyncio.create_task(pserver.push(1, 2))
-        go.set()
+        with slow_log(pserver) as begun:
+            push = asyncio.create_task(pserver.push(0, 2))
+            await asyncio.to_thread(begun.wait)
+            push.cancel()
+            other = asyncio.create_task(pserver.push(1, 2))
         await other
         await until(lambda: pserver.run.round == 4)
         digest = pserver.run.shard.digest()
