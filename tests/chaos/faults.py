@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -59,22 +60,13 @@ def _fault(
 # ------------------------------------------------------------------ processes die
 
 
-@_fault("trainer killed", "trainer")
-def _kill_trainer(episode: Episode, victim: str) -> None:
+def _kill(episode: Episode, victim: str, *, max_seconds: float) -> None:
     episode.kill(victim)
-    episode.sleep(0, 1)
+    episode.sleep(0, max_seconds)
 
 
-@_fault("pserver killed", "pserver")
-def _kill_pserver(episode: Episode, victim: str) -> None:
-    episode.kill(victim)
-    episode.sleep(0, 2)
-
-
-@_fault("coordinator killed", "coordinator")
-def _kill_coordinator(episode: Episode, victim: str) -> None:
-    episode.kill(victim)
-    episode.sleep(0, 3)
+for _role, _seconds in (("trainer", 1), ("pserver", 2), ("coordinator", 3)):
+    _fault(f"{_role} killed", _role)(partial(_kill, max_seconds=_seconds))
 
 
 @_fault("trainer and pserver killed together", "pserver")
@@ -138,19 +130,12 @@ def _restart(episode: Episode, victim: str) -> None:
 # ------------------------------------------------------------------ processes stand still
 
 
-@_fault("trainer paused", "trainer")
-def _pause_trainer(episode: Episode, victim: str) -> None:
+def _pause(episode: Episode, victim: str) -> None:
     episode.pause(victim, 0.2, LEASE_SECONDS + 2)
 
 
-@_fault("pserver paused", "pserver")
-def _pause_pserver(episode: Episode, victim: str) -> None:
-    episode.pause(victim, 0.2, LEASE_SECONDS + 2)
-
-
-@_fault("coordinator paused", "coordinator")
-def _pause_coordinator(episode: Episode, victim: str) -> None:
-    episode.pause(victim, 0.2, LEASE_SECONDS + 2)
+for _role in ("trainer", "pserver", "coordinator"):
+    _fault(f"{_role} paused", _role)(_pause)
 
 
 @_fault("trainer hangs while its heartbeats live", "trainer")
