@@ -252,9 +252,7 @@ class AsyncRun(PserverRun):
         assert contribution.hyper_parameters is not None  # it is complete
         names = tuple(place.name for place in self.shard.layout.places if place.name in contribution.blocks)
         life, step = self.clocks.members[rank], self.clocks.opens[rank]
-        update = LoggedUpdate(
-            self.clocks.taken + 1, (rank,), contribution.hyper_parameters, names, origin=(life, step)
-        )  # fmt: skip
+        update = LoggedUpdate(self.clocks.taken + 1, (rank,), contribution.hyper_parameters, names, origin=(life, step))
         try:
             await asyncio.to_thread(self._append, update, [contribution.blocks[name] for name in names])
         except OSError as error:

@@ -12,7 +12,6 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-import trustme
 from safetensors.torch import load
 from torch import nn
 
@@ -29,6 +28,7 @@ from ps_protocol.vocabulary import ParameterSpec
 from trainer_client import ParameterClient, RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
+from ..unit.protocol.test_certificates import Authority
 from .parity_model import run_trainers
 
 pytestmark = pytest.mark.cluster
@@ -324,12 +324,7 @@ def test_live_parameters_are_served_as_safetensors(cluster: LocalCluster) -> Non
 @pytest.mark.extended
 @pytest.mark.both_servers
 def test_tls_on_every_link(tmp_path: Path, server: str, transport: str) -> None:
-    ca = trustme.CA()
-    certificate = ca.issue_cert("127.0.0.1", "localhost")
-    files = {"tls_ca": tmp_path / "ca.pem", "tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem"}
-    ca.cert_pem.write_to_path(str(files["tls_ca"]))
-    certificate.cert_chain_pems[0].write_to_path(str(files["tls_cert"]))
-    certificate.private_key_pem.write_to_path(str(files["tls_key"]))
+    issued = Authority(tmp_path / "authority").issue("service")
 
     def train(session: Session) -> float:
         weight = nn.Parameter(torch.zeros(100_000))
@@ -339,6 +334,7 @@ def test_tls_on_every_link(tmp_path: Path, server: str, transport: str) -> None:
         assert session.summary().transport == transport
         return weight.sum().item()
 
-    with LocalCluster(pservers=2, trainers=2, server=server, **files) as cluster:
+    tls = {"tls_ca": issued.ca, "tls_cert": issued.cert, "tls_key": issued.key}
+    with LocalCluster(pservers=2, trainers=2, server=server, **tls) as cluster:
         assert cluster.address.startswith("https://")
-        assert run_trainers(cluster.address, [train, train], tls_ca=files["tls_ca"]) == [-100_000.0] * 2
+        assert run_trainers(cluster.address, [train, train], tls_ca=issued.ca) == [-100_000.0] * 2
