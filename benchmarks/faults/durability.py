@@ -24,14 +24,15 @@ from .observed import ObservedCluster
 
 PLAIN = "none, plain"
 VARIANTS = ("log", "fsync", "TLS", "mutual TLS")
-WARM_UP_ROUNDS = 5
+WARM_UP_ROUNDS = 20  # in which the log gets its files; later ones are written over
 
 TEXT = """\
 2 trainers, 2 pservers, mode `{mode}`, Adam, everything on loopback. A figure is the median of {rounds} rounds of one
-run (asynchronous modes: steps of a trainer); the tables show median and range of {repetitions} runs. A **ratio** is
-that of a run to the run with durability `none` and without TLS of the same repetition. Nothing is computed, which is
-the worst case; the last column is the share of a round that the variant would cost if {compute_ms:.0f} ms were computed
-in each, reckoned from the medians. Checkpoints are written as often as by default, beside the rounds.
+run (asynchronous modes: steps of a trainer) after {warm_up} others; the tables show median and range of {repetitions}
+runs. A **ratio** is that of a run to the run with durability `none` and without TLS of the same repetition. Nothing is
+computed, which is the worst case; the last column is the share of a round that the variant would cost if
+{compute_ms:.0f} ms were computed in each, reckoned from the medians. Checkpoints are written as often as by default,
+beside the rounds.
 """
 
 
@@ -104,6 +105,7 @@ def main() -> None:
     text = TEXT.format(
         mode=options.mode,
         rounds=options.rounds,
+        warm_up=WARM_UP_ROUNDS,
         repetitions=options.repetitions,
         compute_ms=1000 * options.compute_seconds,
     )

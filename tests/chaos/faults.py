@@ -245,12 +245,13 @@ def _damage_log(episode: Episode, victim: str) -> None:
     episode.kill(victim)
     log = max((episode.state / victim.replace(" ", "-") / "log").glob("*.log"))
     content = bytearray(log.read_bytes())
-    if not content:
+    last = content.rfind(bytes.fromhex(log.stem.partition("-")[2]))  # record; nothing counts that stands behind it
+    if last < 0:
         return  # a checkpoint was made this moment
     if episode.chance.random() < 0.5:
-        content[episode.chance.randrange(len(content))] ^= 1 << episode.chance.randrange(8)
+        content[episode.chance.randrange(last + 32)] ^= 1 << episode.chance.randrange(8)
     else:
-        del content[-episode.chance.randint(1, min(2000, len(content))) :]
+        del content[last + episode.chance.randrange(32) :]
     episode.damage(log, bytes(content), loses_rounds=True)
 
 

@@ -1,8 +1,8 @@
 """The log: every update of a shard, written before it is applied.
 
-A segment `000000000128.log` holds the updates after round 128, one record each, in the order of rounds; a new one
-begins with every checkpoint. A shard is restored from a checkpoint and the updates behind it. In asynchronous modes
-the round of an update is its number: how many contributions this pserver has taken with it.
+A segment holds the updates after a round, one record each, in the order of rounds; a new one begins with every
+checkpoint. A shard is restored from a checkpoint and the updates behind it. In asynchronous modes the round of an
+update is its number: how many contributions this pserver has taken with it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Durability, Incarnation, Rank, Round
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
-from services.runtime.places import map_file, sync_folder
+from services.runtime.places import map_file
 
 from .records import Buffer, Ending, Record, append_record, read_records
+from .segments import Segment, create_segment, list_segments, retire_segment
 
 log = get_logger()
-
-SUFFIX = ".log"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +71,10 @@ class UpdateLog:
     """One pserver's log of one run. Synchronous; used by one thread at a time. Every method may raise OSError."""
 
     def __init__(self, folder: Path, durability: Durability) -> None:
-        self.num_bytes = 0  # since the newest segment began
+        self.num_bytes = 0  # of the newest segment's records: its file may be longer
         self._folder = folder
         self._durability = durability
+        self._segment: Segment | None = None
         self._fd: int | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -84,83 +84,77 @@ class UpdateLog:
         With durability `fsync` it is on the disk when this returns, with `log` in the kernel's memory, which
         outlives the process. On an OSError nothing of it was written.
         """
+        assert self._segment is not None
         assert self._fd is not None
         reach_failpoint("log.append.before")
         num_elements = sum(map(len, gradient)) // 4
         header = encode_header([("gradient", "F32", (num_elements,))], update.to_metadata())
-        written = append_record(self._fd, [header, *gradient])
+        end = append_record(self._fd, self.num_bytes, self._segment.mark, [header, *gradient])
         if self._durability == "fsync":
-            self._sync(self._fd, written)
-        self.num_bytes += written
+            self._sync(self._fd)
+        self.num_bytes = end
         reach_failpoint("log.append.after")
 
-    def _sync(self, fd: int, newest_bytes: int) -> None:
+    def _sync(self, fd: int) -> None:
         try:
             os.fdatasync(fd)
         except OSError:
             # The kernel may have dropped what it could not write, and say nothing of it the next time.
-            os.ftruncate(fd, os.fstat(fd).st_size - newest_bytes)
+            os.ftruncate(fd, self.num_bytes)
             raise
 
     def begin_segment(self, round_: Round) -> None:
         """Write what comes after this round into a file of its own; if there can be none, go on with the one before."""
+        if self._segment is not None and self._segment.base == round_:
+            return  # nothing was applied since it was begun
         try:
-            fd = self._create_segment(round_)
+            if self._fd is not None:
+                os.ftruncate(self._fd, self.num_bytes)  # no file stays longer than its newest life was
+            segment, fd = create_segment(self._folder, round_)
         except OSError as error:
-            if self._fd is None:
+            if self._segment is None:
                 raise
             log.warning("the log gets no new file and goes on in the old one", round=round_, error=str(error))
             return
-        self.close()
-        self._fd = fd
-        self.num_bytes = 0
+        self._open(segment, fd, 0)
 
-    def _create_segment(self, round_: Round) -> int:
-        path = self._path(round_)
-        is_open = path.exists()  # and empty: nothing was applied since it was begun
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            sync_folder(self._folder)
-        except OSError:
-            os.close(fd)
-            if not is_open:
-                path.unlink()  # what stands behind this round would be looked for in it
-            raise
-        return fd
+    def _open(self, segment: Segment, fd: int, num_bytes: int) -> None:
+        self.close()
+        self._segment, self._fd, self.num_bytes = segment, fd, num_bytes
 
     def resume(self, round_: Round) -> None:
         """Go on after this round: cut off whatever stands behind it, such as a torn tail."""
         self.close()
-        bases = self._bases()
-        for base in [base for base in bases if base > round_]:
-            self._path(base).unlink()
-        bases = [base for base in bases if base <= round_]
-        if not bases:
+        segments = list_segments(self._folder)
+        while segments and segments[-1].base > round_:
+            segments.pop().path.unlink()
+        if not segments:
             self.begin_segment(round_)
             return
-        path = self._path(bases[-1])
-        end = 0
-        for item in self._read_segment(bases[-1]):
-            if isinstance(item, Ending) or Update.from_record(item).round > round_:
+        segment, end = segments[-1], 0
+        for item in _read_segment(segment):
+            if isinstance(item, Ending):
+                break
+            if Update.from_record(item).round > round_:
+                log.warning("cutting off the end of the log", file=segment.path.name, round=round_)
                 break
             end = item.end
-        if (surplus := path.stat().st_size - end) > 0:
-            log.warning("cutting off the end of the log", file=path.name, round=round_, bytes=surplus)
-        self._fd = os.open(path, os.O_WRONLY)
-        os.ftruncate(self._fd, end)
-        os.fsync(self._fd)
-        self.num_bytes = end
+        fd = os.open(segment.path, os.O_WRONLY)
+        os.ftruncate(fd, end)
+        os.fsync(fd)
+        self._open(segment, fd, end)
 
     def read_after(self, round_: Round) -> Iterator[tuple[Update, memoryview]]:
         """The updates behind a round with their gradients, without a gap; ends where the log does, or is damaged."""
-        bases = self._bases()
-        newest_start = max((base for base in bases if base <= round_), default=None)
-        for base in bases:
-            if newest_start is None or base < newest_start:
+        segments = list_segments(self._folder)
+        newest_start = max((segment.base for segment in segments if segment.base <= round_), default=None)
+        for segment in segments:
+            if newest_start is None or segment.base < newest_start:
                 continue
-            for item in self._read_segment(base):
+            for item in _read_segment(segment):
                 if isinstance(item, Ending):
-                    self._say(item, base)
+                    if item.kind != "clean":
+                        log.warning(f"the log is {item.kind}", file=segment.path.name, at=item.at)
                     break
                 update = Update.from_record(item)
                 if update.round == round_ + 1:
@@ -169,28 +163,18 @@ class UpdateLog:
                 elif update.round > round_:
                     return
 
-    def _read_segment(self, base: Round) -> Iterator[Record | Ending]:
-        return read_records(map_file(self._path(base)))
-
-    def _say(self, ending: Ending, base: Round) -> None:
-        if ending.kind != "clean":
-            log.warning(f"the log is {ending.kind}", file=self._path(base).name, at=ending.at)
-
     def prune(self, oldest: Round) -> None:
-        """Delete the segments that only reach back to before the checkpoint of this round."""
-        bases = self._bases()
-        for base, following in itertools.pairwise(bases):
-            if following <= oldest:
-                self._path(base).unlink()
+        """Give up the segments that only reach back to before the checkpoint of this round."""
+        for segment, following in itertools.pairwise(list_segments(self._folder)):
+            if following.base <= oldest:
+                retire_segment(segment)
 
     def close(self) -> None:
         """Close the file; what was appended stays."""
         if self._fd is not None:
             os.close(self._fd)
-            self._fd = None
+            self._segment = self._fd = None
 
-    def _path(self, base: Round) -> Path:
-        return self._folder / f"{base:012}{SUFFIX}"
 
-    def _bases(self) -> list[Round]:
-        return sorted(int(path.stem) for path in self._folder.glob(f"*{SUFFIX}"))
+def _read_segment(segment: Segment) -> Iterator[Record | Ending]:
+    return read_records(map_file(segment.path), segment.mark)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -10,20 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ps_protocol.frames import encode_header
-from services.pserver.durable.records import Ending, Record, append_record, read_records
+from services.pserver.durable.records import MARK_BYTES, Ending, Record, append_record, read_records
 from services.runtime.places import map_file
 
+MARK = b"\x00mark\xff\x01\x02"
 
-def write(path: Path, bodies: list[bytes]) -> None:
+
+def write(path: Path, bodies: list[bytes], mark: bytes = MARK) -> list[int]:
+    """Over what is there; returns where each record ends, and first of all 0."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    ends = [0]
     for number, body in enumerate(bodies):
         header = encode_header([("gradient", "U8", (len(body),))], {"number": str(number)})
-        append_record(fd, [header, body[:3], body[3:]])
+        ends.append(append_record(fd, ends[-1], mark, [header, body[:3], body[3:]]))
     os.close(fd)
+    return ends
 
 
 def read(path: Path) -> tuple[list[bytes], Ending]:
-    *records, ending = read_records(map_file(path))
+    *records, ending = read_records(map_file(path), MARK)
     assert isinstance(ending, Ending)
     assert [r.frame.metadata["number"] for r in records if isinstance(r, Record)] == [
         str(i) for i in range(len(records))
@@ -46,48 +52,66 @@ def test_what_was_written_is_read(tmp_path_factory, written):
 @settings(max_examples=100)
 def test_a_file_that_was_cut_anywhere_ends_with_its_last_whole_record(tmp_path_factory, written, data):
     path = tmp_path_factory.mktemp("log") / "log"
-    write(path, written)
-    ends = [0, *(r.end for r in read_records(map_file(path)) if isinstance(r, Record))]
+    ends = write(path, written)
     cut = data.draw(st.integers(0, ends[-1]))
     os.truncate(path, cut)
     whole = max(end for end in ends if end <= cut)
-    assert read(path) == (written[: ends.index(whole)], Ending("clean" if cut == whole else "torn", whole))
+    assert read(path) == (written[: ends.index(whole)], Ending("torn" if cut - whole >= MARK_BYTES else "clean", whole))
+
+
+@given(bodies, bodies, st.data())
+@settings(max_examples=100)
+def test_what_a_former_life_left_in_the_file_does_not_count(tmp_path_factory, former, written, data):
+    """The process may have died anywhere in its last record, which stands before or in the middle of old ones."""
+    folder = tmp_path_factory.mktemp("log")
+    ends = write(folder / "whole", written)
+    whole = (folder / "whole").read_bytes()
+    cut = data.draw(st.integers(0, ends[-1]))
+    write(folder / "log", former, b"old mark")
+    with (folder / "log").open("r+b") as file:
+        file.write(whole[:cut])
+    content = (folder / "log").read_bytes()  # where the rest of a record is the same, it is whole
+    there = [content[begin:end] == whole[begin:end] for begin, end in itertools.pairwise(ends)]
+    number = [*there, False].index(False)
+    records, ending = read(folder / "log")
+    assert records == written[:number]
+    assert ending == Ending("torn" if cut - ends[number] >= MARK_BYTES else "clean", ends[number])
 
 
 @given(bodies, st.data())
 @settings(max_examples=200)
 def test_a_flipped_bit_is_a_torn_tail_in_the_last_record_and_damage_before_it(tmp_path_factory, written, data):
     path = tmp_path_factory.mktemp("log") / "log"
-    write(path, written)
-    ends = [0, *(r.end for r in read_records(map_file(path)) if isinstance(r, Record))]
+    ends = write(path, written)
     content = bytearray(path.read_bytes())
     at = data.draw(st.integers(0, len(content) - 1))
     content[at] ^= 1 << data.draw(st.integers(0, 7))
     path.write_bytes(content)
     number = max(i for i, end in enumerate(ends) if end <= at)
-    kind = "torn" if number == len(written) - 1 else "damaged"
+    is_last, in_mark = number == len(written) - 1, at < ends[number] + MARK_BYTES
+    kind = "damaged" if not is_last else "clean" if in_mark else "torn"
     assert read(path) == (written[:number], Ending(kind, ends[number]))
 
 
-def test_a_record_that_does_not_fit_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+def test_a_record_that_does_not_fit_ends_the_file_where_it_began(tmp_path, monkeypatch):
     path = tmp_path / "log"
-    write(path, [b"first"])
-    size = path.stat().st_size
+    write(path, [b"former"] * 3, b"old mark")
+    _, end = write(path, [b"first"])
     fd = os.open(path, os.O_WRONLY)
-    real = os.writev
+    real = os.pwritev
 
-    def half(fd, chunks):
-        monkeypatch.setattr(os, "writev", full)
-        return real(fd, [chunks[0]])
+    def half(fd, chunks, at):
+        monkeypatch.setattr(os, "pwritev", full)
+        return real(fd, [chunks[0]], at)
 
-    def full(fd, chunks):
+    def full(fd, chunks, at):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "writev", half)
+    monkeypatch.setattr(os, "pwritev", half)
     with pytest.raises(OSError, match="No space"):
-        append_record(fd, [encode_header([], {"number": "1"})])
-    assert path.stat().st_size == size
-    monkeypatch.setattr(os, "writev", real)
-    append_record(fd, [encode_header([], {"number": "1"})])
+        append_record(fd, end, MARK, [encode_header([], {"number": "1"})])
+    assert path.stat().st_size == end
+    monkeypatch.setattr(os, "pwritev", real)
+    append_record(fd, end, MARK, [encode_header([], {"number": "1"})])
     os.close(fd)
     assert read(path)[1].kind == "clean"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from services.pserver.durable.segments import list_segments
 from services.pserver.durable.storage import RunStorage
 from services.pserver.history import History
 from services.pserver.shard import Shard
@@ -34,7 +35,8 @@ def reopen(folder: Path) -> RunStorage:
 
 
 def segment(folder: Path, base: int) -> Path:
-    return folder / "log-0" / f"{base:012}.log"
+    [path] = (folder / "log-0").glob(f"{base:012}-*.log")
+    return path
 
 
 @pytest.mark.parametrize("durability", ["log", "fsync"])
@@ -143,10 +145,42 @@ def test_the_newest_checkpoints_are_kept_and_the_log_reaches_back_to_the_oldest_
     storage = train(tmp_path, 11)
     storage.prune(complete=())
     assert sorted(storage.checkpoints) == [4, 8]
-    assert sorted(path.stem for path in (tmp_path / "log-0").iterdir()) == [f"{4:012}", f"{8:012}"]
+    assert [segment.base for segment in list_segments(tmp_path / "log-0")] == [4, 8]
     assert reopen(tmp_path).restorable() == [(4, 11)]
     storage.prune(complete=(4,))
     assert sorted(storage.checkpoints) == [4, 8]  # 8 may become complete
+
+
+def test_a_segment_that_is_not_needed_any_more_is_written_over(tmp_path):
+    storage, shard = open_storage(tmp_path, PLAN), new_shard(PLAN)
+    files = set()
+    for round_ in range(13):
+        if round_:
+            step(shard, round_, storage)
+        if round_ % 2 == 0:
+            storage.snapshot(shard, History())()
+            storage.prune(complete=())
+            files |= {path.stat().st_ino for path in (tmp_path / "log-0").iterdir()}
+    assert len(files) == 3  # two for the checkpoints that are kept
+    step(shard, 13, storage)
+    storage.close()
+    assert segment(tmp_path, 12).stat().st_size > storage.log_bytes
+    restored = reopen(tmp_path).restore()
+    assert restored is not None
+    assert (restored.round, restored.shard.digest()) == (13, digest_after(PLAN, 13))
+
+
+def test_a_segment_that_was_long_once_does_not_stay_so(tmp_path):
+    storage, shard = open_storage(tmp_path, PLAN), new_shard(PLAN)
+    storage.snapshot(shard, History())()
+    for round_ in range(1, 20):
+        step(shard, round_, storage)
+    long = storage.log_bytes
+    for round_ in range(20, 26):
+        storage.snapshot(shard, History())()
+        storage.prune(complete=())
+        step(shard, round_, storage)
+    assert max(path.stat().st_size for path in (tmp_path / "log-0").iterdir()) < long / 9
 
 
 def test_a_complete_checkpoint_stays_until_a_newer_one_is_complete(tmp_path):
