@@ -15,7 +15,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--elements", type=int, default=25_000_000, help="parameters, in one tensor")
     arguments.add_argument("--rounds", type=int, default=10)
-    arguments.add_argument("--warmup", type=int, default=3)
+    arguments.add_argument("--warmup", type=int, default=20)
     options = arguments.parse_args()
     torch.set_num_threads(1)
     session = connect()
