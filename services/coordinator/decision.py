@@ -76,12 +76,12 @@ def decide(
     sets: dict[Round, set[Rank]] = {}
     for round_ in range(first, last + 1):
         sets[round_] = {rank for rank in stay if before.starts.get(rank, 1) <= round_}
-        for rank in before.ranks() - stay:
+        for rank in before.ranks() - sets[round_]:  # a life that is gone had a part, maybe the one before this one
             if not before.has_claim(rank, round_):
                 continue
             if _is_in(rank, round_, answers):
                 sets[round_].add(rank)
-            elif any(_has_applied_with(rank, round_, answer) for answer in answers):
+            elif rank in stay or any(_has_applied_with(rank, round_, answer) for answer in answers):
                 return Rollback(round_ - 1)
     if not members:
         sets.clear()  # nobody is here; rounds are not passed over for nobody

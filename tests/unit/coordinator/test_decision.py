@@ -1,9 +1,9 @@
-"""Where another life of a trainer begins in the asynchronous modes."""
+"""Where another life of a trainer begins, and what its former one has left."""
 
 from __future__ import annotations
 
 from ps_protocol.messages import FrozenRounds
-from services.coordinator.decision import Membership, decide_steps
+from services.coordinator.decision import Membership, Rollback, decide, decide_steps
 
 TWO = Membership({0: 1, 1: 1})
 
@@ -37,3 +37,16 @@ def test_a_start_is_remembered_for_pservers_that_come_back():
     assert decide_steps(resumed, {0: 1, 1: 2}, answers, take_over=[1]).starts == {0: 5, 1: 17}
     nothing = [FrozenRounds(applied=0)]
     assert decide_steps(resumed, {0: 1, 1: 2}, nothing, take_over=[1]).starts == {0: 5, 1: 9}
+
+
+def test_what_a_former_life_has_put_into_an_open_round_is_not_forgotten_at_the_next_change():
+    """Else the round would be made without its rank, which begins with the round after it."""
+    holds = FrozenRounds(applied=60, complete={61: (0, 1)}, counted={61: (1,)})
+    first = decide(Membership({0: 2, 1: 1}), {0: 2, 1: 2}, [holds, holds], take_over=[1])
+    assert isinstance(first, Membership)
+    assert (first.sets, first.starts) == ({61: (0, 1)}, {1: 62})
+    again = decide(first, {0: 2, 1: 2}, [holds, holds])
+    assert isinstance(again, Membership)
+    assert (again.sets, again.starts) == ({61: (0, 1)}, {1: 62})
+    lost = FrozenRounds(applied=60)
+    assert decide(first, {0: 2, 1: 2}, [holds, lost]) == Rollback(60)
