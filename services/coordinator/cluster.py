@@ -162,7 +162,7 @@ class Cluster:
         if run.state == "training":
             self._go_back_for(message)
             for index, (incarnation, seconds) in message.unreachable.items():
-                if seconds > self.lease_seconds and self.registry.is_steady(index, incarnation, now):
+                if self.registry.was_here(index, incarnation, now - seconds, now):
                     text = f"trainer {rank} has not reached pserver {index} for {seconds:.1f} s, though both are alive"
                     run.stuck([rank], TrainerLost(text, ranks=[rank]), now)
         return TrainerHeartbeatReply(

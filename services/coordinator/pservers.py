@@ -113,11 +113,17 @@ class PserverRegistry:
         member.checkpoints = {file.round: file for file in message.checkpoints}
         member.attempt, member.is_stopping = message.attempt, message.is_stopping
 
-    def is_steady(self, index: PserverIndex, incarnation: Incarnation, now: float) -> bool:
-        """Whether this life of a pserver has been here for a lease at least, so that whoever can has reached it."""
+    def was_here(self, index: PserverIndex, incarnation: Incarnation, since: float, now: float) -> bool:
+        """Whether this life of a pserver could be reached since then, for a lease at least: who could not is cut off.
+
+        Not if it is about to stop, or was heard last when that time began: then it is the pserver that is gone, and
+        its lease only has not ended yet.
+        """
         member = self.members.get(index)
-        is_here = member is not None and member.info.incarnation == incarnation
-        return is_here and member is not None and now - member.here_since > self.lease_seconds
+        if member is None or member.info.incarnation != incarnation or member.is_stopping:
+            return False
+        is_heard = member.seen_at - since > (now - since) / 2
+        return is_heard and now - max(member.here_since, since) > self.lease_seconds
 
     def expire(self, now: float) -> list[PserverMember]:
         """Move those whose lease has run out to the lost ones, and return them."""

@@ -114,8 +114,9 @@ def test_nobody_is_waited_for_beyond_the_rejoin_time_out() -> None:
 
 
 @pytest.mark.extended
-def test_a_rolling_restart_fails_no_step(server: str) -> None:
-    with FaultyRun(120, server=server) as run:
+@pytest.mark.parametrize("policy", ["wait", "continue"])  # where a trainer that is given up cannot come back
+def test_a_rolling_restart_fails_no_step(server: str, policy: str) -> None:
+    with FaultyRun(120, server=server, on_trainer_loss=policy) as run:
         for index in (0, 1):
             run.wait_for_round(20 + 30 * index)
             run.restart_gracefully(index)
