@@ -83,8 +83,9 @@ def decide(
                 sets[round_].add(rank)
             elif rank in stay or any(_has_applied_with(rank, round_, answer) for answer in answers):
                 return Rollback(round_ - 1)
-    if not members:
-        sets.clear()  # nobody is here; rounds are not passed over for nobody
+    if not members:  # then all end where somebody is, or somebody has put something; no round is passed over for nobody
+        newest = max([last - 1 - max_delay, *(round_ for round_, ranks in sets.items() if ranks)])
+        sets = {round_: ranks for round_, ranks in sets.items() if round_ <= newest}
     starts = {rank: before.starts[rank] for rank in stay if before.starts.get(rank, 1) > first}
     for rank in come:
         open_to_it = [r for r in sets if rank not in sets[r]] if rank in take_over else []

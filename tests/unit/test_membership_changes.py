@@ -2,13 +2,17 @@
 
 The real `Rounds` of every pserver and the real `decide`, driven by trainers and a coordinator in arbitrary
 interleavings. A pserver that dies keeps what it has applied (the log) and loses what was staged; a trainer that is
-asked for a round's bytes again still has them until it has pulled the round from everybody.
+asked for a round's bytes again still has them until it has pulled the round from everybody. A trainer that is silent
+may still send, be heard again, or have a successor, which then sends beside it.
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -26,9 +30,9 @@ MAX_TRAINERS = 3
 
 @dataclass
 class Pserver:
-    rounds: Rounds[str]
+    rounds: Rounds[int]
     attempt: int = 0
-    history: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    history: dict[int, dict[int, int]] = field(default_factory=dict)  # by round: which life of each rank is in it
     number: int = 0  # of the members that it has installed
     is_up: bool = True
 
@@ -37,9 +41,11 @@ class Pserver:
         while apply is not None:
             following = self.rounds.applying
             assert following is not None
-            self.history[following.round] = following.ranks
+            lives = {}
             for rank, contribution in zip(following.ranks, following.contributions, strict=True):
                 assert contribution.is_complete, f"half of trainer {rank} would be applied"
+                lives[rank] = contribution.blocks["b"]
+            self.history[following.round] = lives
             apply = self.rounds.round_applied()
 
 
@@ -75,7 +81,9 @@ class Changes(RuleBasedStateMachine):
         self.membership = Membership(dict(members))
         self.attempt, self.resume, self.number = 0, 0, 0
         self.pservers = [Pserver(Rounds(members, max_delay)) for _ in range(num_pservers)]
-        self.trainers = {rank: Trainer(rank, 1, 1, 0) for rank in members}
+        self.trainers = {rank: Trainer(rank, 1, 1, 0) for rank in members}  # whom the coordinator hears
+        self.silent: list[Trainer] = []  # whom it does not hear any more; their requests arrive yet
+        self.ended: dict[tuple[int, int], int] = {}  # by round and rank: the life that pulled it from everybody
         self.lives = dict(members)
         self.awaited: set[int] = set()
         self.change: Change | None = None
@@ -84,15 +92,14 @@ class Changes(RuleBasedStateMachine):
     # ------------------------------------------------------------ trainers
 
     def _trainer(self, which: int) -> Trainer | None:
-        living = sorted(self.trainers)
-        return self.trainers[living[which % len(living)]] if living else None
+        living = [*self.trainers.values(), *self.silent]
+        return living[which % len(living)] if living else None
 
-    def _follow(self, trainer: Trainer) -> bool:
-        """Whether it may send: it has heard of every rollback, as its heartbeats tell it."""
-        if trainer.attempt < self.attempt:
+    def _follow(self, trainer: Trainer) -> None:
+        """Whoever is heard hears of every rollback, too, by its heartbeats."""
+        if trainer.attempt < self.attempt and self.trainers.get(trainer.rank) is trainer:
             trainer.attempt, trainer.round = self.attempt, self.resume + 1
             trainer.pushed, trainer.pulled = set(), set()
-        return True
 
     @rule(which=st.integers(0, 9), to=st.integers(0, 9))
     def push(self, which: int, to: int) -> None:
@@ -110,8 +117,7 @@ class Changes(RuleBasedStateMachine):
         except StaleTrainer:
             return False
         if admission == "open":
-            payload = f"{trainer.rank}/{trainer.incarnation}"
-            pserver.rounds.blocks_arrived(trainer.rank, {"b": payload}, 1, NUMBERS, trainer.round)
+            pserver.rounds.blocks_arrived(trainer.rank, {"b": trainer.incarnation}, 1, NUMBERS, trainer.round)
         trainer.pushed.add(index)
         return True
 
@@ -144,22 +150,62 @@ class Changes(RuleBasedStateMachine):
         if rounds.applied >= round_:
             trainer.pulled.add(index)
         if len(trainer.pulled) == len(self.pservers):
+            self.ended[round_, trainer.rank] = trainer.incarnation
             trainer.round, trainer.pushed, trainer.pulled = round_ + 1, set(), set()
+
+    @rule(slow=st.integers(0, MAX_TRAINERS))
+    def take_steps(self, slow: int) -> None:
+        """All but one go as far as they can, or really all: else few rounds would ever end."""
+        for trainer in [trainer for rank, trainer in self.trainers.items() if rank != slow]:
+            self._take_step(trainer)
+
+    def _take_step(self, trainer: Trainer) -> None:
+        for index in range(len(self.pservers)):
+            if index not in trainer.pushed:
+                self._push(trainer, index)
+        for index in range(len(self.pservers)):
+            if index not in trainer.pulled:
+                self._barrier(trainer, index)
 
     @rule(which=st.integers(0, 9))
     def kill_trainer(self, which: int) -> None:
         trainer = self._trainer(which)
         if trainer is not None:
-            del self.trainers[trainer.rank]
-            if self.take_over:
-                self.awaited.add(trainer.rank)
+            if trainer not in self.silent:
+                self._lose(trainer)
+            self.silent.remove(trainer)
+
+    @precondition(lambda self: self.trainers and len(self.silent) < MAX_TRAINERS)
+    @rule(which=st.integers(0, 9))
+    def lose_trainer(self, which: int) -> None:
+        """Its lease ends, or the round's time, but it lives."""
+        self._lose([*self.trainers.values()][which % len(self.trainers)])
+
+    def _lose(self, trainer: Trainer) -> None:
+        del self.trainers[trainer.rank]
+        self.silent.append(trainer)
+        if self.take_over:
+            self.awaited.add(trainer.rank)
+        self.is_dirty = True
+
+    @precondition(lambda self: self.silent and self.change is None)
+    @rule(which=st.integers(0, 9))
+    def hear_trainer(self, which: int) -> None:
+        """It has its place back as long as that is nobody else's, and the members have not been changed without it."""
+        trainer = self.silent[which % len(self.silent)]
+        is_member = self.membership.members.get(trainer.rank) == trainer.incarnation
+        if is_member and trainer.rank not in self.trainers:
+            self.silent.remove(trainer)
+            self.trainers[trainer.rank] = trainer
+            self.awaited.discard(trainer.rank)
             self.is_dirty = True
 
     @rule(rank=st.integers(0, MAX_TRAINERS - 1))
     def start_trainer(self, rank: int) -> None:
-        if rank in self.trainers or (rank not in self.lives and rank not in self.membership.members):
+        """Under `wait` the ranks are those of the beginning."""
+        if rank in self.trainers or (self.take_over and rank not in self.lives):
             return
-        self.lives[rank] += 1
+        self.lives[rank] = self.lives.get(rank, 0) + 1
         self.trainers[rank] = Trainer(rank, self.lives[rank], -1, self.attempt, has_begun=False)
         self.is_dirty = True
 
@@ -169,7 +215,8 @@ class Changes(RuleBasedStateMachine):
     def restart_pserver(self, which: int) -> None:
         pserver = self.pservers[which % len(self.pservers)]
         applied = pserver.rounds.applied
-        participants = {r: ranks for r, ranks in pserver.history.items() if applied - self.max_delay <= r <= applied}
+        newest = range(applied - self.max_delay, applied + 1)
+        participants = {r: tuple(lives) for r, lives in pserver.history.items() if r in newest}
         pserver.rounds = Rounds({}, self.max_delay, applied=applied, history=History(participants))
         pserver.is_up, pserver.number = False, 0
         self.is_dirty = True
@@ -190,6 +237,14 @@ class Changes(RuleBasedStateMachine):
     def go_on_with_the_change(self, which: int, crash: bool) -> None:
         """One step of it: freeze one, decide, or install one. The coordinator may forget all but its decision."""
         self._step_change(which, crash=crash and which == 0)
+
+    @rule()
+    def end_the_change(self) -> None:
+        """Or make one more of the same members: whole changes follow each other in the middle of a round."""
+        self._step_change(0)
+        for _ in range(4 * len(self.pservers) + 6):  # one that has to be made again is the longest
+            if self.change is not None:
+                self._step_change(0)
 
     def _step_change(self, which: int, *, crash: bool = False) -> None:
         if crash or self.change is None or (self.is_dirty and self.change.to_install is not None):
@@ -232,6 +287,7 @@ class Changes(RuleBasedStateMachine):
             round_ = newest_common(decision.newest, ranges)
             assert round_ is not None
             self.attempt, self.resume = self.attempt + 1, round_
+            self.ended = {(r, rank): life for (r, rank), life in self.ended.items() if r <= round_}
             decision = Membership(dict(change.targets))
         self.membership = decision
         self.awaited -= {rank for rank, life in decision.members.items() if self._lives_as(rank, life)}
@@ -247,8 +303,8 @@ class Changes(RuleBasedStateMachine):
     def _install(self, change: Change, index: int) -> None:
         pserver, decided = self.pservers[index], self.membership
         if pserver.attempt != self.attempt:
-            pserver.history = {r: ranks for r, ranks in pserver.history.items() if r <= self.resume}
-            newest = {r: s for r, s in pserver.history.items() if r >= self.resume - self.max_delay}
+            pserver.history = {r: lives for r, lives in pserver.history.items() if r <= self.resume}
+            newest = {r: tuple(lives) for r, lives in pserver.history.items() if r >= self.resume - self.max_delay}
             pserver.rounds = Rounds({}, self.max_delay, applied=self.resume, history=History(newest))
             pserver.attempt = self.attempt
         assert change.to_install is not None
@@ -265,6 +321,18 @@ class Changes(RuleBasedStateMachine):
                 if one.attempt == other.attempt:
                     for round_ in one.history.keys() & other.history.keys():
                         assert one.history[round_] == other.history[round_], f"round {round_}"
+
+    @invariant()
+    def whoever_has_ended_a_round_is_in_it(self) -> None:
+        for pserver in self.pservers:
+            for (round_, rank), life in self.ended.items():
+                assert pserver.history[round_].get(rank) == life, f"trainer {rank} in round {round_}"
+
+    @invariant()
+    def who_is_awaited_is_in_every_round(self) -> None:
+        for pserver in self.pservers if self.take_over else []:
+            for round_, lives in pserver.history.items():
+                assert lives.keys() == self.lives.keys(), f"round {round_}"
 
     @invariant()
     def applied_rounds_are_close(self) -> None:
@@ -285,12 +353,7 @@ class Changes(RuleBasedStateMachine):
         before = min(p.rounds.applied for p in self.pservers)
         for _ in range(60):
             for trainer in self.trainers.values():
-                for index in range(len(self.pservers)):
-                    if index not in trainer.pushed:
-                        self._push(trainer, index)
-                for index in range(len(self.pservers)):
-                    if index not in trainer.pulled:
-                        self._barrier(trainer, index)
+                self._take_step(trainer)
         after = min(p.rounds.applied for p in self.pservers)
         assert after >= before + 3, (self.pservers, self.trainers, self.membership)
         self.all_pservers_apply_the_same()
@@ -298,3 +361,43 @@ class Changes(RuleBasedStateMachine):
 
 TestChanges = Changes.TestCase
 TestChanges.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+
+
+def walk(seed: int) -> None:
+    """Many more rounds and changes than hypothesis makes, which leaves rules out and begins small."""
+    chance = random.Random(seed)
+    changes = Changes()
+    changes.begin(chance.randint(2, 3), chance.randint(1, 3), chance.choice((0, 0, 1)), chance.random() < 0.5)
+
+    def which() -> int:
+        return chance.randrange(10)
+
+    actions: list[tuple[int, Callable[[], None]]] = [
+        (8, lambda: changes.push(which(), which())),
+        (8, lambda: changes.barrier(which(), which())),
+        (8, lambda: changes.take_steps(chance.randint(0, MAX_TRAINERS))),
+        (2, lambda: changes.kill_trainer(which())),
+        (2, lambda: changes.lose_trainer(which()) if changes.trainers and len(changes.silent) < MAX_TRAINERS else None),
+        (1, lambda: changes.hear_trainer(which()) if changes.silent and changes.change is None else None),
+        (4, lambda: changes.start_trainer(chance.randrange(MAX_TRAINERS))),
+        (1, lambda: changes.restart_pserver(which())),
+        (6, lambda: changes.go_on_with_the_change(which(), chance.random() < 0.5)),
+        (4, lambda: changes.end_the_change()),
+    ]
+    for action in chance.choices([action for _, action in actions], [weight for weight, _ in actions], k=80):
+        action()
+        changes.all_pservers_apply_the_same()
+        changes.applied_rounds_are_close()
+        changes.whoever_has_ended_a_round_is_in_it()
+        changes.who_is_awaited_is_in_every_round()
+    changes.teardown()
+
+
+@pytest.mark.parametrize("first_seed", range(0, 1000, 250))
+def test_long_histories_of_changes(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + 250):
+        try:
+            walk(seed)
+        except Exception as error:
+            error.add_note(f"walk({seed})")
+            raise

@@ -50,3 +50,14 @@ def test_what_a_former_life_has_put_into_an_open_round_is_not_forgotten_at_the_n
     assert (again.sets, again.starts) == ({61: (0, 1)}, {1: 62})
     lost = FrozenRounds(applied=60)
     assert decide(first, {0: 2, 1: 2}, [holds, lost]) == Rollback(60)
+
+
+def test_when_nobody_is_left_all_pservers_still_end_at_the_same_round():
+    """A pserver has applied round 7 with both, another holds it: whoever joins next must find the same on both."""
+    applied = FrozenRounds(applied=7, participants={7: (0, 1)})
+    holds = FrozenRounds(applied=6, complete={7: (0, 1)}, counted={7: (1,)})
+    assert decide(TWO, {}, [applied, holds]) == Membership({}, sets={7: (0, 1)})
+    assert decide(TWO, {}, [applied, FrozenRounds(applied=6)]) == Rollback(6)
+    assert decide(TWO, {}, [applied, applied]) == Membership({})
+    counted = FrozenRounds(applied=6, complete={7: (0,)}, counted={7: (0,)})
+    assert decide(TWO, {}, [counted, counted]) == Membership({}, sets={7: (0,)})
