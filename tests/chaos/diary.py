@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
+Values = tuple[float, ...]  # of a block: counts of the ranks, sums of rounds of the ranks
 
 
 class Diary:
@@ -53,3 +54,8 @@ class Reader:
 def in_order(records: Iterable[Record]) -> list[Record]:
     """All records in the order of time."""
     return sorted(records, key=lambda record: record["at"])
+
+
+def name_of(record: Record) -> str:
+    """Who wrote it, in words."""
+    return f"trainer {record['rank']} (life {record['life']})" if "rank" in record else "the campaign, in the end,"

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from .diary import Record
-from .model import History, explain, find_violations
+from .model import History, find_violations
+from .round_model import explain
 from .setup import UNIT, Setup
 
 SYNC = Setup(seed=0)

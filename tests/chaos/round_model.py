@@ -1,0 +1,121 @@
+"""The synchronous mode: in each round every block got the same whole contributions, each of them once."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from functools import lru_cache
+
+from .diary import Record, Values, name_of
+from .setup import UNIT, Setup
+
+Ranks = frozenset[int]
+Version = tuple[int, int]  # an attempt, and a round
+
+MAX_UNSEEN = 3  # rounds between two versions that are seen, so that their members can still be told
+
+
+def check_rounds(setup: Setup, records: list[Record]) -> list[str]:
+    """What must not be, in words."""
+    found: list[str] = []
+    steps = _Steps(records)
+    everybody = frozenset(range(setup.num_trainers))
+    versions: dict[str, dict[int, Values]] = {}  # of each block, as they are in the newest attempt
+    for attempt in sorted({r["attempt"] for r in records if "blocks" in r}):
+        seen = [r for r in records if "blocks" in r and r["attempt"] == attempt]
+        resume = min(version for r in seen for version, *_ in r["blocks"].values()) if attempt else 0
+        for name in seen[0]["blocks"]:
+            zeros = (0.0,) * 2 * setup.num_trainers
+            versions[name] = {v: x for v, x in versions.get(name, {0: zeros}).items() if v <= resume}
+        for record in seen:
+            for name, (version, *values) in record["blocks"].items():
+                if versions[name].setdefault(version, tuple(values)) != tuple(values):
+                    found.append(f"{name_of(record)} saw other bytes of {name} in version {version} than others")
+        for first, last, sets in _decode(versions, resume, setup, found):
+            for round_, ranks in zip(range(first + 1, last + 1), sets, strict=True):
+                found += [
+                    f"round {round_} was over before trainer {rank} had begun it"
+                    for rank in ranks
+                    if not steps.began.get((rank, round_), float("inf")) < steps.first_seen[attempt, last]
+                ]
+                ended, nan = steps.ended[attempt, round_], steps.nan[attempt, round_]
+                is_skipped = not ranks and nan
+                missing = {rank for rank, life in ended} - ranks
+                if missing and not is_skipped:
+                    found.append(f"round {round_} lacks trainers {sorted(missing)}, who have ended it")
+                if setup.on_trainer_loss == "wait" and ranks != everybody and not is_skipped:
+                    found.append(f"round {round_} is made of trainers {sorted(ranks)}, not of everybody")
+                if ranks and ended & nan:
+                    found.append(f"round {round_} was not skipped, although a gradient was not finite")
+    return found
+
+
+class _Steps:
+    """What the lives of the trainers have begun and ended. A life is its rank, and which of the rank's lives it is."""
+
+    def __init__(self, records: list[Record]) -> None:
+        self.began: dict[tuple[int, int], float] = {}  # by rank and round, by the first life that did
+        self.ended: defaultdict[Version, set[tuple[int, int]]] = defaultdict(set)
+        self.nan: defaultdict[Version, set[tuple[int, int]]] = defaultdict(set)  # begun with a gradient that has some
+        self.first_seen: dict[Version, float] = {}  # by anybody
+        self._under_way: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+        for record in records:
+            self._add(record)
+
+    def _add(self, record: Record) -> None:
+        life = record.get("rank", -1), record.get("life", 0)
+        if record["what"] == "begin":
+            self.began.setdefault((record["rank"], record["round"]), record["at"])
+            self._under_way[life].add(record["round"])
+            if record["nan"]:
+                self.nan[record["attempt"], record["round"]].add(life)
+        elif record["what"] == "refused":
+            self.nan[record["attempt"], record["round"]].discard(life)
+            self._under_way[life].discard(record["round"])
+        elif record["what"] == "back":
+            self._under_way[life].clear()
+        elif record["what"] == "end":
+            over = {round_ for round_ in self._under_way[life] if round_ <= record["round"]}
+            for round_ in over:
+                self.ended[record["attempt"], round_].add(life)
+            self._under_way[life] -= over
+        for version, *_ in record.get("blocks", {}).values():
+            self.first_seen.setdefault((record["attempt"], version), record["at"])
+
+
+def _decode(
+    versions: dict[str, dict[int, Values]], resume: int, setup: Setup, found: list[str]
+) -> list[tuple[int, int, tuple[Ranks, ...]]]:
+    """Who is in the rounds between two versions that were seen: first, last, the set of each round."""
+    steps: dict[tuple[int, int], frozenset[tuple[Ranks, ...]]] = {}
+    for name, seen in versions.items():
+        for first, last in itertools.pairwise(sorted(version for version in seen if version >= resume)):
+            if last - first > MAX_UNSEEN:
+                continue
+            change = tuple(after - before for after, before in zip(seen[last], seen[first], strict=True))
+            sets = explain(change, first, last)
+            if not sets:
+                found.append(f"no whole contributions make up rounds {first + 1} to {last} of {name}: {change}")
+            elif (first, last) in steps and not (sets := sets & steps[first, last]):
+                found.append(f"rounds {first + 1} to {last} of {name} are made of others than in another block")
+            steps[first, last] = sets
+    return [(first, last, next(iter(sets))) for (first, last), sets in sorted(steps.items()) if len(sets) == 1]
+
+
+@lru_cache(maxsize=10_000)
+def explain(change: Values, first: int, last: int) -> frozenset[tuple[Ranks, ...]]:
+    """Which sets of ranks in the rounds after `first` up to `last` change a block so; an empty set steps nothing.
+
+    >>> [sorted(ranks) for ranks in next(iter(explain((6.0, 0.0, 6.0, 18.0, 0.0, 18.0), 2, 3)))]
+    [[0, 2]]
+    """
+    num_ranks = len(change) // 2
+    subsets = [frozenset(ranks) for n in range(num_ranks + 1) for ranks in itertools.combinations(range(num_ranks), n)]
+
+    def is_it(sets: tuple[Ranks, ...]) -> bool:
+        shares = [(round_, ranks, UNIT / len(ranks)) for round_, ranks in enumerate(sets, first + 1) if ranks]
+        counts = [sum(share for _, ranks, share in shares if rank in ranks) for rank in range(num_ranks)]
+        rounds = [sum(share * round_ for round_, ranks, share in shares if rank in ranks) for rank in range(num_ranks)]
+        return change == (*counts, *rounds)
+
+    return frozenset(sets for sets in itertools.product(subsets, repeat=last - first) if is_it(sets))
