@@ -32,7 +32,7 @@ NAMES = frozenset(
         "install.after",
     }
 )
-_ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
+_ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO, "erofs": errno.EROFS}
 
 
 @dataclass
@@ -55,7 +55,7 @@ def parse_failpoints(text: str) -> dict[str, _Armed]:
         name, _, what = item.partition("=")
         action, _, count = what.partition("@")
         if name not in NAMES or action not in ("kill", "stop", *_ERRORS) or not (count or "1").isdigit():
-            expected = f"NAME=kill|stop|enospc|eio[@N], NAME one of {', '.join(sorted(NAMES))}"
+            expected = f"NAME=kill|stop|enospc|eio|erofs[@N], NAME one of {', '.join(sorted(NAMES))}"
             raise ValueError(f"{item!r} is no failpoint; expected {expected}")
         armed[name] = _Armed(action, int(count or 1))
     return armed

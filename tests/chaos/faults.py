@@ -24,6 +24,7 @@ Role = Literal["trainer", "pserver", "coordinator", "link"]
 
 DYING_SECONDS = 12.0  # for a process to reach the failpoint that is armed
 RIVAL_SECONDS = 40.0  # for a second process to be refused
+DISK_ERRORS = ("enospc", "eio", "erofs")
 
 
 @dataclass(frozen=True)
@@ -220,15 +221,15 @@ def _nan(episode: Episode, victim: str) -> None:
 # ------------------------------------------------------------------ disks and clocks
 
 
-@_fault("disk full or failing while logging", "pserver")
+@_fault("disk full, failing or read-only while logging", "pserver")
 def _no_room_for_the_log(episode: Episode, victim: str) -> None:
-    error = episode.chance.choice(("enospc", "eio"))
+    error = episode.chance.choice(DISK_ERRORS)
     _fail_disk(episode, victim, f"log.append.before={error}@{episode.chance.randint(1, 20)}")
 
 
-@_fault("disk full or failing in a checkpoint", "pserver")
+@_fault("disk full, failing or read-only in a checkpoint", "pserver")
 def _no_room_for_a_checkpoint(episode: Episode, victim: str) -> None:
-    error = episode.chance.choice(("enospc", "eio"))
+    error = episode.chance.choice(DISK_ERRORS)
     _fail_disk(episode, victim, f"{episode.chance.choice(('checkpoint.shard', 'checkpoint.rename'))}={error}")
 
 
