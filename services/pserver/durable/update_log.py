@@ -74,8 +74,7 @@ class UpdateLog:
         self.num_bytes = 0  # of the newest segment's records: its file may be longer
         self._folder = folder
         self._durability = durability
-        self._segment: Segment | None = None
-        self._fd: int | None = None
+        self._newest: tuple[Segment, int] | None = None  # and its descriptor
         folder.mkdir(parents=True, exist_ok=True)
 
     def append(self, update: Update, gradient: Sequence[Buffer]) -> None:
@@ -84,14 +83,14 @@ class UpdateLog:
         With durability `fsync` it is on the disk when this returns, with `log` in the kernel's memory, which
         outlives the process. On an OSError nothing of it was written.
         """
-        assert self._segment is not None
-        assert self._fd is not None
+        assert self._newest is not None
+        segment, fd = self._newest
         reach_failpoint("log.append.before")
         num_elements = sum(map(len, gradient)) // 4
         header = encode_header([("gradient", "F32", (num_elements,))], update.to_metadata())
-        end = append_record(self._fd, self.num_bytes, self._segment.mark, [header, *gradient])
+        end = append_record(fd, self.num_bytes, segment.mark, [header, *gradient])
         if self._durability == "fsync":
-            self._sync(self._fd)
+            self._sync(fd)
         self.num_bytes = end
         reach_failpoint("log.append.after")
 
@@ -105,14 +104,14 @@ class UpdateLog:
 
     def begin_segment(self, round_: Round) -> None:
         """Write what comes after this round into a file of its own; if there can be none, go on with the one before."""
-        if self._segment is not None and self._segment.base == round_:
+        if self._newest is not None and self._newest[0].base == round_:
             return  # nothing was applied since it was begun
         try:
-            if self._fd is not None:
-                os.ftruncate(self._fd, self.num_bytes)  # no file stays longer than its newest life was
+            if self._newest is not None:
+                os.ftruncate(self._newest[1], self.num_bytes)  # no file stays longer than its newest life was
             segment, fd = create_segment(self._folder, round_)
         except OSError as error:
-            if self._segment is None:
+            if self._newest is None:
                 raise
             log.warning("the log gets no new file and goes on in the old one", round=round_, error=str(error))
             return
@@ -120,7 +119,7 @@ class UpdateLog:
 
     def _open(self, segment: Segment, fd: int, num_bytes: int) -> None:
         self.close()
-        self._segment, self._fd, self.num_bytes = segment, fd, num_bytes
+        self._newest, self.num_bytes = (segment, fd), num_bytes
 
     def resume(self, round_: Round) -> None:
         """Go on after this round: cut off whatever stands behind it, such as a torn tail."""
@@ -171,9 +170,9 @@ class UpdateLog:
 
     def close(self) -> None:
         """Close the file; what was appended stays."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._segment = self._fd = None
+        if self._newest is not None:
+            os.close(self._newest[1])
+            self._newest = None
 
 
 def _read_segment(segment: Segment) -> Iterator[Record | Ending]:
