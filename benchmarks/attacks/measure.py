@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 from collections.abc import Sequence
 
 from ..report import add_report_option, make_head, publish
@@ -42,8 +43,8 @@ async def measure(servers: Sequence[str], only: Sequence[str], seconds: float) -
         async with open_arena(server) as arena:
             for name in names_for(server):
                 if not only or name in only:
-                    rows += (text := row(await arena.judge(name, seconds)))
-                    print(text, end="", flush=True)
+                    rows += row(verdict := await arena.judge(name, seconds))
+                    print(f"{server}, {name}: {verdict.outcome}", file=sys.stderr, flush=True)
     return rows
 
 
@@ -60,7 +61,6 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], choices=list(ATTACKS))
     add_report_option(parser)
     arguments = parser.parse_args()
-    print(HEADER, end="")
     rows = asyncio.run(measure(arguments.server or ["granian", "uvicorn"], arguments.only, arguments.seconds))
     publish(describe(rows), arguments.report)
 
