@@ -12,6 +12,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from services.runtime.settings import ServiceSettings
+from services.runtime.start import import_process
 
 from .settings import read_settings
 
@@ -28,7 +29,7 @@ def serve(role: Role, arguments: Sequence[str]) -> NoReturn:
 
     def run(**flags: Any) -> None:
         settings = read_settings(settings_class, flags)
-        importlib.import_module(f"services.{role}.__main__").main(settings)  # ends the process
+        import_process(role).main(settings)  # ends the process
 
     run.__doc__ = f"Run a {role}. Settings: flag over GRADPOST_* over the file GRADPOST_SETTINGS_FILE over default."
     run.__signature__ = inspect.Signature(make_options(settings_class, _HIDDEN[role]))  # type: ignore[attr-defined]

@@ -1,43 +1,9 @@
 """`python -P -m services.coordinator`: the coordinator process, configured by `GRADPOST_*`."""
 
-from __future__ import annotations
-
-import asyncio
 import sys
 
-from services.runtime.failpoints import arm_failpoints
-from services.runtime.logs import configure_logs, get_logger
-from services.runtime.metrics import ServiceMetrics
-from services.runtime.peers import make_peer_client
-from services.runtime.server import run_service, serve
-
-from .app import make_coordinator_app
-from .coordinator import Coordinator
-from .metrics import measure_cluster
-from .settings import CoordinatorSettings
-
-log = get_logger()
-
-
-def main(settings: CoordinatorSettings) -> int:
-    """Serve until stopped or, with exit_when_done, until the run is over; returns the exit code."""
-    configure_logs("coordinator", settings.log_format, settings.log_level)
-    log.info("starting")  # everything is imported
-    arm_failpoints(settings.failpoints or "")
-    return run_service(lambda stop: _serve(settings, stop))
-
-
-async def _serve(settings: CoordinatorSettings, stop: asyncio.Event) -> int:
-    async with make_peer_client(settings) as http, asyncio.TaskGroup() as tasks:
-        coordinator = Coordinator(settings, http)
-        await coordinator.recall()
-        metrics = ServiceMetrics("coordinator")
-        measure_cluster(coordinator.cluster, metrics.registry)
-        app = make_coordinator_app(coordinator, metrics, limits=settings.request_limits)
-        tasks.create_task(coordinator.run(stop))
-        await serve(app, settings, stop=stop)
-    return coordinator.cluster.exit_code if settings.exit_when_done else 0
-
+from services.runtime.start import import_process
 
 if __name__ == "__main__":
-    sys.exit(main(CoordinatorSettings()))
+    process = import_process("coordinator")
+    sys.exit(process.main(process.CoordinatorSettings()))

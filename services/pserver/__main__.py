@@ -1,57 +1,9 @@
 """`python -P -m services.pserver`: one pserver process, configured by `GRADPOST_*`."""
 
-from __future__ import annotations
-
-import asyncio
 import sys
 
-import torch
-
-from services.runtime.compute import ComputeExecutor
-from services.runtime.failpoints import arm_failpoints
-from services.runtime.logs import configure_logs, get_logger
-from services.runtime.machine import usable_memory_bytes
-from services.runtime.metrics import ServiceMetrics
-from services.runtime.peers import make_peer_client
-from services.runtime.server import run_service, serve
-
-from .app import make_pserver_app
-from .durable.disk import Disk
-from .in_flight import InFlight
-from .metrics import PserverMetrics
-from .pserver import Pserver
-from .registration import Registration
-from .settings import PserverSettings
-
-log = get_logger()
-
-
-def main(settings: PserverSettings) -> int:
-    """Serve until stopped or until the run is over; returns the exit code."""
-    configure_logs("pserver", settings.log_format, settings.log_level)
-    log.info("starting")  # everything is imported
-    arm_failpoints(settings.failpoints or "")
-    torch.set_num_threads(settings.threads)
-    return run_service(lambda stop: _serve(settings, stop))
-
-
-async def _serve(settings: PserverSettings, stop: asyncio.Event) -> int:
-    compute = ComputeExecutor()
-    metrics = ServiceMetrics("pserver")
-    disk = Disk(settings.state_dir, settings.checkpoints)
-    in_flight = InFlight(settings.max_inflight_bytes or usable_memory_bytes() // 4)
-    pserver = Pserver(compute, PserverMetrics(metrics.registry, compute), settings.frame_limits, in_flight, disk)
-    app = make_pserver_app(pserver, metrics, limits=settings.request_limits)
-    async with make_peer_client(settings) as http, asyncio.TaskGroup() as tasks:
-        registration = Registration(pserver, settings, http)
-
-        def stay_registered(address: str) -> None:
-            tasks.create_task(registration.run(address, stop))
-
-        await serve(app, settings, stop=stop, on_started=stay_registered)
-    compute.close()
-    return registration.exit_code
-
+from services.runtime.start import import_process
 
 if __name__ == "__main__":
-    sys.exit(main(PserverSettings()))
+    process = import_process("pserver")
+    sys.exit(process.main(process.PserverSettings()))

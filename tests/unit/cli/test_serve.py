@@ -32,7 +32,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServiceSettings]:
         settings.append(given)
         raise SystemExit(5)
 
-    monkeypatch.setattr(importlib.import_module("services.coordinator.__main__"), "main", main)
+    monkeypatch.setattr(importlib.import_module("services.coordinator.process"), "main", main)
     return settings
 
 
