@@ -199,7 +199,9 @@ def make_tables(halves: Sequence[Outcome], disturbed: Outcome) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0, help="of the run with faults, and of the two halves without")
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="of the run with faults, and of the two halves without"
+    )
     parser.add_argument("--interval", type=float, default=30.0, help="seconds from one fault to the next")
     parser.add_argument("--trainers", type=int, default=8)
     parser.add_argument("--compute-seconds", type=float, default=0.15, help="of emulated computation a step")
