@@ -91,9 +91,14 @@ def export_model(target: Path, place_url: str, run: str | None, round_: int | No
 
 
 def find_manifests(place: Place) -> list[Manifest]:
-    """All complete checkpoints, newest first; manifests that cannot be read are left out, and said."""
-    found = []
+    """All complete checkpoints, newest first; manifests that cannot be read are left out, and said.
+
+    Runs stand in the order of the dates of their newest ones, the checkpoints of one run in that of its rounds: a
+    clock that jumps puts none of them before a later one.
+    """
+    runs: list[list[Manifest]] = []
     for run in place.list(""):
+        found = []
         for round_ in list_rounds(place, run):
             try:
                 manifest = read_manifest(place, run, round_)
@@ -102,7 +107,9 @@ def find_manifests(place: Place) -> list[Manifest]:
                 continue
             if manifest is not None:
                 found.append(manifest)
-    return sorted(found, key=lambda m: (m.created, m.round), reverse=True)
+        if found:
+            runs.append(sorted(found, key=lambda m: (m.attempt, m.round), reverse=True))
+    return [manifest for one in sorted(runs, key=lambda one: one[0].created, reverse=True) for manifest in one]
 
 
 def read_model(place: Place, manifest: Manifest) -> dict[str, Tensor]:

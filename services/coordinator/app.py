@@ -82,6 +82,7 @@ def make_coordinator_app(
         """A trainer says what it will train; all must say the same."""
         cluster.run.declare(rank, message)
         coordinator.changed()
+        await coordinator.keep()
 
     @app.get(routes.PLAN, tags=["membership"])
     async def wait_for_plan(
@@ -105,6 +106,7 @@ def make_coordinator_app(
         """A trainer goes, done or failed."""
         cluster.leave_trainer(rank, message, coordinator.now())
         coordinator.changed()
+        await coordinator.keep()  # who is done is not awaited by another life of this process, either
 
     @app.get(routes.STATUS, tags=["inspection"])
     async def status() -> ClusterStatus:

@@ -29,6 +29,8 @@ async def create_checkpoint(coordinator: Coordinator) -> CheckpointCreated:
         raise NotReady("no run is training", waiting_for=cluster.waiting_for or "a run")
     ahead = 0
     for _ in range(TRIES):
+        if not cluster.registry.is_complete:
+            raise NotReady("a checkpoint needs every pserver", waiting_for=cluster.waiting_for)
         round_ = max(m.round for m in cluster.registry.members.values()) + ahead
         answers = await asyncio.gather(
             *(want_checkpoint(coordinator.http, m, run.name, round_) for m in cluster.registry.members.values()),

@@ -86,7 +86,7 @@ def decide(
     if not members:  # then all end where somebody is, or somebody has put something; no round is passed over for nobody
         newest = max([last - 1 - max_delay, *(round_ for round_, ranks in sets.items() if ranks)])
         sets = {round_: ranks for round_, ranks in sets.items() if round_ <= newest}
-    starts = {rank: before.starts[rank] for rank in stay if before.starts.get(rank, 1) > first}
+    starts = {rank: before.starts[rank] for rank in stay if rank in before.starts}  # who waits may not know it yet
     for rank in come:
         open_to_it = [r for r in sets if rank not in sets[r]] if rank in take_over else []
         starts[rank] = min(open_to_it, default=last + 1)

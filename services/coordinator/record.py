@@ -37,13 +37,13 @@ class TrainerRecord(Message):
 
 
 class RunRecord(Message):
-    """The run, from its plan on."""
+    """The run; while it gathers without a plan, and with a declaration once a trainer has made one."""
 
     name: str
     state: RunState
     failure: dict[str, Any] | None
-    plan: dict[str, Any]
-    declaration: DeclareModel
+    plan: dict[str, Any] | None
+    declaration: DeclareModel | None
     uploader: Rank
     attempt: int
     resume: Round | None
@@ -57,8 +57,8 @@ class RunRecord(Message):
 
     @property
     def num_pservers(self) -> int:
-        """For how many it was planned."""
-        return int(self.plan["num_pservers"])
+        """For how many it was planned; 0 if it was not."""
+        return 0 if self.plan is None else int(self.plan["num_pservers"])
 
 
 class PserverRecord(Message):
@@ -92,14 +92,15 @@ def describe_cluster(cluster: Cluster) -> ClusterRecord:
 
 def _describe_run(cluster: Cluster) -> RunRecord | None:
     run = cluster.run
-    if run.plan is None or run.declaration is None:
+    if not run.trainers:
         return None
+    declared = (trainer.declaration for trainer in run.trainers.values() if trainer.declaration is not None)
     return RunRecord(
         name=run.name,
         state=run.state,
         failure=run.failure.to_problem() if run.failure else None,
-        plan=run.plan.to_json(),
-        declaration=run.declaration,
+        plan=None if run.plan is None else run.plan.to_json(),
+        declaration=run.declaration or next(declared, None),
         uploader=run.uploader,
         attempt=run.attempt,
         resume=run.resume,
@@ -160,16 +161,24 @@ def _recall_run(cluster: Cluster, record: RunRecord, now: float) -> None:
     run = cluster.run
     run.name, run.state = record.name, record.state
     run.failure = None if record.failure is None else error_from_problem(record.failure)
-    run.plan, run.declaration, run.uploader = SlicePlan.from_json(record.plan), record.declaration, record.uploader
+    if record.plan is not None:
+        run.plan, run.declaration, run.uploader = SlicePlan.from_json(record.plan), record.declaration, record.uploader
+        run.started_at = now
     run.attempt, run.resume, run.source, run.number = record.attempt, record.resume, record.source, record.number + 1
     run.membership = Membership(dict(record.members), dict(record.starts), dict(record.sets), dict(record.verdicts))
-    run.started_at = now
     run.ended_at = now if run.is_over else None
     for t in record.trainers:
         run.trainers[t.rank] = TrainerMember(
             t.rank, t.incarnation, t.instance, now, t.metrics_address, t.state,
-            declaration=record.declaration if t.declared else None, gone_at=now, why=t.why, is_awaited=t.is_awaited,
+            declaration=_declaration_of(t, record), gone_at=now, why=t.why, is_awaited=t.is_awaited,
         )  # fmt: skip
+
+
+def _declaration_of(trainer: TrainerRecord, record: RunRecord) -> DeclareModel | None:
+    """All have declared the same, but each as itself."""
+    if record.declaration is None or not trainer.declared:
+        return None
+    return record.declaration.model_copy(update={"incarnation": trainer.incarnation})
 
 
 class RecordFile:

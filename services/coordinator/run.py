@@ -201,6 +201,7 @@ class Run:
         if trainer.state in ("joined", "lost"):  # the latter: it is awaited, and late
             trainer.revive()
             self.number += 1
+            self._go_on_without_the_lost()
 
     def start(self, num_pservers: int) -> SlicePlan:
         """Make the plan of a complete run; training begins once every pserver has installed it."""
@@ -235,6 +236,16 @@ class Run:
         trainer.revive()
         if self.membership.members.get(trainer.rank) != trainer.incarnation:
             self.number += 1  # the pservers do not count on this life yet
+        self._go_on_without_the_lost()
+
+    def _go_on_without_the_lost(self) -> None:
+        """Under `continue` nobody is awaited any more once there are enough again."""
+        here = sum(trainer.state == "declared" for trainer in self.trainers.values())
+        if self.plan is None or self.defaults.on_trainer_loss != "continue" or here < self.defaults.min_trainers:
+            return
+        for trainer in self.awaited:
+            trainer.is_awaited = False
+            self.number += 1
 
     def lose(self, trainer: TrainerMember, failure: GradpostError, now: float) -> None:
         """A trainer is gone, or counts as gone: what follows is the policy's."""

@@ -213,15 +213,16 @@ class Pserver:
     async def freeze(self, message: Freeze) -> FrozenRounds:
         """Begin a change of members: see `PserverRun.freeze`. Raises StaleRun if it is about another run or attempt."""
         reach_failpoint("freeze.before")
-        if self._run is None:
-            frozen = self._freeze_held(message)
-        else:
-            install = self._run.install
-            if install.run != message.run:
-                raise NotReady(f"this pserver serves run {install.run}", waiting_for="an installation")
-            if install.attempt != message.attempt:
-                raise StaleRun("this pserver serves another attempt", current=install.attempt)
-            frozen = await self._run.freeze(message.number)
+        async with self._installing:  # while a run is being opened it is neither served nor held
+            run = self._run
+            frozen = self._freeze_held(message) if run is None else None
+        if run is not None:
+            if run.install.run != message.run:
+                raise NotReady(f"this pserver serves run {run.install.run}", waiting_for="an installation")
+            if run.install.attempt != message.attempt:
+                raise StaleRun("this pserver serves another attempt", current=run.install.attempt)
+            frozen = await run.freeze(message.number)
+        assert frozen is not None
         reach_failpoint("freeze.after")
         return frozen
 
@@ -239,13 +240,16 @@ class Pserver:
 
         Of a run of which this process holds nothing it is the checkpoints that everybody can read.
         """
-        if self._run is not None and self._run.install.run == run:
-            storage = self._run.storage
-            return [] if storage is None else await asyncio.to_thread(storage.restorable)
-        if self.disk is None or self.index is None:
+        async with self._installing:
+            served, held = self._run, None if self.disk is None else self.disk.held
+        if served is not None and served.install.run == run:
+            return [] if served.storage is None else await asyncio.to_thread(served.storage.restorable)
+        if held is not None and held.run == run:
+            return list(held.restorable)
+        if self.disk is None:
             return []
-        if self.disk.held is not None and self.disk.held.run == run:
-            return list(self.disk.held.restorable)
+        if self.index is None:
+            raise NotReady("this pserver does not know yet who it is", waiting_for="its registration")
         try:
             return await asyncio.to_thread(self.disk.find_checkpoints, run, self.index)
         except OSError as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 import xxhash
 
-from ps_protocol.errors import ApplyFailed, GradpostError, NotReady, RoundPending, StaleRound
+from ps_protocol.errors import ApplyFailed, GradpostError, NotReady, RoundPending, RoundTimeout, StaleRound
 from ps_protocol.fence import Fence
 from ps_protocol.messages import BarrierAnswer, FrozenRounds, InstallMembers, InstallRun, PushAnswer
 from ps_protocol.routes import SKIPPED_KEY
@@ -317,6 +317,10 @@ class SyncRun(PserverRun):
     def _still_waiting(self, round_: Round) -> GradpostError:
         missing = self.missing
         if self._round_deadline() <= asyncio.get_running_loop().time():
+            if self.rounds.is_frozen:
+                limit = self.install.round_timeout_seconds
+                text = f"the coordinator did not end a change of members within the round time-out of {limit:g} s"
+                return RoundTimeout(text, missing=[], round=self.rounds.open)
             owed = f"reach the batch barrier of round {self.rounds.open}"
             if not self.is_readable:
                 owed = "upload the initial values"
@@ -324,6 +328,8 @@ class SyncRun(PserverRun):
         if not self.is_readable:
             return NotReady("the initial values are not complete", waiting_for=self.uploader_name)
         waits = name_trainers(missing) or self._disk_trouble or "its apply"
+        if self.rounds.is_frozen:
+            waits = "the coordinator, in the middle of a change of members"
         text = f"round {round_} waits for {waits}"
         notice = f" ({self.notice})" if self.notice else ""
         return RoundPending(text + notice, missing=missing, round=self.rounds.open)

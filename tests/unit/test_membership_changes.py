@@ -263,6 +263,7 @@ class Changes(RuleBasedStateMachine):
             self._install(change, sorted(change.to_install)[index % len(change.to_install)])
         else:
             self.change = None
+            self._installed()
 
     def _freeze(self, change: Change, index: int) -> None:
         pserver = self.pservers[index]
@@ -290,12 +291,15 @@ class Changes(RuleBasedStateMachine):
             self.ended = {(r, rank): life for (r, rank), life in self.ended.items() if r <= round_}
             decision = Membership(dict(change.targets))
         self.membership = decision
-        self.awaited -= {rank for rank, life in decision.members.items() if self._lives_as(rank, life)}
-        for trainer in self.trainers.values():
-            if decision.members.get(trainer.rank) == trainer.incarnation and trainer.round < 0:
-                trainer.round = decision.starts.get(trainer.rank, self.resume + 1)
-                trainer.attempt = self.attempt
         change.to_install = set(range(len(self.pservers)))
+
+    def _installed(self) -> None:
+        """Every pserver has it: newcomers learn where they begin, and who is here is not awaited any more."""
+        members, starts = self.membership.members, self.membership.starts
+        self.awaited -= {rank for rank, life in members.items() if self._lives_as(rank, life)}
+        for trainer in self.trainers.values():
+            if members.get(trainer.rank) == trainer.incarnation and trainer.round < 0:
+                trainer.round, trainer.attempt = starts.get(trainer.rank, self.resume + 1), self.attempt
 
     def _lives_as(self, rank: int, life: int) -> bool:
         return rank in self.trainers and self.trainers[rank].incarnation == life

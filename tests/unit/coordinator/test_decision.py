@@ -61,3 +61,10 @@ def test_when_nobody_is_left_all_pservers_still_end_at_the_same_round():
     assert decide(TWO, {}, [applied, applied]) == Membership({})
     counted = FrozenRounds(applied=6, complete={7: (0,)}, counted={7: (0,)})
     assert decide(TWO, {}, [counted, counted]) == Membership({}, sets={7: (0,)})
+
+
+def test_who_waits_is_told_its_first_round_though_the_change_was_made_again():
+    """Its round is the open one by then, but that it does not know."""
+    open_ = FrozenRounds(applied=25, participants={25: (0, 1)})
+    waits = Membership({0: 1, 1: 2}, {1: 26}, {26: (0, 1)})
+    assert decide(waits, {0: 1, 1: 2}, [open_, open_]) == Membership({0: 1, 1: 2}, {1: 26}, {26: (0, 1)})

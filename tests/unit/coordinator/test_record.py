@@ -12,7 +12,7 @@ from services.coordinator.decision import Membership
 from services.coordinator.record import FILE, ClusterRecord, RecordFile, describe_cluster, recall_cluster, resume_run
 from services.runtime.sealed import DamagedFile
 
-from .support import beat, leaving, make_cluster, registration, train
+from .support import beat, joining, leaving, make_cluster, model, registration, train
 
 
 def training() -> Cluster:
@@ -94,6 +94,34 @@ def test_before_there_is_a_plan_only_the_numbers_are_kept(tmp_path):
     recall_cluster(after, record, 100.0)
     assert after.run.state == "gathering"
     assert sorted(after.registry.members) == [0]
+
+
+def test_while_a_run_gathers_those_who_are_here_keep_their_places(tmp_path):
+    before, after = make_cluster(), make_cluster()
+    before.join_trainer(joining("a", 0), 0.0)
+    before.join_trainer(joining("b", 1), 0.0)
+    before.join_trainer(joining("b", 1), 0.0)
+    before.run.declare(1, model())
+    recall_cluster(after, through_the_disk(before, tmp_path), 100.0)
+    run = after.run
+    assert (run.name, run.state, run.plan, run.started_at) == ("run1", "gathering", None, None)
+    assert {rank: trainer.state for rank, trainer in run.trainers.items()} == {0: "joined", 1: "declared"}
+    run.declare(0, model())
+    run.declare(1, model())  # once more, because the answer was lost
+    for index in (0, 1):
+        after.register_pserver(registration(str(index), index=index), 101.0)
+    assert after.start_run_if_complete(101.0)
+
+
+def test_every_life_has_declared_as_itself(tmp_path):
+    before, after = make_cluster(on_trainer_loss="wait"), make_cluster(on_trainer_loss="wait")
+    train(before)
+    before.leave_trainer(1, leaving("failed"), 1.0)
+    before.join_trainer(joining("another life", 1), 2.0)
+    before.run.declare(1, model(2))
+    recall_cluster(after, through_the_disk(before, tmp_path), 100.0)
+    after.run.declare(1, model(2))  # the answer was lost
+    after.run.declare(0, model(1))
 
 
 def test_there_may_be_nothing(tmp_path):

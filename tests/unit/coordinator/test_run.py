@@ -402,3 +402,31 @@ def test_who_is_done_is_not_awaited_whatever_was_before():
     run.declare(1, model(2))
     run.leave(1, leaving(incarnation=2), 5)
     assert run.awaited == []
+
+
+def test_under_continue_nobody_is_awaited_once_there_are_enough_again():
+    """Whoever comes back: not only the one that was lost last."""
+    run = training()
+    run.defaults = replace(run.defaults, on_trainer_loss="continue")
+    run.leave(0, leaving("failed"), 1)
+    run.leave(1, leaving("failed"), 2)
+    assert [trainer.rank for trainer in run.awaited] == [1]
+    run.join(joining("another life", 0), 3)
+    assert [trainer.rank for trainer in run.awaited] == [1]  # it may be busy with imports, or die of them
+    number = run.number
+    run.declare(0, model(2))
+    assert run.awaited == []
+    assert run.targets == {0: 2}
+    assert run.number > number
+    run.expire(1000, LEASE * 1000)
+    assert run.failure is None
+
+
+def test_under_continue_all_are_awaited_until_there_are_enough():
+    run = training()
+    run.defaults = replace(run.defaults, on_trainer_loss="continue", min_trainers=2)
+    run.leave(0, leaving("failed"), 1)
+    run.leave(1, leaving("failed"), 2)
+    run.join(joining("another life", 0), 3)
+    run.declare(0, model(2))
+    assert [trainer.rank for trainer in run.awaited] == [1]

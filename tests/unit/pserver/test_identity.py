@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ps_protocol.messages import PserverRegistered
+from ps_protocol.errors import NotReady
+from ps_protocol.messages import Freeze, InstallRun, PserverRegistered
 from services.pserver.durable.disk import Disk
+from services.pserver.durable.storage import Restored, RunStorage
 
 from .support import bench
 
@@ -42,3 +44,57 @@ async def test_a_run_that_comes_before_the_identity_is_on_the_disk_waits_for_it_
         assert b.run.install.run == "run2"
         assert disk.folder is not None
         assert disk.folder.identity.run == b.run.install
+
+
+class SlowlyOpened(Disk):
+    """Needs leave to open a run, as a large shard needs time."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def open_run(self, install: InstallRun) -> tuple[RunStorage, Restored | None]:
+        opened = super().open_run(install)
+        self.begun.set()
+        assert self.may_end.wait(10)
+        return opened
+
+
+@pytest.mark.asyncio
+async def test_a_change_of_members_waits_for_a_run_that_is_being_opened(tmp_path: Path) -> None:
+    """It is neither served nor held then, and would pass for lost."""
+    async with bench(state_dir=tmp_path, durability="log") as b:
+        await b.play_round(1)
+        install = b.install.model_copy(update={"restore": 1, "number": 2})
+        await b.pserver.look_into_folder(0)
+        slow = SlowlyOpened(tmp_path)
+        assert b.pserver.disk is not None
+        assert b.pserver.disk.folder is not None
+        b.pserver.disk.folder.close()
+        b.pserver.disk = slow
+        await b.pserver.look_into_folder(0)
+        installing = asyncio.create_task(b.pserver.install_run(install))
+        await asyncio.to_thread(slow.begun.wait, 10)
+        freezing = asyncio.create_task(b.pserver.freeze(Freeze(run=install.run, attempt=0, number=3)))
+        asking = asyncio.create_task(b.pserver.restorable(install.run))
+        await asyncio.sleep(0.05)
+        assert not freezing.done()
+        slow.may_end.set()
+        frozen, ranges = await asyncio.gather(freezing, asking)
+        await installing
+        assert frozen.applied == 1
+        assert ranges == [(0, 1)]
+
+
+@pytest.mark.asyncio
+async def test_what_is_held_can_be_restored_before_the_pserver_knows_who_it_is(tmp_path: Path) -> None:
+    """A coordinator that comes back takes its word, and nobody's else."""
+    async with bench(state_dir=tmp_path, durability="log") as b:
+        await b.play_round(1)
+        await b.pserver.look_into_folder(0)
+        b.pserver.index = None
+        assert await b.pserver.restorable(b.install.run) == [(0, 1)]
+        with pytest.raises(NotReady, match="who it is"):
+            await b.pserver.restorable("another run")
+        b.pserver.index = 0
+        await b.pserver.install_run(b.install.model_copy(update={"restore": 1, "number": 2}))
