@@ -18,6 +18,7 @@ import pytest
 from ps_protocol.errors import BadModel, GradpostError, NotReady, PserverLost, StalePserver, TrainerLost
 from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRun
 from ps_protocol.routes import FREEZE, MEMBERS, RUN
+from services.coordinator.checkpointing import create_checkpoint
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.settings import CoordinatorSettings
 
@@ -257,3 +258,17 @@ async def test_members_are_told_in_their_newest_state_only():
         await eventually(lambda: pservers.taken["0"][-1].members == {2: 1} == pservers.taken["1"][-1].members)
         numbers = [number for _, _, number in pservers.told("0")]
         assert numbers == sorted(set(numbers))
+
+
+async def test_a_checkpoint_needs_every_pserver():
+    async with coordinating(FakePservers()) as coordinator:
+        cluster = coordinator.cluster
+        for index in range(2):
+            cluster.register_pserver(registration(str(index), index=index), coordinator.now())
+        join_all(cluster, coordinator.now())
+        coordinator.changed()
+        await coordinator.wait_until(lambda: cluster.run.state == "training", 5)
+        assert cluster.run.state == "training"
+        cluster.registry.members.clear()
+        with pytest.raises(NotReady, match="needs every pserver"):
+            await create_checkpoint(coordinator)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gradpost.checkpoint import find_manifests
 from ps_protocol.messages import ShardFile
 from services.coordinator.cluster import Cluster
 from services.coordinator.manifests import Manifests, newest_checkpoint
@@ -129,6 +130,19 @@ async def test_of_several_runs_the_newest_by_date_counts(cluster, place):
     write_manifest(place, older)
     assert newest_checkpoint(place) == manifest
     assert newest_checkpoint(open_place(place.url + "/nowhere")) is None
+
+
+async def test_of_one_run_the_newest_round_counts_whatever_the_clock_said(cluster, place):
+    for pserver in (0, 1):
+        tell(cluster, pserver, 4)
+    await Manifests(cluster, place, keep=2).update()
+    manifest = read_manifest(place, "run1", 4)
+    assert manifest is not None
+    early = manifest.model_copy(update={"round": 8, "created": "2001-01-01T00:00:00+00:00"})
+    other = manifest.model_copy(update={"run": "run0", "created": "2002-01-01T00:00:00+00:00"})
+    for one in (early, other):
+        write_manifest(place, one)
+    assert [(m.run, m.round) for m in find_manifests(place)] == [("run0", 4), ("run1", 8), ("run1", 4)]
 
 
 def damage(path: Path) -> None:
