@@ -83,6 +83,7 @@ class Manifests:
             self._failed.add(round_)
             log.error("the manifest of a checkpoint could not be written", round=round_, error=str(error))
             return False
+        reach_failpoint("checkpoint.manifest.after")
         cluster.complete_checkpoints.insert(0, round_)
         return True
 

@@ -173,7 +173,9 @@ class Pserver:
             self._ended_runs.append(current.install.run)
         del current  # its shard goes before another is made
         await self._replace_run(None, StaleRun("this pserver serves another run now", current=message.run))
+        reach_failpoint("open.before")
         storage, restored = await self._open_storage(message)
+        reach_failpoint("open.after")
         make_run = AsyncRun if message.consistency.is_async else SyncRun
         run: PserverRun = make_run(message, self.index, self._compute, self._metrics, storage, restored)
         await self._replace_run(run, StaleRun("this pserver serves another run now", current=message.run))

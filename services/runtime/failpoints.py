@@ -24,10 +24,13 @@ NAMES = frozenset(
         "checkpoint.rename",
         "checkpoint.shard",
         "checkpoint.manifest",
+        "checkpoint.manifest.after",
         "freeze.before",
         "freeze.after",
         "decide.before",
         "decide.after",
+        "open.before",
+        "open.after",
         "install.before",
         "install.after",
     }

@@ -96,7 +96,8 @@ def _die_in_a_checkpoint(episode: Episode, victim: str) -> None:
 
 @_fault("pserver dies in a change of members", "pserver")
 def _die_in_a_change(episode: Episode, victim: str) -> None:
-    name = episode.chance.choice(("freeze.before", "freeze.after", "install.before", "install.after"))
+    names = ("freeze.before", "freeze.after", "open.before", "open.after", "install.before", "install.after")
+    name = episode.chance.choice(names)
     _die_at(episode, victim, f"{name}=kill")  # its own return is a change
 
 
@@ -112,7 +113,8 @@ def _die_deciding(episode: Episode, victim: str) -> None:
 @_fault("coordinator dies at a manifest", "coordinator")
 def _die_at_a_manifest(episode: Episode, victim: str) -> None:
     episode.kill(victim)
-    episode.start(victim, GRADPOST_FAILPOINTS="checkpoint.manifest=kill")
+    name = episode.chance.choice(("checkpoint.manifest", "checkpoint.manifest.after"))
+    episode.start(victim, GRADPOST_FAILPOINTS=f"{name}=kill")
     episode.wait_for_death(victim, DYING_SECONDS)
 
 

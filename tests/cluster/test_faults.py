@@ -147,7 +147,7 @@ def test_a_log_that_was_damaged_takes_everybody_back(tmp_path: Path) -> None:
         *((name, 12) for name in ("log.append.before", "log.append.after", "apply.before", "apply.after")),
         *((name, 3) for name in ("checkpoint.rename", "checkpoint.shard")),
         *((name, 2) for name in ("freeze.before", "freeze.after")),
-        *((name, 1) for name in ("install.before", "install.after")),
+        *((name, 1) for name in ("open.before", "open.after", "install.before", "install.after")),
     ],
 )
 def test_a_pserver_dies_at_each_point_and_nothing_is_lost(name: str, passage: int) -> None:
@@ -166,7 +166,7 @@ def test_a_pserver_dies_at_each_point_and_nothing_is_lost(name: str, passage: in
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ["decide.before", "decide.after", "checkpoint.manifest"])
+@pytest.mark.parametrize("name", ["decide.before", "decide.after", "checkpoint.manifest", "checkpoint.manifest.after"])
 def test_the_coordinator_dies_at_each_point_and_nothing_is_lost(name: str) -> None:
     with FaultyRun(60, checkpoint_rounds=5) as run:
         run.wait_for_round(3)
