@@ -215,18 +215,22 @@ class Pserver:
     async def freeze(self, message: Freeze) -> FrozenRounds:
         """Begin a change of members: see `PserverRun.freeze`. Raises StaleRun if it is about another run or attempt."""
         reach_failpoint("freeze.before")
-        async with self._installing:  # while a run is being opened it is neither served nor held
-            run = self._run
-            frozen = self._freeze_held(message) if run is None else None
-        if run is not None:
+        run = await self._opened_run()
+        if run is None:
+            frozen = self._freeze_held(message)
+        else:
             if run.install.run != message.run:
                 raise NotReady(f"this pserver serves run {run.install.run}", waiting_for="an installation")
             if run.install.attempt != message.attempt:
                 raise StaleRun("this pserver serves another attempt", current=run.install.attempt)
             frozen = await run.freeze(message.number)
-        assert frozen is not None
         reach_failpoint("freeze.after")
         return frozen
+
+    async def _opened_run(self) -> PserverRun | None:
+        """The run that is served, once none is being opened: that one is neither served nor held."""
+        async with self._installing:
+            return self._run
 
     def _freeze_held(self, message: Freeze) -> FrozenRounds:
         """Where the run stands that was found on the disk: nothing is staged, and nothing counts yet."""
@@ -242,14 +246,13 @@ class Pserver:
 
         Of a run of which this process holds nothing it is the checkpoints that everybody can read.
         """
-        async with self._installing:
-            served, held = self._run, None if self.disk is None else self.disk.held
+        served = await self._opened_run()
         if served is not None and served.install.run == run:
             return [] if served.storage is None else await asyncio.to_thread(served.storage.restorable)
-        if held is not None and held.run == run:
-            return list(held.restorable)
         if self.disk is None:
             return []
+        if self.disk.held is not None and self.disk.held.run == run:
+            return list(self.disk.held.restorable)
         if self.index is None:
             raise NotReady("this pserver does not know yet who it is", waiting_for="its registration")
         try:

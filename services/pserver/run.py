@@ -355,9 +355,9 @@ class PserverRun(ABC):
         return 0.0 if self._waiting_since is None else asyncio.get_running_loop().time() - self._waiting_since
 
     def timed_out(self, ranks: Sequence[Rank], owed: str, **facts: object) -> RoundTimeout:
-        """The error for those who have waited for the round time-out: who did not do what."""
+        """The error for those who have waited for the round time-out: who did not do what; nobody: the coordinator."""
         limit = self.install.round_timeout_seconds
-        text = f"{name_trainers(ranks)} did not {owed} within the round time-out of {limit:g} s"
+        text = f"{name_trainers(ranks) or 'the coordinator'} did not {owed} within the round time-out of {limit:g} s"
         return RoundTimeout(text, missing=list(ranks), **facts)
 
     # ------------------------------------------------------------------ checkpoints

@@ -10,7 +10,7 @@ from typing import Any
 
 import xxhash
 
-from ps_protocol.errors import ApplyFailed, GradpostError, NotReady, RoundPending, RoundTimeout, StaleRound
+from ps_protocol.errors import ApplyFailed, GradpostError, NotReady, RoundPending, StaleRound
 from ps_protocol.fence import Fence
 from ps_protocol.messages import BarrierAnswer, FrozenRounds, InstallMembers, InstallRun, PushAnswer
 from ps_protocol.routes import SKIPPED_KEY
@@ -318,9 +318,7 @@ class SyncRun(PserverRun):
         missing = self.missing
         if self._round_deadline() <= asyncio.get_running_loop().time():
             if self.rounds.is_frozen:
-                limit = self.install.round_timeout_seconds
-                text = f"the coordinator did not end a change of members within the round time-out of {limit:g} s"
-                return RoundTimeout(text, missing=[], round=self.rounds.open)
+                return self.timed_out([], "end a change of members", round=self.rounds.open)
             owed = f"reach the batch barrier of round {self.rounds.open}"
             if not self.is_readable:
                 owed = "upload the initial values"

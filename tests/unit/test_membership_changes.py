@@ -175,11 +175,11 @@ class Changes(RuleBasedStateMachine):
                 self._lose(trainer)
             self.silent.remove(trainer)
 
-    @precondition(lambda self: self.trainers and len(self.silent) < MAX_TRAINERS)
     @rule(which=st.integers(0, 9))
     def lose_trainer(self, which: int) -> None:
         """Its lease ends, or the round's time, but it lives."""
-        self._lose([*self.trainers.values()][which % len(self.trainers)])
+        if self.trainers and len(self.silent) < MAX_TRAINERS:
+            self._lose([*self.trainers.values()][which % len(self.trainers)])
 
     def _lose(self, trainer: Trainer) -> None:
         del self.trainers[trainer.rank]
@@ -188,10 +188,11 @@ class Changes(RuleBasedStateMachine):
             self.awaited.add(trainer.rank)
         self.is_dirty = True
 
-    @precondition(lambda self: self.silent and self.change is None)
     @rule(which=st.integers(0, 9))
     def hear_trainer(self, which: int) -> None:
         """It has its place back as long as that is nobody else's, and the members have not been changed without it."""
+        if not self.silent or self.change is not None:
+            return
         trainer = self.silent[which % len(self.silent)]
         is_member = self.membership.members.get(trainer.rank) == trainer.incarnation
         if is_member and trainer.rank not in self.trainers:
@@ -381,8 +382,8 @@ def walk(seed: int) -> None:
         (8, lambda: changes.barrier(which(), which())),
         (8, lambda: changes.take_steps(chance.randint(0, MAX_TRAINERS))),
         (2, lambda: changes.kill_trainer(which())),
-        (2, lambda: changes.lose_trainer(which()) if changes.trainers and len(changes.silent) < MAX_TRAINERS else None),
-        (1, lambda: changes.hear_trainer(which()) if changes.silent and changes.change is None else None),
+        (2, lambda: changes.lose_trainer(which())),
+        (1, lambda: changes.hear_trainer(which())),
         (4, lambda: changes.start_trainer(chance.randrange(MAX_TRAINERS))),
         (1, lambda: changes.restart_pserver(which())),
         (6, lambda: changes.go_on_with_the_change(which(), chance.random() < 0.5)),

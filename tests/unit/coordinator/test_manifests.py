@@ -10,7 +10,14 @@ from gradpost.checkpoint import find_manifests
 from ps_protocol.messages import ShardFile
 from services.coordinator.cluster import Cluster
 from services.coordinator.manifests import Manifests, newest_checkpoint
-from services.runtime.checkpoints import MANIFEST, complete_checkpoints, read_manifest, round_folder, write_manifest
+from services.runtime.checkpoints import (
+    MANIFEST,
+    Manifest,
+    complete_checkpoints,
+    read_manifest,
+    round_folder,
+    write_manifest,
+)
 from services.runtime.failpoints import arm_failpoints
 from services.runtime.places import Place, open_place
 
@@ -45,6 +52,15 @@ def tell(cluster: Cluster, pserver: int, *rounds: int, attempt: int = 0) -> None
 
 def found(place: Place) -> list[int]:
     return [manifest.round for manifest in complete_checkpoints(place, "run1")]
+
+
+async def complete_round_4(cluster: Cluster, place: Place) -> Manifest:
+    for pserver in (0, 1):
+        tell(cluster, pserver, 4)
+    await Manifests(cluster, place, keep=2).update()
+    manifest = read_manifest(place, "run1", 4)
+    assert manifest is not None
+    return manifest
 
 
 async def test_it_is_complete_when_all_have_written(cluster, place):
@@ -120,11 +136,7 @@ async def test_what_an_earlier_life_completed_is_found_without_what_is_damaged(c
 
 
 async def test_of_several_runs_the_newest_by_date_counts(cluster, place):
-    for pserver in (0, 1):
-        tell(cluster, pserver, 4)
-    await Manifests(cluster, place, keep=2).update()
-    manifest = read_manifest(place, "run1", 4)
-    assert manifest is not None
+    manifest = await complete_round_4(cluster, place)
     assert newest_checkpoint(place) == manifest
     older = manifest.model_copy(update={"run": "run0", "round": 900, "created": "2026-01-01T00:00:00+00:00"})
     write_manifest(place, older)
@@ -133,11 +145,7 @@ async def test_of_several_runs_the_newest_by_date_counts(cluster, place):
 
 
 async def test_of_one_run_the_newest_round_counts_whatever_the_clock_said(cluster, place):
-    for pserver in (0, 1):
-        tell(cluster, pserver, 4)
-    await Manifests(cluster, place, keep=2).update()
-    manifest = read_manifest(place, "run1", 4)
-    assert manifest is not None
+    manifest = await complete_round_4(cluster, place)
     early = manifest.model_copy(update={"round": 8, "created": "2001-01-01T00:00:00+00:00"})
     other = manifest.model_copy(update={"run": "run0", "created": "2002-01-01T00:00:00+00:00"})
     for one in (early, other):

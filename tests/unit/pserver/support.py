@@ -19,7 +19,7 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.errors import StaleRun
 from ps_protocol.fence import Fence
 from ps_protocol.frames import FrameLimits, encode_header, parse_frame
-from ps_protocol.messages import InstallMembers, InstallRun, PserverRegistered
+from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRun, PserverRegistered
 from ps_protocol.plan import SlicePlan, make_plan
 from ps_protocol.routes import BARRIER_HEADER, COMPUTED_ON_KEY, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY, WAIT_HEADER
 from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec
@@ -223,6 +223,9 @@ class Bench:
         await self.pserver.install_members(
             InstallMembers(run=self.install.run, number=number, members=dict(members), failure=failure)
         )
+
+    async def freeze(self, number: int) -> FrozenRounds:
+        return await self.pserver.freeze(Freeze(run=self.install.run, attempt=0, number=number))
 
     async def install_next_run(self, name: str = "run2", **changes: Any) -> InstallRun:
         install = self.install.model_copy(update={"run": name, **changes})

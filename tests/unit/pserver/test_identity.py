@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ps_protocol.errors import NotReady
-from ps_protocol.messages import Freeze, InstallRun, PserverRegistered
+from ps_protocol.messages import InstallRun, PserverRegistered
 from services.pserver.durable.disk import Disk
 from services.pserver.durable.storage import Restored, RunStorage
 
@@ -75,7 +75,7 @@ async def test_a_change_of_members_waits_for_a_run_that_is_being_opened(tmp_path
         await b.pserver.look_into_folder(0)
         installing = asyncio.create_task(b.pserver.install_run(install))
         await asyncio.to_thread(slow.begun.wait, 10)
-        freezing = asyncio.create_task(b.pserver.freeze(Freeze(run=install.run, attempt=0, number=3)))
+        freezing = asyncio.create_task(b.freeze(3))
         asking = asyncio.create_task(b.pserver.restorable(install.run))
         await asyncio.sleep(0.05)
         assert not freezing.done()

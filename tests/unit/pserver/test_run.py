@@ -28,7 +28,7 @@ from ps_protocol.errors import (
     TrainerLost,
     UnknownBlock,
 )
-from ps_protocol.messages import Freeze, PserverRegistered
+from ps_protocol.messages import PserverRegistered
 from ps_protocol.routes import WAIT_HEADER
 from services.pserver import endpoints as endpoints_module
 
@@ -37,6 +37,7 @@ from .refusals import begin_push, keep_busy, refused, unchanged
 from .support import (
     GROUPS,
     PARAMETERS,
+    Bench,
     Upload,
     bench,
     decode,
@@ -97,20 +98,25 @@ async def test_fence_again_after_the_last_byte_member_removed_meanwhile():
         assert await b.settle_used_bytes(0) == 0
 
 
+async def freeze_half_a_round(b: Bench) -> None:
+    """Both trainers have pushed, and one barrier is counted."""
+    for rank in (0, 1):
+        await b.push(rank, 1)
+    await b.barrier(0, 1)
+    await b.freeze(2)
+
+
 async def test_the_end_of_a_change_that_was_given_up_for_a_later_one_sets_nobody_going():
     """It comes when the later one has begun: this pserver alone would apply the round with both."""
     async with bench() as b:
-        for rank in (0, 1):
-            await b.push(rank, 1)
-        await b.barrier(0, 1)
-        await b.pserver.freeze(Freeze(run=b.install.run, attempt=0, number=2))
-        frozen = await b.pserver.freeze(Freeze(run=b.install.run, attempt=0, number=3))
+        await freeze_half_a_round(b)
+        frozen = await b.freeze(3)
         assert frozen.counted == {1: (0,)}
         await b.barrier(1, 1)  # is held
         await b.change_members(2, {0: 1, 1: 1})
         assert b.run.rounds.is_frozen
         with pytest.raises(Conflict, match="is over"):
-            await b.pserver.freeze(Freeze(run=b.install.run, attempt=0, number=2))
+            await b.freeze(2)
         await b.change_members(3, {0: 1})
         assert await b.get(0, 1)
         assert b.run.rounds.history.participants == {1: (0,)}
@@ -118,10 +124,7 @@ async def test_the_end_of_a_change_that_was_given_up_for_a_later_one_sets_nobody
 
 async def test_a_pserver_whose_coordinator_died_in_a_change_says_so():
     async with bench() as b:
-        for rank in (0, 1):
-            await b.push(rank, 1)
-        await b.barrier(0, 1)
-        await b.pserver.freeze(Freeze(run=b.install.run, attempt=0, number=2))
+        await freeze_half_a_round(b)
         with pytest.raises(RoundPending, match="the coordinator, in the middle of a change of members"):
             await b.get(0, 1, wait_seconds=0)
 
