@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ps_protocol.environment import PREFIX, read_settings_file
 from ps_protocol.messages import CheckpointCreated
+from ps_protocol.vocabulary import Round
 from services.pserver.shard_state import ShardState, concatenate
-from services.runtime.checkpoints import Manifest, list_rounds, read_manifest, read_shard_file
+from services.runtime.checkpoints import Manifest, all_checkpoints, read_shard_file
 from services.runtime.places import Place, open_place
 from services.runtime.sealed import DamagedFile
 from trainer_client.tensors import TORCH_DTYPES
@@ -45,7 +46,7 @@ def create_checkpoint(coordinator: str | None, token_file: Path | None, *, as_js
 
 def list_checkpoints(place_url: str, *, as_json: bool) -> None:
     """Print every complete checkpoint in a place, newest first."""
-    manifests = find_manifests(open_place(place_url))
+    manifests = all_checkpoints(open_place(place_url), _pass_over)
     if as_json:
         print_json([CheckpointCreated(run=m.run, round=m.round, place=place_url).model_dump() for m in manifests])
         return
@@ -71,10 +72,9 @@ def export_model(target: Path, place_url: str, run: str | None, round_: int | No
     CommandError if there is none.
     """
     place = open_place(place_url)
-    manifests = [
-        m for m in find_manifests(place) if (run is None or m.run == run) and (round_ is None or m.round == round_)
-    ]
-    for manifest in manifests:
+    for manifest in all_checkpoints(place, _pass_over):
+        if run not in (None, manifest.run) or round_ not in (None, manifest.round):
+            continue
         try:
             tensors = read_model(place, manifest)
         except DamagedFile as error:
@@ -90,26 +90,8 @@ def export_model(target: Path, place_url: str, run: str | None, round_: int | No
     raise CommandError(f"there is no complete checkpoint in {place.url}", exit_code=EXIT_FAILED)
 
 
-def find_manifests(place: Place) -> list[Manifest]:
-    """All complete checkpoints, newest first; manifests that cannot be read are left out, and said.
-
-    Runs stand in the order of the dates of their newest ones, the checkpoints of one run in that of its rounds: a
-    clock that jumps puts none of them before a later one.
-    """
-    runs: list[list[Manifest]] = []
-    for run in place.list(""):
-        found = []
-        for round_ in list_rounds(place, run):
-            try:
-                manifest = read_manifest(place, run, round_)
-            except OSError as error:
-                print_line(f"passing over round {round_:,} of run {run}: {error}")
-                continue
-            if manifest is not None:
-                found.append(manifest)
-        if found:
-            runs.append(sorted(found, key=lambda m: (m.attempt, m.round), reverse=True))
-    return [manifest for one in sorted(runs, key=lambda one: one[0].created, reverse=True) for manifest in one]
+def _pass_over(run: str, round_: Round, error: OSError) -> None:
+    print_line(f"passing over round {round_:,} of run {run}: {error}")
 
 
 def read_model(place: Place, manifest: Manifest) -> dict[str, Tensor]:

@@ -120,7 +120,7 @@ class PserverHeartbeatReply(Message):
     """
 
     members_number: int
-    complete: tuple[Round, ...] = ()
+    complete: tuple[Round, ...] | None = Field(default=None, description="null: not known yet, so nothing is news")
     notice: str = ""
     stop: bool = False
     exit_code: int = 0

@@ -60,6 +60,7 @@ class Cluster:
         self.trainer_incarnations: dict[Rank, Incarnation] = {}
         self.run_incarnations: dict[PserverIndex, Incarnation] = {}  # of the pservers that hold the run
         self.complete_checkpoints: list[Round] = []  # of the run, newest first
+        self.checkpoints_known_for: tuple[str, int] | None = None  # the run and the attempt whose they are
         self.installed_members: dict[Rank, Incarnation] = {}  # whom every pserver counts on
         self._beginning: Manifest | None = None
         self._recorded_run = ""
@@ -108,7 +109,7 @@ class Cluster:
             self._told_to_stop.add(index)
         return PserverHeartbeatReply(
             members_number=self.run.number,
-            complete=tuple(self.complete_checkpoints),
+            complete=tuple(self.complete_checkpoints) if self.knows_checkpoints else None,
             notice=self.notice(),
             stop=stop,
             exit_code=self.exit_code,
@@ -123,6 +124,11 @@ class Cluster:
                 owed = "take the step that others wait for"
             text = f"{names} did not {owed} within the round time-out of {limit:g} s, though alive"
             self.run.stuck(list(missing), RoundTimeout(text, missing=list(missing)), now)
+
+    @property
+    def knows_checkpoints(self) -> bool:
+        """Whether `complete_checkpoints` are those that there are: they are looked for, which may take its time."""
+        return self.checkpoints_known_for == (self.run.name, self.run.attempt)
 
     # ------------------------------------------------------------------ trainers
 

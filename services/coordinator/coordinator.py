@@ -15,13 +15,14 @@ from ps_protocol.errors import GradpostError, NotReady, StorageFailed, TryAgain
 from ps_protocol.messages import PlanReady, PserverState, RunSummary, ShardSummary
 from ps_protocol.routes import STATE
 from ps_protocol.vocabulary import Incarnation, Rank
+from services.runtime.checkpoints import all_checkpoints
 from services.runtime.logs import bind_facts, get_logger
 from services.runtime.places import open_place
 
 from .cluster import Cluster
 from .control import TIMEOUT_SECONDS, want_checkpoint
 from .installer import Installer
-from .manifests import Manifests, newest_checkpoint
+from .manifests import Manifests
 from .pservers import PserverMember
 from .record import ClusterRecord, RecordFile, describe_cluster, recall_cluster, recall_numbers, resume_run
 from .run import Run
@@ -49,6 +50,7 @@ class Coordinator:
         self._settings = settings
         self._condition = asyncio.Condition()
         self._wake = asyncio.Event()
+        self._wake_manifests = asyncio.Event()
         self._installer = Installer(self.cluster, http, self.now, self.keep)
         self._last_summary: RunSummary | None = None
         self._recording: asyncio.Task[None] | None = None
@@ -64,8 +66,9 @@ class Coordinator:
         return asyncio.get_running_loop().time()
 
     def changed(self) -> None:
-        """Something was decided: let the reconciler carry it out."""
+        """Something was decided, or heard: let the background carry it out."""
         self._wake.set()
+        self._wake_manifests.set()
 
     # ------------------------------------------------------------------ durable state
 
@@ -82,7 +85,6 @@ class Coordinator:
             recall_cluster(self.cluster, record, self.now())
             run = self.cluster.run
             if run.plan is not None:
-                await self._manifests.find()
                 log.info("the coordinator is back", run=run.name, state=run.state, attempt=run.attempt)
 
     async def _resume(self, record: ClusterRecord | None) -> None:
@@ -97,12 +99,13 @@ class Coordinator:
                 resume_run(self.cluster, record, now)
                 log.info("resuming", run=self.cluster.run.name, attempt=self.cluster.run.attempt)
                 return
-        manifest = await asyncio.to_thread(newest_checkpoint, self.place)
-        if manifest is None:
+        found = await asyncio.to_thread(all_checkpoints, self.place)
+        if not found:
             log.warning(
                 "there is nothing to resume: neither a run nor a checkpoint; a new run begins", place=self.place.url
             )
             return
+        manifest = found[0]
         self.cluster.begin_with(manifest)
         log.info("resuming from a checkpoint", run=manifest.run, round=manifest.round)
 
@@ -130,9 +133,10 @@ class Coordinator:
     async def run(self, stop: asyncio.Event) -> None:
         """Expire leases and reconcile the pservers until `stop` is set, which this also does when the work is done."""
         async with asyncio.TaskGroup() as tasks:
-            expiring = tasks.create_task(self._expire_leases())
+            beside = [tasks.create_task(self._expire_leases()), tasks.create_task(self._complete_checkpoints())]
             await self._reconcile_until(stop)
-            expiring.cancel()
+            for task in beside:
+                task.cancel()
 
     async def _expire_leases(self) -> None:
         # Apart from the reconciliation, which waits for pservers that may be the very ones to be lost.
@@ -148,6 +152,18 @@ class Coordinator:
             due = self.now() + period
             await asyncio.sleep(period)
 
+    async def _complete_checkpoints(self) -> None:
+        # Apart from the reconciliation, too: the place may take its time, or hang.
+        while True:
+            await self._wake_manifests.wait()
+            self._wake_manifests.clear()
+            if await self._manifests.update():
+                await self._tell_waiters()
+
+    async def _tell_waiters(self) -> None:
+        async with self._condition:
+            self._condition.notify_all()
+
     async def _reconcile_until(self, stop: asyncio.Event) -> None:
         said, looked_at = "", self.now()
         members: dict[Rank, Incarnation] = {}
@@ -162,9 +178,7 @@ class Coordinator:
             elif members != self.cluster.installed_members:
                 members = self.cluster.installed_members
                 log.info("members installed", trainers=sorted(members))
-            await self._manifests.update()
-            async with self._condition:
-                self._condition.notify_all()
+            await self._tell_waiters()
             said = self._say_news(said)
             if self.cluster.run.is_deserted and self._recording is None:
                 self._recording = asyncio.create_task(self._record_run(), name="record the run")

@@ -147,6 +147,7 @@ class Installer:
         return _RANGES.validate_json(body)
 
     async def _roll_back(self, run: Run, members: list[PserverMember], newest: Round, applied: Round) -> bool:
+        cluster = self._cluster
         try:
             ranges = await asyncio.gather(*(self._restorable(run, member) for member in members))
         except (httpx.HTTPError, GradpostError) as error:
@@ -161,6 +162,8 @@ class Installer:
             return False
         run.attempt += 1
         run.resume, run.source, run.rollback_to = round_, None, None
+        kept = [r for r in cluster.complete_checkpoints if round_ is not None and r <= round_]
+        cluster.complete_checkpoints[:] = kept
         if round_ is None:
             run.uploader = min(run.targets, default=run.uploader)
         log.warning(

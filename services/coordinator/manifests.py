@@ -8,7 +8,13 @@ from datetime import UTC, datetime
 
 from ps_protocol.messages import ShardFile
 from ps_protocol.vocabulary import Round
-from services.runtime.checkpoints import Manifest, complete_checkpoints, round_folder, write_manifest
+from services.runtime.checkpoints import (
+    Manifest,
+    complete_checkpoints,
+    delete_manifest,
+    round_folder,
+    write_manifest,
+)
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 from services.runtime.places import Place
@@ -27,35 +33,49 @@ class Manifests:
         self._keep = keep
         self._failed: set[Round] = set()  # could not be written, and was said
 
-    async def find(self) -> None:
-        """Look which complete checkpoints of the run there are, after this process was started again."""
-        run = self._cluster.run.name
-        try:
-            rounds = await asyncio.to_thread(_complete_rounds, self._place, run)
-        except OSError as error:
-            log.warning("the place of the checkpoints cannot be read", place=self._place.url, error=str(error))
-            return
-        if self._cluster.run.name == run:
-            self._cluster.complete_checkpoints[:] = rounds
+    async def update(self) -> bool:
+        """Complete what can be completed, and delete what is older than the newest; whether that has changed anything.
 
-    async def update(self) -> None:
-        """Complete what can be completed, and delete what is older than the newest ones."""
-        cluster, run = self._cluster, self._cluster.run
-        members = cluster.registry.members.values()
+        One at a time. Takes as long as the place does, during which run and attempt may have become others.
+        """
+        cluster, before = self._cluster, list(self._cluster.complete_checkpoints)
+        while (shards := self._written_shards()) is not None:
+            if not cluster.knows_checkpoints:
+                if not await self._look():
+                    break
+                continue
+            newest = max(cluster.complete_checkpoints, default=-1)
+            ready = [r for r in set(shards[0]).intersection(*shards[1:]) if r > newest and r not in self._failed]
+            if not ready:
+                break
+            await self._complete([one[min(ready)] for one in shards])
+        while len(cluster.complete_checkpoints) > self._keep:
+            await self._delete(round_folder(cluster.run.name, cluster.complete_checkpoints.pop()))
+        return cluster.complete_checkpoints != before
+
+    def _written_shards(self) -> list[dict[Round, ShardFile]] | None:
+        """What each pserver has written; None while not all of them are here and in the newest attempt."""
+        run, members = self._cluster.run, self._cluster.registry.members.values()
         if run.plan is None or run.state == "gathering" or len(members) < run.plan.num_pservers:
-            return
+            return None
         if any((member.run, member.attempt) != (run.name, run.attempt) for member in members):
-            return  # they have not heard of the newest attempt yet
-        shards = [member.checkpoints for member in members]
-        newest = cluster.complete_checkpoints[0] if cluster.complete_checkpoints else -1
-        ready = sorted(r for r in set(shards[0]).intersection(*shards[1:]) if r > newest and r not in self._failed)
-        for round_ in ready:
-            files = sorted((one[round_] for one in shards), key=lambda file: file.pserver)
-            if not await self._complete(round_, files) or cluster.run is not run:
-                return
-        for round_ in cluster.complete_checkpoints[self._keep :]:
-            cluster.complete_checkpoints.remove(round_)
-            await self._delete(round_folder(run.name, round_))
+            return None
+        return [member.checkpoints for member in members]
+
+    async def _look(self) -> bool:
+        """Learn which checkpoints of the run there are, and take back those of rounds that this attempt has undone."""
+        cluster, run = self._cluster, self._cluster.run
+        attempt, resume = run.attempt, -1 if run.resume is None else run.resume
+        try:
+            found = await asyncio.to_thread(_take_back, self._place, run.name, attempt, resume)
+        except OSError as error:
+            log.warning("the place of the checkpoints cannot be used", place=self._place.url, error=str(error))
+            return False
+        if cluster.run is run and run.attempt == attempt:
+            cluster.complete_checkpoints[:] = found
+            cluster.checkpoints_known_for = run.name, attempt
+            self._failed.clear()
+        return True
 
     async def _delete(self, folder: str) -> None:
         try:
@@ -63,37 +83,41 @@ class Manifests:
         except OSError as error:
             log.warning("an old checkpoint could not be deleted", folder=folder, error=str(error))
 
-    async def _complete(self, round_: Round, files: Iterable[ShardFile]) -> bool:
+    async def _complete(self, files: Iterable[ShardFile]) -> None:
         cluster, run = self._cluster, self._cluster.run
         assert run.plan is not None
+        shards = tuple(sorted(files, key=lambda file: file.pserver))
         manifest = Manifest(
             run=run.name,
             attempt=run.attempt,
-            round=round_,
+            round=shards[0].round,
             consistency=run.defaults.consistency,
             plan=run.plan.to_json(),
             aliases={} if run.declaration is None else run.declaration.aliases,
-            shards=tuple(files),
+            shards=shards,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         try:
             reach_failpoint("checkpoint.manifest")
             await asyncio.to_thread(write_manifest, self._place, manifest)
         except OSError as error:
-            self._failed.add(round_)
-            log.error("the manifest of a checkpoint could not be written", round=round_, error=str(error))
-            return False
+            self._failed.add(manifest.round)
+            log.error("the manifest of a checkpoint could not be written", round=manifest.round, error=str(error))
+            return
         reach_failpoint("checkpoint.manifest.after")
-        cluster.complete_checkpoints.insert(0, round_)
-        return True
+        if cluster.run is run and run.attempt == manifest.attempt:  # else the round may be undone: see `_look`
+            cluster.complete_checkpoints.insert(0, manifest.round)
 
 
-def _complete_rounds(place: Place, run: str) -> list[Round]:
-    return [manifest.round for manifest in complete_checkpoints(place, run)]
+def _take_back(place: Place, run: str, attempt: int, resume: Round) -> list[Round]:
+    """Delete the manifests of rounds after the one that an attempt began with, if they are of another; list the rest.
 
-
-def newest_checkpoint(place: Place) -> Manifest | None:
-    """The newest complete checkpoint of any run, by the date in its manifest; None if there is none. Blocks."""
-    newest = [next(complete_checkpoints(place, run), None) for run in place.list("")]
-    found = [manifest for manifest in newest if manifest is not None]
-    return max(found, key=lambda manifest: (manifest.created, manifest.round), default=None)
+    A pserver has deleted its shards of those when it went back.
+    """
+    rounds = []
+    for manifest in complete_checkpoints(place, run):
+        if manifest.attempt < attempt and manifest.round > resume:
+            delete_manifest(place, manifest)
+        else:
+            rounds.append(manifest.round)
+    return sorted(rounds, reverse=True)

@@ -295,7 +295,9 @@ class Pserver:
     def heard(self, reply: PserverHeartbeatReply) -> None:
         """Take over what the coordinator says of the run."""
         if self._run is not None:
-            self._run.complete_checkpoints, self._run.notice = reply.complete, reply.notice
+            self._run.notice = reply.notice
+            if reply.complete is not None:
+                self._run.complete_checkpoints = reply.complete
 
     async def state(self, *, with_digest: bool) -> PserverState:
         """A picture for inspection; the digest reads the whole shard and is made on request only."""

@@ -27,6 +27,7 @@ log = get_logger()
 RETRY_SECONDS = 0.5
 TIMEOUT_SECONDS = 5.0
 GOODBYE_SECONDS = 1.0
+LAST_CHECKPOINT_SECONDS = 60.0  # for a place that hangs; what was acknowledged is in the log, too
 
 
 class Registration:
@@ -46,7 +47,10 @@ class Registration:
             answer = await self._register(address, stop)
             if answer is not None:
                 await self._send_heartbeats(answer, stop)
-        await self._pserver.stop()
+        try:
+            await asyncio.wait_for(self._pserver.stop(), LAST_CHECKPOINT_SECONDS)
+        except TimeoutError:
+            log.error("the last checkpoint was not written in time", seconds=LAST_CHECKPOINT_SECONDS)
         if answer is not None:
             with contextlib.suppress(httpx.TransportError, GradpostError, TimeoutError):  # its lease ends anyhow
                 path = PSERVER_HEARTBEAT.format(index=answer.index)

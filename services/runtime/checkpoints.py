@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import xxhash
@@ -29,6 +29,8 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 
 _ROUND = re.compile(r"\d{12}")
+
+PassOver = Callable[[str, Round, OSError], None]
 
 
 class Manifest(Message):
@@ -91,21 +93,45 @@ def read_manifest(place: Place, run: str, round_: Round) -> Manifest | None:
     return unseal(data, Manifest, f"{name} in {place.url}")
 
 
-def complete_checkpoints(place: Place, run: str) -> Iterator[Manifest]:
-    """The manifests of a run, newest first; those that cannot be read are left out, and said. Raises OSError."""
+def _warn(run: str, round_: Round, error: OSError) -> None:
+    log.warning("the manifest of a checkpoint cannot be used", run=run, round=round_, error=str(error))
+
+
+def complete_checkpoints(place: Place, run: str, pass_over: PassOver = _warn) -> list[Manifest]:
+    """The manifests of a run, newest first; `pass_over` hears of those that cannot be read. Raises OSError.
+
+    Those of a later attempt come before those of rounds that it has undone.
+    """
+    found = []
     for round_ in list_rounds(place, run):
         try:
             manifest = read_manifest(place, run, round_)
         except OSError as error:
-            log.warning("the manifest of a checkpoint cannot be used", round=round_, error=str(error))
+            pass_over(run, round_, error)
             continue
         if manifest is not None:
-            yield manifest
+            found.append(manifest)
+    return sorted(found, key=lambda manifest: (manifest.attempt, manifest.round), reverse=True)
+
+
+def all_checkpoints(place: Place, pass_over: PassOver = _warn) -> list[Manifest]:
+    """The manifests of all runs, newest first: what `--resume` goes on with, and what `export` writes, is the first.
+
+    Runs stand in the order of the dates of their newest ones, and dates order nothing within a run: a clock that jumps
+    puts no checkpoint before a later one. Raises OSError.
+    """
+    runs = [found for run in place.list("") if (found := complete_checkpoints(place, run, pass_over))]
+    return [manifest for one in sorted(runs, key=lambda one: one[0].created, reverse=True) for manifest in one]
 
 
 def write_manifest(place: Place, manifest: Manifest) -> None:
     """Make it a checkpoint."""
     place.write(f"{round_folder(manifest.run, manifest.round)}/{MANIFEST}", [seal(manifest)])
+
+
+def delete_manifest(place: Place, manifest: Manifest) -> None:
+    """Make it none any more; its shards are left."""
+    place.delete(f"{round_folder(manifest.run, manifest.round)}/{MANIFEST}")
 
 
 def read_shard_file(place: Place, run: str, file: ShardFile) -> memoryview:

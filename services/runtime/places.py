@@ -10,8 +10,8 @@ import mmap
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -89,32 +89,46 @@ class RemotePlace(Place):
         self._fs: Any
         self._fs, self._root = url_to_fs(url)
 
+    @contextmanager
+    def _os_errors(self) -> Iterator[None]:
+        """Every file system raises what its library does; here it is OSError, as with any disk."""
+        try:
+            yield
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(f"{self.url}: {error!r}") from error
+
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}".rstrip("/")
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         """See Place."""
         path = self._path(name)
-        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-        with self._fs.open(path, "wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
+        with self._os_errors():
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            with self._fs.open(path, "wb") as file:
+                for chunk in chunks:
+                    file.write(chunk)
 
     def read(self, name: str) -> memoryview:
         """See Place."""
-        return memoryview(bytearray(self._fs.cat_file(self._path(name))))
+        with self._os_errors():
+            return memoryview(bytearray(self._fs.cat_file(self._path(name))))
 
     def list(self, folder: str) -> list[str]:
         """See Place."""
-        self._fs.invalidate_cache()  # others write there, too
         try:
-            return sorted(path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._path(folder), detail=False))
+            with self._os_errors():
+                self._fs.invalidate_cache()  # others write there, too
+                paths = self._fs.ls(self._path(folder), detail=False)
         except FileNotFoundError:
             return []
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     def delete(self, name: str) -> None:
         """See Place."""
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError), self._os_errors():
             self._fs.rm(self._path(name), recursive=True)
 
 

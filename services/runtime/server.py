@@ -103,14 +103,18 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> NoReturn:
                 log.error("the service failed", exc_info=error)
         return 1
 
+    async def run_and_exit() -> NoReturn:
+        exit_code = await run()
+        # Python's own way out waits for threads, one of which may be writing to a place that hangs, and aborts the
+        # process (SIGABRT) if a thread of granian, which may live a little longer than its server, wants the
+        # interpreter meanwhile: about one stop in thirty.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+
     keep_large_buffers()
-    exit_code = asyncio.run(run())
-    # Python's own way out aborts the process (SIGABRT) if a thread of granian, which may live a little longer than
-    # its server, wants the interpreter meanwhile: about one stop in thirty.
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
+    asyncio.run(run_and_exit())
 
 
 class _RequestsInFlight:

@@ -28,7 +28,7 @@ def find_libfaketime() -> str:
 
 def days_ahead(run: FaultyRun, checkpoints: Path) -> int:
     """The clock of the coordinator, compared with ours, when it completed its newest checkpoint."""
-    newest = next(complete_checkpoints(open_place(str(checkpoints)), run.cluster.status().run))
+    newest = complete_checkpoints(open_place(str(checkpoints)), run.cluster.status().run)[0]
     return round((datetime.fromisoformat(newest.created) - datetime.now(UTC)) / timedelta(days=1))
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,13 +18,16 @@ import httpx
 import pytest
 
 from ps_protocol.errors import BadModel, GradpostError, NotReady, PserverLost, StalePserver, TrainerLost
-from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRun
-from ps_protocol.routes import FREEZE, MEMBERS, RUN
+from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRun, Message
+from ps_protocol.routes import DECLARE_MODEL, FREEZE, JOIN_TRAINER, LEAVE, MEMBERS, REGISTER_PSERVER, RUN
+from services.coordinator.app import make_coordinator_app
 from services.coordinator.checkpointing import create_checkpoint
 from services.coordinator.coordinator import Coordinator
+from services.coordinator.record import ClusterRecord, RecordFile, TrainerRecord
 from services.coordinator.settings import CoordinatorSettings
+from services.runtime.metrics import ServiceMetrics
 
-from .support import beat, join_all, joining, leaving, registration
+from .support import beat, join_all, joining, leaving, model, registration
 
 pytestmark = pytest.mark.asyncio
 
@@ -272,3 +277,75 @@ async def test_a_checkpoint_needs_every_pserver():
         cluster.registry.members.clear()
         with pytest.raises(NotReady, match="needs every pserver"):
             await create_checkpoint(coordinator)
+
+
+async def test_a_place_that_hangs_holds_up_no_change_of_members(monkeypatch):
+    """Neither that of a checkpoint's manifest, nor the end of the process."""
+    pservers, is_let_go = FakePservers(), threading.Event()
+    async with coordinating(pservers, lease_seconds=30, num_trainers=3, on_trainer_loss="continue") as coordinator:
+        trainers = begin(coordinator)
+        cluster, place = coordinator.cluster, coordinator.place
+        await eventually(lambda: cluster.run.state == "training")
+        is_asked = asyncio.Event()
+
+        def hang(_: str) -> list[str]:
+            coordinator_loop.call_soon_threadsafe(is_asked.set)
+            is_let_go.wait(20)
+            return []
+
+        coordinator_loop = asyncio.get_running_loop()
+        monkeypatch.setattr(place, "list", hang)
+        for index in (0, 1):
+            cluster.pserver_heartbeat(index, beat(run=cluster.run.name), coordinator.now())
+        coordinator.changed()
+        await asyncio.wait_for(is_asked.wait(), 5)
+        rank, run, incarnation = trainers[2]
+        cluster.leave_trainer(rank, leaving("failed", run=run, incarnation=incarnation), coordinator.now())
+        coordinator.changed()
+        await eventually(lambda: all(taken[-1].members == {0: 1, 1: 1} for taken in pservers.taken.values()))
+    assert not is_let_go.is_set()
+    is_let_go.set()
+
+
+async def test_nothing_is_acknowledged_that_the_disk_does_not_have(monkeypatch):
+    """Else another life of the coordinator would not know of it."""
+    async with coordinating(FakePservers(), lease_seconds=30, num_trainers=1) as coordinator:
+        app = make_coordinator_app(coordinator, ServiceMetrics("coordinator"))
+        transport = httpx.ASGITransport(app)
+        headers = {"content-type": "application/json"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers) as http:
+            file, is_full = coordinator._file, True
+            write = file.write
+
+            def write_if_there_is_room(record: ClusterRecord) -> None:
+                if is_full:
+                    raise OSError(errno.ENOSPC, "no space left on device")
+                write(record)
+
+            monkeypatch.setattr(file, "write", write_if_there_is_room)
+
+            async def post(path: str, message: Message) -> dict[str, Any]:
+                nonlocal is_full
+                is_full = True
+                answer = await http.post(path, content=message.model_dump_json())
+                assert (answer.status_code, answer.json()["code"]) == (503, "try_again")
+                is_full = False
+                answer = await http.post(path, content=message.model_dump_json())
+                answer.raise_for_status()
+                return answer.json() if answer.content else {}
+
+            def trainer_on_disk() -> TrainerRecord:
+                record = RecordFile(coordinator._settings.state_dir).read()
+                assert record is not None
+                assert record.run is not None
+                return record.run.trainers[0]
+
+            for index in (0, 1):
+                await post(REGISTER_PSERVER, registration(str(index), index=index))
+            run = (await post(JOIN_TRAINER, joining("a", 0)))["run"]
+            assert not trainer_on_disk().declared
+            await post(DECLARE_MODEL.format(rank=0), model(run=run))
+            assert trainer_on_disk().declared
+            await coordinator.wait_until(lambda: coordinator.cluster.run.state == "training", 5)
+            await post(LEAVE.format(rank=0), leaving(run=run))
+            assert trainer_on_disk().state == "done"

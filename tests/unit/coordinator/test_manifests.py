@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from gradpost.checkpoint import find_manifests
-from ps_protocol.messages import ShardFile
+from ps_protocol.messages import PserverHeartbeatReply, ShardFile
 from services.coordinator.cluster import Cluster
-from services.coordinator.manifests import Manifests, newest_checkpoint
+from services.coordinator.manifests import Manifests
 from services.runtime.checkpoints import (
     MANIFEST,
     Manifest,
+    all_checkpoints,
     complete_checkpoints,
     read_manifest,
     round_folder,
@@ -38,7 +38,7 @@ def cluster() -> Cluster:
     return cluster
 
 
-def tell(cluster: Cluster, pserver: int, *rounds: int, attempt: int = 0) -> None:
+def tell(cluster: Cluster, pserver: int, *rounds: int, attempt: int = 0) -> PserverHeartbeatReply:
     """A heartbeat: these shards are written."""
     files = tuple(
         ShardFile(
@@ -47,7 +47,13 @@ def tell(cluster: Cluster, pserver: int, *rounds: int, attempt: int = 0) -> None
         )
         for round_ in rounds
     )  # fmt: skip
-    cluster.pserver_heartbeat(pserver, beat(run="run1", attempt=attempt, checkpoints=files), 1.0)
+    return cluster.pserver_heartbeat(pserver, beat(run="run1", attempt=attempt, checkpoints=files), 1.0)
+
+
+def forget(cluster: Cluster) -> None:
+    """The coordinator dies and comes back."""
+    cluster.complete_checkpoints.clear()
+    cluster.checkpoints_known_for = None
 
 
 def found(place: Place) -> list[int]:
@@ -126,22 +132,74 @@ async def test_what_an_earlier_life_completed_is_found_without_what_is_damaged(c
             tell(cluster, pserver, round_)
         await manifests.update()
     damage(tmp_path / round_folder("run1", 4) / MANIFEST)
-    cluster.complete_checkpoints.clear()
-    await Manifests(cluster, place, keep=3).find()
+    forget(cluster)
+    await Manifests(cluster, place, keep=3).update()
     assert cluster.complete_checkpoints == [8, 0]
     damage(tmp_path / round_folder("run1", 8) / MANIFEST)
-    newest = newest_checkpoint(place)
-    assert newest is not None
-    assert newest.round == 0
+    assert [manifest.round for manifest in all_checkpoints(place)] == [0]
+
+
+async def test_pservers_are_told_of_none_until_it_is_known_which_there_are(cluster, place, monkeypatch):
+    await complete_round_4(cluster, place)
+    assert tell(cluster, 0, 4).complete == (4,)
+    forget(cluster)
+    assert tell(cluster, 0, 4).complete is None
+
+    def refuse(_: str) -> list[str]:
+        raise PermissionError("not now")
+
+    manifests = Manifests(cluster, place, keep=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(place, "list", refuse)
+        assert not await manifests.update()
+    assert tell(cluster, 0, 4).complete is None
+    assert await manifests.update()
+    assert tell(cluster, 0, 4).complete == (4,)
+
+
+async def test_a_run_that_went_back_takes_back_what_it_has_undone(cluster, place):
+    manifests = Manifests(cluster, place, keep=3)
+    for round_ in (4, 8, 12):
+        for pserver in (0, 1):
+            tell(cluster, pserver, round_)
+        await manifests.update()
+    cluster.run.attempt, cluster.run.resume = 1, 4
+    for pserver in (0, 1):  # they have deleted their shards of rounds 8 and 12
+        tell(cluster, pserver, 4, attempt=1)
+    await manifests.update()
+    assert found(place) == cluster.complete_checkpoints == [4]
+    for pserver in (0, 1):
+        tell(cluster, pserver, 4, 8, attempt=1)
+    await manifests.update()
+    assert [(m.attempt, m.round) for m in all_checkpoints(place)] == [(1, 8), (0, 4)]
+    assert cluster.complete_checkpoints == [8, 4]
+
+
+async def test_a_manifest_of_a_round_that_was_undone_meanwhile_does_not_stay(cluster, place, monkeypatch):
+    manifests, write = Manifests(cluster, place, keep=3), place.write
+
+    def write_slowly(name: str, chunks: list[bytes]) -> None:
+        cluster.run.attempt, cluster.run.resume = 1, 0  # the run goes back while the disk writes
+        write(name, chunks)
+
+    for pserver in (0, 1):
+        tell(cluster, pserver, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(place, "write", write_slowly)
+        await manifests.update()
+    assert cluster.complete_checkpoints == []
+    for pserver in (0, 1):
+        tell(cluster, pserver, attempt=1)
+    await manifests.update()
+    assert found(place) == cluster.complete_checkpoints == []
 
 
 async def test_of_several_runs_the_newest_by_date_counts(cluster, place):
     manifest = await complete_round_4(cluster, place)
-    assert newest_checkpoint(place) == manifest
     older = manifest.model_copy(update={"run": "run0", "round": 900, "created": "2026-01-01T00:00:00+00:00"})
     write_manifest(place, older)
-    assert newest_checkpoint(place) == manifest
-    assert newest_checkpoint(open_place(place.url + "/nowhere")) is None
+    assert all_checkpoints(place) == [manifest, older]
+    assert all_checkpoints(open_place(place.url + "/nowhere")) == []
 
 
 async def test_of_one_run_the_newest_round_counts_whatever_the_clock_said(cluster, place):
@@ -150,7 +208,7 @@ async def test_of_one_run_the_newest_round_counts_whatever_the_clock_said(cluste
     other = manifest.model_copy(update={"run": "run0", "created": "2002-01-01T00:00:00+00:00"})
     for one in (early, other):
         write_manifest(place, one)
-    assert [(m.run, m.round) for m in find_manifests(place)] == [("run0", 4), ("run1", 8), ("run1", 4)]
+    assert [(m.run, m.round) for m in all_checkpoints(place)] == [("run0", 4), ("run1", 8), ("run1", 4)]
 
 
 def damage(path: Path) -> None:

@@ -69,7 +69,7 @@ def test_complete_checkpoints_have_a_manifest_and_come_newest_first(url):
     place.write("run1/notes.txt", [b"of somebody else"])
     assert list_rounds(place, "run1") == [2000, 1000, 10, 5]
     assert [found.round for found in complete_checkpoints(place, "run1")] == [1000, 10, 5]
-    assert list(complete_checkpoints(place, "run2")) == []
+    assert complete_checkpoints(place, "run2") == []
 
 
 def test_one_with_a_damaged_manifest_is_none(tmp_path):

@@ -119,3 +119,26 @@ def test_a_mapped_file_stays_what_it_was_and_may_be_written_to(tmp_path):
     assert bytes(mapped) == b"before"
     mapped[0] = ord("B")
     assert path.read_bytes() == b"after"
+
+
+def test_what_a_file_system_raises_is_an_error_of_the_disk(monkeypatch):
+    """Their libraries raise what they like; nobody but the disk is to blame."""
+    place = open_place("memory://broken")
+    assert isinstance(place, RemotePlace)
+
+    class HttpError(Exception):
+        pass
+
+    def refuse(*_: object, **__: object) -> None:
+        raise HttpError("403")
+
+    for method in ("makedirs", "cat_file", "ls", "rm"):
+        monkeypatch.setattr(place._fs, method, refuse)
+    for call in (
+        lambda: place.write("a/b", []),
+        lambda: place.read("a"),
+        lambda: place.list(""),
+        lambda: place.delete("a"),
+    ):
+        with pytest.raises(OSError, match=r"memory://broken: HttpError\('403'\)"):
+            call()

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from urllib.request import urlopen
 
 SERVICE = """
-import asyncio, atexit, sys
+import asyncio, atexit, sys, threading
 from services.runtime import server
 from services.runtime.app import make_app
 from services.runtime.logs import configure_logs
@@ -33,6 +33,8 @@ async def main(stop):
         await serve(app, settings, stop=stop)
     if "stuck" in sys.argv:
         await asyncio.sleep(60)
+    if "hanging" in sys.argv:
+        asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
     if "broken" in sys.argv:
         raise ZeroDivisionError("a bug")
     return 3
@@ -72,6 +74,12 @@ def test_sigterm_ends_it_with_the_exit_code_of_main() -> None:
     assert [line["event"] for line in lines] == ["serving", "stopping"]
     assert lines[0]["address"] == address
     assert process.returncode == 3
+
+
+def test_a_thread_that_hangs_does_not_hold_it() -> None:
+    with service("hanging") as (process, _):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) == 3
 
 
 def test_second_sigint_exits_at_once() -> None:
