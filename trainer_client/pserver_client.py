@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -40,7 +41,7 @@ from ps_protocol.routes import (
     VERDICT_HEADER,
     WAIT_HEADER,
 )
-from ps_protocol.vocabulary import Rank, Round
+from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 from .frame_sink import FrameSink
 from .membership import read_problem
@@ -54,7 +55,7 @@ T = TypeVar("T")
 WAIT_SECONDS = 10.0  # how long a pserver holds a get back before it says who is missing
 PAUSE_SECONDS = 0.02  # a get waits at the pserver; this is for answers that come at once
 NEWS_SECONDS = 2.0  # how long a request that met another life waits for news of it before it tries again
-MAX_REPUSHES = 5  # of one round, for one request
+MAX_REPUSHES = 5  # of one round, to one life of a pserver: it may lose what it holds with each
 MAX_KEPT_ROUNDS = 8
 
 
@@ -224,7 +225,7 @@ class PserverClient:
         """
         loop = asyncio.get_running_loop()
         give_up = loop.time() + self._deadline_seconds
-        repushed = 0
+        repushed: Counter[Incarnation] = Counter()
         while True:
             self._look_around()
             try:
@@ -237,9 +238,10 @@ class PserverClient:
                 self._metrics.retries.labels(answer.code).inc()
                 await asyncio.sleep(choose_pause(answer, PAUSE_SECONDS))
             except ContributionMissing as answer:
-                if round_ not in self._kept or repushed == MAX_REPUSHES:
+                life = self.info.incarnation
+                if round_ not in self._kept or repushed[life] == MAX_REPUSHES:
                     raise
-                repushed += 1
+                repushed[life] += 1
                 self._metrics.retries.labels(answer.code).inc()
                 await self._push_again(round_)
             except (StalePserver, StaleRun, FutureRound) as answer:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from ps_protocol.errors import GradpostError, NotReady, StalePserver, StaleRun
+from ps_protocol.errors import ContributionMissing, GradpostError, NotReady, StalePserver, StaleRun
 from ps_protocol.fence import Fence
 from ps_protocol.messages import PserverInfo
+from ps_protocol.routes import SEND
 from trainer_client.metrics import TrainerMetrics
 from trainer_client.news import News
 from trainer_client.pserver_client import PserverClient
@@ -48,6 +49,44 @@ async def test_it_is_waited_for_as_long_as_the_coordinator_answers(
     """It was away for longer than a request may take; the coordinator tells it when all are back."""
     monkeypatch.setattr("trainer_client.pserver_client.NEWS_SECONDS", 0.01)
     assert await ask(refusal, News(heard_at=float("inf"))) == NUM_REFUSALS + 1
+
+
+async def push_to_one_that_forgets(*, dies: bool) -> int:
+    """A pserver asks for the contribution again and again, 20 times if it has died meanwhile; returns the pushes."""
+    news, pushes, barriers = News(), 0, 0
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal pushes, barriers
+        if request.url.path == SEND:
+            pushes += 1
+            return httpx.Response(200, json={"status": "staged", "staged": 1, "duplicates": 0, "complete": True})
+        barriers += 1
+        if barriers > 20:
+            return httpx.Response(200, json={"round": 1})
+        if dies:
+            news.pservers[0] = INFO.model_copy(update={"incarnation": 1 + barriers})
+        missing = ContributionMissing("push it again")
+        return httpx.Response(missing.status, json=missing.to_problem())
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        client = PserverClient(
+            INFO, FENCE, lambda _: http, TrainerMetrics(), news,
+            retry_seconds=60, deadline_seconds=60, may_be_newer=False,
+        )  # fmt: skip
+        await client.push(1, memoryview(b"frame"))
+        await client.barrier(1, "batch")
+    return pushes
+
+
+@pytest.mark.asyncio
+async def test_each_life_of_a_pserver_gets_the_contribution() -> None:
+    assert await push_to_one_that_forgets(dies=True) == 21
+
+
+@pytest.mark.asyncio
+async def test_one_that_never_keeps_it_is_given_up() -> None:
+    with pytest.raises(ContributionMissing):
+        await push_to_one_that_forgets(dies=False)
 
 
 @pytest.mark.asyncio
