@@ -119,7 +119,6 @@ class PserverHeartbeatReply(Message):
     of those who are being waited for.
     """
 
-    members_number: int
     complete: tuple[Round, ...] | None = Field(default=None, description="null: not known yet, so nothing is news")
     notice: str = ""
     stop: bool = False

@@ -108,7 +108,6 @@ class Cluster:
         if stop:
             self._told_to_stop.add(index)
         return PserverHeartbeatReply(
-            members_number=self.run.number,
             complete=tuple(self.complete_checkpoints) if self.knows_checkpoints else None,
             notice=self.notice(),
             stop=stop,

@@ -478,10 +478,9 @@ class AsyncRun(PserverRun):
         await self._end_of_pause()
         return FrozenRounds(applied=self.clocks.taken, is_readable=self.is_readable, opens=self.clocks.opens)
 
-    async def install_members(self, message: InstallMembers) -> None:
+    async def ready_for_members(self) -> None:
         """See PserverRun; a contribution that is being logged counts for the members before."""
         await self._end_of_pause()
-        await super().install_members(message)
 
     def members_changed(self, message: InstallMembers | InstallRun) -> None:
         """Take over a newer set of members: nobody waits any more for those who are gone."""

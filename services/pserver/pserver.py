@@ -6,7 +6,17 @@ import asyncio
 import secrets
 from collections import deque
 
-from ps_protocol.errors import BadModel, Conflict, Ended, GradpostError, NotReady, StalePserver, StaleRun, StorageFailed
+from ps_protocol.errors import (
+    BadModel,
+    Conflict,
+    Ended,
+    GradpostError,
+    NotReady,
+    StalePserver,
+    StaleRun,
+    StorageFailed,
+    error_from_problem,
+)
 from ps_protocol.frames import FrameLimits
 from ps_protocol.messages import (
     Freeze,
@@ -28,6 +38,7 @@ from services.runtime.logs import bind_facts, get_logger
 
 from .async_run import AsyncRun
 from .bodies import BufferPool
+from .changes import Changes
 from .durable.disk import Disk
 from .durable.storage import Restored, RunStorage
 from .in_flight import InFlight
@@ -62,6 +73,7 @@ class Pserver:
         self._compute = compute
         self._metrics = metrics
         self._run: PserverRun | None = None
+        self._changes = Changes()  # of the run that is served, or was asked for last
         self._installing = asyncio.Lock()
         self._is_stopping = False
         self.has_news = asyncio.Event()  # for the next heartbeat, which should come at once
@@ -94,6 +106,7 @@ class Pserver:
         """
         async with self._installing:
             await self._replace_run(None, StalePserver("this pserver is registered anew"))
+            self._changes = Changes()
             if self.disk is None:
                 return None
             try:
@@ -150,7 +163,8 @@ class Pserver:
         if current is not None and (current.install.run, current.install.attempt) == (message.run, message.attempt):
             if current.install.plan != message.plan:
                 raise Conflict("this run was installed with another plan")
-            await current.install_members(
+            await self._change_members(
+                current,
                 InstallMembers(
                     run=message.run,
                     attempt=message.attempt,
@@ -159,7 +173,7 @@ class Pserver:
                     starts=message.starts,
                     sets=message.sets,
                     verdicts=message.verdicts,
-                )
+                ),
             )
             return
         if current is not None and current.install.run == message.run and message.attempt < current.install.attempt:
@@ -167,6 +181,8 @@ class Pserver:
         assert self.index is not None
         if message.run in self._ended_runs:
             raise StaleRun("this run has ended here", current=current.install.run if current else None)
+        changes = self._changes_of(message.run)
+        changes.check(message.number)
         plan = SlicePlan.from_json(message.plan)
         self._check_size(plan, self.index)  # before the shard takes memory
         if current is not None and current.install.run != message.run:
@@ -179,8 +195,14 @@ class Pserver:
         make_run = AsyncRun if message.consistency.is_async else SyncRun
         run: PserverRun = make_run(message, self.index, self._compute, self._metrics, storage, restored)
         await self._replace_run(run, StaleRun("this pserver serves another run now", current=message.run))
+        changes.end(message.number)
         await run.publish_initial()
         log.info("run installed", round=run.round)
+
+    def _changes_of(self, run: str) -> Changes:
+        if self._changes.run != run:
+            self._changes = Changes(run)
+        return self._changes
 
     async def _open_storage(self, message: InstallRun) -> tuple[RunStorage | None, Restored | None]:
         if self.disk is None:
@@ -206,24 +228,43 @@ class Pserver:
                 )
 
     async def install_members(self, message: InstallMembers) -> None:
-        """Pass a change of members to the run it belongs to."""
-        if self._run is not None:
-            reach_failpoint("install.before")
-            await self._run.install_members(message)
-            reach_failpoint("install.after")
+        """Take over the members of the run that is served, or its failure, which ends every wait.
+
+        Those of another run or attempt, and those of an earlier change, change nothing.
+        """
+        run = await self._opened_run()
+        if run is None or (message.run, message.attempt) != (run.install.run, run.install.attempt):
+            return
+        reach_failpoint("install.before")
+        if message.failure is not None and message.number > self._changes.ended:
+            await run.fail(error_from_problem(message.failure))
+        elif message.failure is None:
+            await self._change_members(run, message)
+        reach_failpoint("install.after")
+
+    async def _change_members(self, run: PserverRun, message: InstallMembers) -> None:
+        await run.ready_for_members()
+        if self._run is run and self._changes.is_news(message.number):  # no later change has begun meanwhile
+            self._changes.end(message.number)
+            await run.install_members(message)
 
     async def freeze(self, message: Freeze) -> FrozenRounds:
-        """Begin a change of members: see `PserverRun.freeze`. Raises StaleRun if it is about another run or attempt."""
+        """Begin a change of members: stand still until its end, or that of a later one.
+
+        Raises Conflict if it is late, StaleRun and NotReady if another attempt or nothing of the run is here. Then,
+        too, the end of an earlier change does nothing any more: this one is decided on that.
+        """
         reach_failpoint("freeze.before")
         run = await self._opened_run()
+        if run is not None and run.install.run != message.run:
+            raise NotReady(f"this pserver serves run {run.install.run}", waiting_for="an installation")
+        self._changes_of(message.run).begin(message.number)
         if run is None:
             frozen = self._freeze_held(message)
+        elif run.install.attempt != message.attempt:
+            raise StaleRun("this pserver serves another attempt", current=run.install.attempt)
         else:
-            if run.install.run != message.run:
-                raise NotReady(f"this pserver serves run {run.install.run}", waiting_for="an installation")
-            if run.install.attempt != message.attempt:
-                raise StaleRun("this pserver serves another attempt", current=run.install.attempt)
-            frozen = await run.freeze(message.number)
+            frozen = await run.freeze()
         reach_failpoint("freeze.after")
         return frozen
 

@@ -17,7 +17,6 @@ from typing import Any, Literal
 import xxhash
 
 from ps_protocol.errors import (
-    Conflict,
     FutureRound,
     GradpostError,
     NonFiniteGradient,
@@ -27,7 +26,6 @@ from ps_protocol.errors import (
     StorageFailed,
     TryAgain,
     UnknownBlock,
-    error_from_problem,
 )
 from ps_protocol.fence import Fence
 from ps_protocol.messages import BarrierAnswer, FrozenRounds, InstallMembers, InstallRun, PushAnswer
@@ -82,8 +80,6 @@ class PserverRun(ABC):
         self.plan = SlicePlan.from_json(install.plan)
         self.shard = restored.shard if restored else Shard(self.plan, index)
         self.storage = storage
-        self.members_number = install.number
-        self._frozen_number = install.number  # of the change that was begun last
         self.failure: GradpostError | None = None
         self.is_readable = False  # every initial value is here
         assert self.plan.optimizer is not None  # a run always has one
@@ -299,32 +295,17 @@ class PserverRun(ABC):
 
     # ------------------------------------------------------------------ members and the end
 
-    async def freeze(self, number: int) -> FrozenRounds:
-        """Stand still until the members of this number, or a later one, are installed.
-
-        Raises Conflict if they are, or if a later change has begun: this request is late.
-        """
+    async def freeze(self) -> FrozenRounds:
+        """Stand still until members are installed."""
         self.check_failure()
-        if number <= self.members_number or number < self._frozen_number:
-            newest = max(self.members_number, self._frozen_number)
-            raise Conflict("this change of members is over", current=newest, actual=number)
-        self._frozen_number = number
         return await self._freeze()
 
-    async def install_members(self, message: InstallMembers) -> None:
-        """Take over a newer set of members, or the failure that ends every wait; an older number changes nothing.
+    @abstractmethod
+    async def ready_for_members(self) -> None:
+        """Wait until members may be changed."""
 
-        Nor does the end of a change that was given up for a later one: it may arrive when all others have answered
-        that, and would set this pserver going alone.
-        """
-        is_ours = (message.run, message.attempt) == (self.install.run, self.install.attempt)
-        is_late = message.number < self._frozen_number and message.failure is None
-        if not is_ours or is_late or message.number <= self.members_number:
-            return
-        self.members_number = message.number
-        if message.failure is not None:
-            await self.fail(error_from_problem(message.failure))
-            return
+    async def install_members(self, message: InstallMembers) -> None:
+        """Take over a set of members, at once, and tell those who wait. It ends a freeze."""
         self.members_changed(message)
         async with self._condition:
             self._condition.notify_all()

@@ -138,6 +138,9 @@ class SyncRun(PserverRun):
                 await self._condition.wait()
             return self.rounds.freeze().model_copy(update={"is_readable": self.is_readable})
 
+    async def ready_for_members(self) -> None:
+        """See PserverRun; what is being applied is not asked for its members any more."""
+
     def members_changed(self, message: InstallMembers | InstallRun) -> None:
         """Take over a newer set of members, which may complete the barrier."""
         self._start(self.rounds.members_changed(message.members, message.starts, message.sets, message.verdicts))

@@ -3,13 +3,15 @@
 The real `Rounds` of every pserver and the real `decide`, driven by trainers and a coordinator in arbitrary
 interleavings. A pserver that dies keeps what it has applied (the log) and loses what was staged; a trainer that is
 asked for a round's bytes again still has them until it has pulled the round from everybody. A trainer that is silent
-may still send, be heard again, or have a successor, which then sends beside it.
+may still send, be heard again, or have a successor, which then sends beside it. What the coordinator has sent may
+arrive, or arrive once more, at any later time.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -17,10 +19,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ps_protocol.errors import StaleTrainer
+from ps_protocol.errors import Conflict, StaleTrainer
 from ps_protocol.messages import FrozenRounds
 from ps_protocol.optimizers import HyperParameters
 from services.coordinator.decision import Membership, Rollback, decide, newest_common
+from services.pserver.changes import Changes
 from services.pserver.history import History
 from services.pserver.rounds import Rounds
 
@@ -33,8 +36,9 @@ class Pserver:
     rounds: Rounds[int]
     attempt: int = 0
     history: dict[int, dict[int, int]] = field(default_factory=dict)  # by round: which life of each rank is in it
-    number: int = 0  # of the members that it has installed
-    is_up: bool = True
+    changes: Changes = field(default_factory=Changes)
+    life: int = 1
+    is_up: bool = True  # else it holds what is on its disk, and serves nothing
 
     def settle(self, apply: object) -> None:
         """Applies are done at once; what follows from them, too."""
@@ -68,7 +72,19 @@ class Change:
     to_install: set[int] | None = None  # None: not decided yet
 
 
-class Changes(RuleBasedStateMachine):
+@dataclass
+class Sent:
+    """A freeze, or without it an installation, as it was sent to one pserver."""
+
+    index: int
+    life: int
+    number: int
+    attempt: int
+    resume: int
+    decided: Membership | None = None
+
+
+class Faults(RuleBasedStateMachine):
     """`take_over` is policy `wait`; without it `continue`."""
 
     @initialize(
@@ -88,6 +104,7 @@ class Changes(RuleBasedStateMachine):
         self.awaited: set[int] = set()
         self.change: Change | None = None
         self.is_dirty = False
+        self.sent: deque[Sent] = deque(maxlen=12)
 
     # ------------------------------------------------------------ trainers
 
@@ -156,8 +173,9 @@ class Changes(RuleBasedStateMachine):
     @rule(slow=st.integers(0, MAX_TRAINERS))
     def take_steps(self, slow: int) -> None:
         """All but one go as far as they can, or really all: else few rounds would ever end."""
-        for trainer in [trainer for rank, trainer in self.trainers.items() if rank != slow]:
-            self._take_step(trainer)
+        for trainer in [*self.trainers.values(), *self.silent]:
+            if trainer.rank != slow:
+                self._take_step(trainer)
 
     def _take_step(self, trainer: Trainer) -> None:
         for index in range(len(self.pservers)):
@@ -219,7 +237,8 @@ class Changes(RuleBasedStateMachine):
         newest = range(applied - self.max_delay, applied + 1)
         participants = {r: tuple(lives) for r, lives in pserver.history.items() if r in newest}
         pserver.rounds = Rounds({}, self.max_delay, applied=applied, history=History(participants))
-        pserver.is_up, pserver.number = False, 0
+        pserver.is_up, pserver.changes = False, Changes()
+        pserver.life += 1
         self.is_dirty = True
 
     # ------------------------------------------------------------ the coordinator
@@ -267,15 +286,55 @@ class Changes(RuleBasedStateMachine):
             self._installed()
 
     def _freeze(self, change: Change, index: int) -> None:
-        pserver = self.pservers[index]
-        if pserver.attempt != self.attempt:  # it has missed a rollback
-            change.answers[index] = FrozenRounds(applied=self.resume)
-        elif pserver.is_up:
-            change.answers[index] = pserver.rounds.freeze()
-        else:
-            change.answers[index] = FrozenRounds(
-                applied=pserver.rounds.applied, participants=pserver.rounds.history.participants
-            )
+        self.sent.append(Sent(index, 0, change.number, self.attempt, self.resume))
+        answer = self._frozen(self.sent[-1])
+        assert answer is not None
+        change.answers[index] = answer
+
+    def _frozen(self, freeze: Sent) -> FrozenRounds | None:
+        pserver = self.pservers[freeze.index]
+        try:
+            pserver.changes.begin(freeze.number)
+        except Conflict:
+            return None
+        if pserver.attempt != freeze.attempt:  # it has missed a rollback
+            return FrozenRounds(applied=freeze.resume)
+        if pserver.is_up:
+            return pserver.rounds.freeze()
+        return FrozenRounds(applied=pserver.rounds.applied, participants=pserver.rounds.history.participants)
+
+    @rule(which=st.integers(0, 11))
+    def old_message(self, which: int) -> None:
+        """It comes once more, or for the first time."""
+        if self.sent:
+            self._arrive(self.sent[which % len(self.sent)])
+
+    def _arrive(self, message: Sent) -> bool:
+        if message.decided is None:
+            return self._frozen(message) is not None
+        return self._installed_at(message, message.decided)
+
+    @rule(which=st.integers(0, 9), num_told=st.integers(0, 2), loses=st.booleans())
+    def late_installation(self, which: int, num_told: int, loses: bool) -> None:
+        """It gets no answer in time, unlike some others, and arrives when the change has been decided once more."""
+        self._decide_the_change()
+        if self.change is None or not self.change.to_install:
+            return
+        late, *others = sorted(self.change.to_install, key=lambda index: (index - which) % len(self.pservers))
+        message = self._send_installation(self.change, late)
+        for index in others[:num_told]:
+            if self.change is not None:
+                self._install(self.change, index)
+        self.change, self.is_dirty = None, True
+        if loses:
+            self.lose_trainer(which)
+        self._decide_the_change()
+        self._arrive(message)
+
+    def _decide_the_change(self) -> None:
+        for _ in range(2 * len(self.pservers) + 4):
+            if self.change is None or self.change.to_install is None:
+                self._step_change(0)
 
     def _decide(self, change: Change) -> None:
         answers = [change.answers[i] for i in range(len(self.pservers))]
@@ -306,16 +365,33 @@ class Changes(RuleBasedStateMachine):
         return rank in self.trainers and self.trainers[rank].incarnation == life
 
     def _install(self, change: Change, index: int) -> None:
-        pserver, decided = self.pservers[index], self.membership
-        if pserver.attempt != self.attempt:
-            pserver.history = {r: lives for r, lives in pserver.history.items() if r <= self.resume}
-            newest = {r: tuple(lives) for r, lives in pserver.history.items() if r >= self.resume - self.max_delay}
-            pserver.rounds = Rounds({}, self.max_delay, applied=self.resume, history=History(newest))
-            pserver.attempt = self.attempt
         assert change.to_install is not None
+        message = self._send_installation(change, index)
+        if self._installed_at(message, self.membership) or self.pservers[index].changes.ended == change.number:
+            change.to_install.discard(index)
+        else:  # this change is refused: another one is begun
+            self.change, self.is_dirty = None, True
+
+    def _send_installation(self, change: Change, index: int) -> Sent:
+        life = self.pservers[index].life
+        self.sent.append(Sent(index, life, change.number, self.attempt, self.resume, self.membership))
+        return self.sent[-1]
+
+    def _installed_at(self, message: Sent, decided: Membership) -> bool:
+        pserver = self.pservers[message.index]
+        is_ours = message.life == pserver.life and message.attempt >= pserver.attempt
+        if not is_ours or not pserver.changes.is_news(message.number):
+            return False
+        if pserver.attempt != message.attempt:
+            resume = message.resume
+            pserver.history = {r: lives for r, lives in pserver.history.items() if r <= resume}
+            newest = {r: tuple(lives) for r, lives in pserver.history.items() if r >= resume - self.max_delay}
+            pserver.rounds = Rounds({}, self.max_delay, applied=resume, history=History(newest))
+            pserver.attempt = message.attempt
+        pserver.changes.end(message.number)
         pserver.settle(pserver.rounds.members_changed(decided.members, decided.starts, decided.sets))
-        pserver.is_up, pserver.number = True, change.number
-        change.to_install.discard(index)
+        pserver.is_up = True
+        return True
 
     # ------------------------------------------------------------ what must hold
 
@@ -364,43 +440,55 @@ class Changes(RuleBasedStateMachine):
         self.all_pservers_apply_the_same()
 
 
-TestChanges = Changes.TestCase
-TestChanges.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestFaults = Faults.TestCase
+TestFaults.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
 
 
 def walk(seed: int) -> None:
     """Many more rounds and changes than hypothesis makes, which leaves rules out and begins small."""
     chance = random.Random(seed)
-    changes = Changes()
-    changes.begin(chance.randint(2, 3), chance.randint(1, 3), chance.choice((0, 0, 1)), chance.random() < 0.5)
+    faults = Faults()
+    faults.begin(chance.randint(2, 3), chance.randint(1, 3), chance.choice((0, 0, 1)), chance.random() < 0.5)
 
     def which() -> int:
         return chance.randrange(10)
 
     actions: list[tuple[int, Callable[[], None]]] = [
-        (8, lambda: changes.push(which(), which())),
-        (8, lambda: changes.barrier(which(), which())),
-        (8, lambda: changes.take_steps(chance.randint(0, MAX_TRAINERS))),
-        (2, lambda: changes.kill_trainer(which())),
-        (2, lambda: changes.lose_trainer(which())),
-        (1, lambda: changes.hear_trainer(which())),
-        (4, lambda: changes.start_trainer(chance.randrange(MAX_TRAINERS))),
-        (1, lambda: changes.restart_pserver(which())),
-        (6, lambda: changes.go_on_with_the_change(which(), chance.random() < 0.5)),
-        (4, lambda: changes.end_the_change()),
+        (8, lambda: faults.push(which(), which())),
+        (8, lambda: faults.barrier(which(), which())),
+        (8, lambda: faults.take_steps(chance.randint(0, MAX_TRAINERS))),
+        (2, lambda: faults.kill_trainer(which())),
+        (2, lambda: faults.lose_trainer(which())),
+        (1, lambda: faults.hear_trainer(which())),
+        (4, lambda: faults.start_trainer(chance.randrange(MAX_TRAINERS))),
+        (1, lambda: faults.restart_pserver(which())),
+        (6, lambda: faults.go_on_with_the_change(which(), chance.random() < 0.5)),
+        (4, lambda: faults.end_the_change()),
+        (2, lambda: faults.old_message(which())),
+        (2, lambda: faults.late_installation(which(), chance.randint(0, 2), chance.random() < 0.7)),
     ]
     for action in chance.choices([action for _, action in actions], [weight for weight, _ in actions], k=80):
         action()
-        changes.all_pservers_apply_the_same()
-        changes.applied_rounds_are_close()
-        changes.whoever_has_ended_a_round_is_in_it()
-        changes.who_is_awaited_is_in_every_round()
-    changes.teardown()
+        faults.all_pservers_apply_the_same()
+        faults.applied_rounds_are_close()
+        faults.whoever_has_ended_a_round_is_in_it()
+        faults.who_is_awaited_is_in_every_round()
+    faults.teardown()
 
 
 @pytest.mark.parametrize("first_seed", range(0, 1000, 250))
 def test_long_histories_of_changes(first_seed: int) -> None:
-    for seed in range(first_seed, first_seed + 250):
+    walk_all(range(first_seed, first_seed + 250))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("first_seed", range(1000, 12_000, 1000))
+def test_many_more(first_seed: int) -> None:
+    walk_all(range(first_seed, first_seed + 1000))
+
+
+def walk_all(seeds: Iterable[int]) -> None:
+    for seed in seeds:
         try:
             walk(seed)
         except Exception as error:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ps_protocol.errors import NotReady
-from ps_protocol.messages import InstallRun, PserverRegistered
+from ps_protocol.errors import Conflict, NotReady, StaleRun
+from ps_protocol.messages import Freeze, InstallRun, PserverRegistered
 from services.pserver.durable.disk import Disk
 from services.pserver.durable.storage import Restored, RunStorage
 
@@ -98,3 +98,33 @@ async def test_what_is_held_can_be_restored_before_the_pserver_knows_who_it_is(t
             await b.pserver.restorable("another run")
         b.pserver.index = 0
         await b.pserver.install_run(b.install.model_copy(update={"restore": 1, "number": 2}))
+
+
+@pytest.mark.asyncio
+async def test_an_installation_that_was_given_up_does_not_bring_back_what_is_held(tmp_path: Path) -> None:
+    """It arrives when a later change is being decided on what this pserver holds."""
+    async with bench(state_dir=tmp_path, durability="log") as b:
+        await b.play_round(1)
+        await b.pserver.look_into_folder(0)
+        late = b.install.model_copy(update={"restore": 1, "number": 2})
+        assert (await b.freeze(3)).applied == 1
+        with pytest.raises(Conflict, match="is over"):
+            await b.pserver.install_run(late)
+        with pytest.raises(NotReady):
+            assert b.pserver.run
+        await b.pserver.install_run(late.model_copy(update={"number": 3}))
+        assert b.run.round == 1
+
+
+@pytest.mark.asyncio
+async def test_what_is_decided_on_another_attempt_ends_the_changes_before_it(tmp_path: Path) -> None:
+    async with bench(state_dir=tmp_path, durability="log") as b:
+        await b.play_round(1)
+        late = b.install.model_copy(update={"restore": 0, "attempt": 1, "number": 2})
+        with pytest.raises(StaleRun):
+            await b.pserver.freeze(Freeze(run=b.install.run, attempt=1, number=3))
+        with pytest.raises(Conflict, match="is over"):
+            await b.pserver.install_run(late)
+        assert b.run.install.attempt == 0
+        await b.pserver.install_run(late.model_copy(update={"number": 3}))
+        assert b.run.install.attempt == 1
