@@ -129,6 +129,10 @@ class Cluster:
         """Whether `complete_checkpoints` are those that there are: they are looked for, which may take its time."""
         return self.checkpoints_known_for == (self.run.name, self.run.attempt)
 
+    def forget_checkpoints_after(self, round_: Round) -> None:
+        """The run goes back to this round."""
+        self.complete_checkpoints[:] = [complete for complete in self.complete_checkpoints if complete <= round_]
+
     # ------------------------------------------------------------------ trainers
 
     def join_trainer(self, request: JoinTrainer, now: float) -> TrainerJoined:
@@ -305,12 +309,9 @@ class Cluster:
             failure=run.failure.to_problem() if run.failure else None,
         )
 
-    def members_installed(self, now: float) -> None:
-        """Every pserver has taken what was decided last."""
+    def members_installed(self) -> None:
+        """Every pserver has taken what was decided last, and the disk has it that the run has begun."""
         run = self.run
-        if run.state == "gathering":
-            run.installed(now)
-            run.source = None  # from now on what it has begun with is on its own disks
         self.installed_members = dict(run.membership.members)
         for rank, trainer in run.trainers.items():
             if trainer.state == "declared" and self.installed_members.get(rank) == trainer.incarnation:

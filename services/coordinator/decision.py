@@ -40,6 +40,16 @@ class Membership:
 
 
 @dataclass(frozen=True, slots=True)
+class Decision:
+    """What a run goes by: its attempt, what this began with (None: initial values of `uploader`), and its members."""
+
+    attempt: int
+    resume: Round | None
+    uploader: Rank
+    membership: Membership
+
+
+@dataclass(frozen=True, slots=True)
 class Rollback:
     """All go back to this round, or to the newest before it that everybody can restore."""
 

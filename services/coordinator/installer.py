@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import httpx
 from pydantic import TypeAdapter
@@ -18,13 +19,13 @@ from pydantic import TypeAdapter
 from ps_protocol.errors import Conflict, GradpostError, NotReady, PserverLost, StaleRun
 from ps_protocol.messages import Freeze, FrozenRounds, Message
 from ps_protocol.routes import FREEZE, MEMBERS, RESTORABLE, RUN
-from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
+from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 
 from .cluster import Cluster
 from .control import TIMEOUT_SECONDS, call_pserver
-from .decision import Membership, Rollback, decide, decide_steps, newest_common
+from .decision import Decision, Membership, Rollback, decide, decide_steps, newest_common
 from .pservers import PserverMember
 from .run import Run
 
@@ -61,17 +62,21 @@ class Installer:
         if len(members) < cluster.registry.num_pservers:
             return True  # what is lost comes back, or ends the run
         number = run.number
-        if all(self._taken.get(m.info.index) == self._state(run, m, number) for m in members):
-            return True
-        if run.state == "training" and not await self._decide(run, members, number):
-            return False
-        results = await asyncio.gather(*(self._install(run, member, number) for member in members))
-        if not all(results):
-            if run.state == "training":
-                run.number += 1  # another try is another change
-            return False
+        if any(self._taken.get(m.info.index) != self._state(run, m, number) for m in members):
+            if run.state == "training" and not await self._decide(run, members, number):
+                return False
+            results = await asyncio.gather(*(self._install(run, member, number) for member in members))
+            if not all(results):
+                if run.state == "training":
+                    run.number += 1  # another try is another change
+                return False
+        if cluster.run is run and run.state == "gathering":
+            run.installed(self._now())
+            reach_failpoint("begin.before")
+            await self._keep()  # before anybody has the plan, and trains: another life of this process would begin anew
+            reach_failpoint("begin.after")
         if cluster.run is run:
-            cluster.members_installed(self._now())
+            cluster.members_installed()
         return True
 
     def _state(self, run: Run, member: PserverMember, number: int) -> tuple[Incarnation, str, int, int]:
@@ -85,8 +90,7 @@ class Installer:
     # ------------------------------------------------------------------ freeze, decide
 
     async def _decide(self, run: Run, members: list[PserverMember], number: int) -> bool:
-        cluster = self._cluster
-        targets, take_over = run.targets, {trainer.rank for trainer in run.trainers.values() if trainer.is_awaited}
+        targets = run.targets
         message = Freeze(run=run.name, attempt=run.attempt, number=number)
         try:
             answers = await asyncio.gather(*(self._freeze(run, member, message) for member in members))
@@ -94,37 +98,48 @@ class Installer:
             log.warning("a pserver did not answer before a change of members", error=repr(error))
             run.number += 1
             return False
-        if run.is_over or cluster.run is not run:
+        if run.is_over or self._cluster.run is not run:
             return False
+        outcome = self._judge(run, targets, answers)
+        if isinstance(outcome, Rollback):
+            return await self._roll_back(run, members, targets, outcome.newest, answers)
+        restore = {
+            member.info.index: answer.applied if answer is not None and answer.is_readable else None
+            for member, answer in zip(members, answers, strict=True)
+        }
+        await self._adopt(run, members, replace(run.decision, membership=outcome), restore)
+        return True
+
+    def _judge(
+        self, run: Run, targets: dict[Rank, Incarnation], answers: list[FrozenRounds | None]
+    ) -> Membership | Rollback:
         rounds = [answer for answer in answers if answer is not None]
         lowest = min((answer.applied for answer in rounds), default=0)
-        begins_anew = any(not a.is_readable for a in rounds) and targets.get(
-            run.uploader
-        ) != run.membership.members.get(run.uploader)
-        decision: Membership | Rollback
-        if len(rounds) < len(answers) or run.rollback_to is not None or begins_anew:
-            newest = lowest if run.rollback_to is None else min(lowest, run.rollback_to)
-            decision = Rollback(newest)
-        else:
-            rules = run.defaults.consistency
-            decide_mode = decide_steps if rules.is_async else decide
-            decision = decide_mode(run.membership, targets, rounds, max_delay=rules.max_delay, take_over=take_over)
-        if isinstance(decision, Rollback):
-            if not await self._roll_back(run, members, decision.newest, max((a.applied for a in rounds), default=0)):
-                return False
-            decision = Membership(targets)
-            self._restore = {member.info.index: run.resume for member in members}
-        else:
-            self._restore = {
-                member.info.index: answer.applied if answer.is_readable else None
-                for member, answer in zip(members, rounds, strict=True)
-            }
+        if run.rollback_to is not None:
+            return Rollback(min(lowest, run.rollback_to))
+        has_same_uploader = targets.get(run.uploader) == run.membership.members.get(run.uploader)
+        begins_anew = any(not answer.is_readable for answer in rounds) and not has_same_uploader
+        if len(rounds) < len(answers) or begins_anew:
+            return Rollback(lowest)
+        rules = run.defaults.consistency
+        decide_mode = decide_steps if rules.is_async else decide
+        take_over = {trainer.rank for trainer in run.trainers.values() if trainer.is_awaited}
+        return decide_mode(run.membership, targets, rounds, max_delay=rules.max_delay, take_over=take_over)
+
+    async def _adopt(
+        self, run: Run, members: list[PserverMember], decision: Decision, restore: dict[PserverIndex, Round | None]
+    ) -> None:
+        """Make it durable first: trainers hear of what is in effect in the answer to any heartbeat."""
         reach_failpoint("decide.before")
-        run.membership = decision
-        cluster.run_incarnations = {member.info.index: member.info.incarnation for member in members}
-        await self._keep()
+        run.pending = decision
+        try:
+            await self._keep()
+            run.adopt(decision)
+        finally:
+            run.pending = None
+        self._restore = restore
+        self._cluster.run_incarnations = {member.info.index: member.info.incarnation for member in members}
         reach_failpoint("decide.after")
-        return True
 
     async def _freeze(self, run: Run, member: PserverMember, message: Freeze) -> FrozenRounds | None:
         """Where a pserver stands; None if it holds nothing of the run that it could go on with by itself."""
@@ -146,26 +161,32 @@ class Installer:
         body = await call_pserver(self._http, member, "GET", f"{RESTORABLE}?run={run.name}")
         return _RANGES.validate_json(body)
 
-    async def _roll_back(self, run: Run, members: list[PserverMember], newest: Round, applied: Round) -> bool:
-        cluster = self._cluster
+    async def _roll_back(
+        self,
+        run: Run,
+        members: list[PserverMember],
+        targets: dict[Rank, Incarnation],
+        newest: Round,
+        answers: list[FrozenRounds | None],
+    ) -> bool:
+        """Go back to `newest`, or to the newest round before it that all can restore; False if they do not say that."""
         try:
             ranges = await asyncio.gather(*(self._restorable(run, member) for member in members))
         except (httpx.HTTPError, GradpostError) as error:
             log.warning("a pserver did not say what it can restore", error=repr(error))
             run.number += 1
             return False
+        applied = max((answer.applied for answer in answers if answer is not None), default=0)
         round_ = newest_common(newest, ranges)
         if round_ is None and applied > 0:
             empty = [member.info.index for member, one in zip(members, ranges, strict=True) if not one]
             text = f"pservers {empty} have lost their shards" if empty else "no round can be restored by all pservers"
             run.fail(PserverLost(f"{text}; the pservers can restore {ranges}", pserver=empty), self._now())
             return False
-        run.attempt += 1
-        run.resume, run.source, run.rollback_to = round_, None, None
-        kept = [r for r in cluster.complete_checkpoints if round_ is not None and r <= round_]
-        cluster.complete_checkpoints[:] = kept
-        if round_ is None:
-            run.uploader = min(run.targets, default=run.uploader)
+        uploader = run.uploader if round_ is not None else min(targets, default=run.uploader)
+        decision = Decision(run.attempt + 1, round_, uploader, Membership(targets))
+        await self._adopt(run, members, decision, {member.info.index: round_ for member in members})
+        self._cluster.forget_checkpoints_after(round_ or 0)
         log.warning(
             "the run is rolled back",
             round=round_ or 0,

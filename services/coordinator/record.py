@@ -94,6 +94,7 @@ def _describe_run(cluster: Cluster) -> RunRecord | None:
     run = cluster.run
     if not run.trainers:
         return None
+    decision = run.decision
     declared = (trainer.declaration for trainer in run.trainers.values() if trainer.declaration is not None)
     return RunRecord(
         name=run.name,
@@ -101,15 +102,15 @@ def _describe_run(cluster: Cluster) -> RunRecord | None:
         failure=run.failure.to_problem() if run.failure else None,
         plan=None if run.plan is None else run.plan.to_json(),
         declaration=run.declaration or next(declared, None),
-        uploader=run.uploader,
-        attempt=run.attempt,
-        resume=run.resume,
+        uploader=decision.uploader,
+        attempt=decision.attempt,
+        resume=decision.resume,
         source=run.source,
         number=run.number,
-        members=run.membership.members,
-        starts=run.membership.starts,
-        sets=run.membership.sets,
-        verdicts=run.membership.verdicts,
+        members=decision.membership.members,
+        starts=decision.membership.starts,
+        sets=decision.membership.sets,
+        verdicts=decision.membership.verdicts,
         trainers=tuple(
             TrainerRecord(
                 rank=t.rank,

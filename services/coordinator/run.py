@@ -28,7 +28,7 @@ from ps_protocol.messages import DeclareModel, JoinTrainer, Leave, RunState, Tra
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, Mode, Rank, Round
 
-from .decision import Membership
+from .decision import Decision, Membership
 from .defaults import RunDefaults
 from .model import check_same_model, plan_model
 from .trainers import TrainerMember
@@ -48,6 +48,7 @@ class Run:
         self.membership = Membership()  # as decided last
         self.attempt = 0  # goes up when the run is rolled back
         self.resume: Round | None = None  # the round that this attempt began with; None: with initial values
+        self.pending: Decision | None = None  # takes effect once it is durable; nobody hears of it before
         self.rollback_to: Round | None = None  # pservers have lost what trainers have pulled: back to here at least
         self.source: str | None = None  # the run whose checkpoint this one has begun with
         self.failure: GradpostError | None = None
@@ -112,6 +113,18 @@ class Run:
             for rank in range(self.defaults.num_trainers)
             if rank not in self.trainers or self.trainers[rank].state != "declared"
         ]
+
+    @property
+    def decision(self) -> Decision:
+        """What is to be on the disk: what was decided last, although it may not be in effect yet."""
+        return self.pending or Decision(self.attempt, self.resume, self.uploader, self.membership)
+
+    def adopt(self, decision: Decision) -> None:
+        """It is durable, and takes effect."""
+        if decision.attempt != self.attempt:
+            self.source = self.rollback_to = None
+        self.attempt, self.resume = decision.attempt, decision.resume
+        self.uploader, self.membership = decision.uploader, decision.membership
 
     # ------------------------------------------------------------------ joining
 
@@ -216,6 +229,7 @@ class Run:
         """Every pserver has the run."""
         if self.state == "gathering":
             self.state, self.started_at = "training", now
+            self.source = None  # from now on what it has begun with is on the pservers' own disks
 
     # ------------------------------------------------------------------ heartbeats, losses
 

@@ -15,6 +15,7 @@ from ps_protocol.errors import (
     StalePserver,
     StaleRun,
     StorageFailed,
+    TryAgain,
     error_from_problem,
 )
 from ps_protocol.frames import FrameLimits
@@ -76,6 +77,7 @@ class Pserver:
         self._changes = Changes()  # of the run that is served, or was asked for last
         self._installing = asyncio.Lock()
         self._is_stopping = False
+        self._has_looked = disk is None  # into the folder: before that it cannot say what it holds
         self.has_news = asyncio.Event()  # for the next heartbeat, which should come at once
         # The newest of this process, so that a late installation brings none of them back.
         self._ended_runs: deque[str] = deque(maxlen=MAX_ENDED_RUNS)
@@ -114,6 +116,7 @@ class Pserver:
             except OSError as error:
                 text = f"the folder for the pserver's state cannot be used: {error} (state_dir)"
                 raise StorageFailed(text) from error
+            self._has_looked = True
             return self.disk.held
 
     async def registered(self, answer: PserverRegistered) -> None:
@@ -269,8 +272,13 @@ class Pserver:
         return frozen
 
     async def _opened_run(self) -> PserverRun | None:
-        """The run that is served, once none is being opened: that one is neither served nor held."""
+        """The run that is served, once none is being opened or looked for: that one is neither served nor held.
+
+        Raises TryAgain before this process has looked into its folder: it listens a little earlier.
+        """
         async with self._installing:
+            if not self._has_looked:
+                raise TryAgain("this pserver has not looked into its folder yet")
             return self._run
 
     def _freeze_held(self, message: Freeze) -> FrozenRounds:

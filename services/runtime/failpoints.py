@@ -27,6 +27,8 @@ NAMES = frozenset(
         "checkpoint.manifest.after",
         "freeze.before",
         "freeze.after",
+        "begin.before",
+        "begin.after",
         "decide.before",
         "decide.after",
         "open.before",

@@ -182,6 +182,17 @@ def test_the_coordinator_dies_at_each_point_and_nothing_is_lost(name: str) -> No
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("name", ["begin.before", "begin.after"])
+def test_the_coordinator_and_a_pserver_die_when_the_run_begins(name: str) -> None:
+    with FaultyRun(40, failpoints=f"{name}=kill") as run:
+        run.cluster.coordinator.wait(30)
+        run.kill(run.cluster.pservers[1])
+        run.cluster.restart_coordinator(GRADPOST_FAILPOINTS="")
+        run.cluster.start_pserver(1)
+        assert run.results() == [expected_result(40)] * 2
+
+
+@pytest.mark.extended
 def test_a_paused_pserver_and_a_paused_trainer_go_on_where_they_were() -> None:
     with FaultyRun(80) as run:
         for round_, child in ((10, run.cluster.pservers[0]), (30, run.cluster.trainers[1])):

@@ -102,4 +102,5 @@ def train(cluster: Cluster, now: float = 0.0) -> None:
         cluster.register_pserver(registration(str(index), index=index), now)
     join_all(cluster, now)
     assert cluster.start_run_if_complete()
-    cluster.members_installed(now)
+    cluster.run.installed(now)
+    cluster.members_installed()

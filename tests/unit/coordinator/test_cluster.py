@@ -33,7 +33,8 @@ def test_it_says_what_it_waits_for():
     assert cluster.waiting_for == ["the pservers to install the plan"]
     assert cluster.start_run_if_complete()
     assert cluster.waiting_for == ["the pservers to install the plan"]
-    cluster.members_installed(0)
+    cluster.run.installed(0)
+    cluster.members_installed()
     assert cluster.waiting_for == []
 
 
@@ -51,7 +52,8 @@ def test_a_run_starts_once_in_any_order(trainers_first):
     assert cluster.start_run_if_complete()
     assert not cluster.start_run_if_complete()
     assert cluster.plan_ready(0, 1) is None  # until every pserver has it
-    cluster.members_installed(0)
+    cluster.run.installed(0)
+    cluster.members_installed()
     ready = cluster.plan_ready(0, 1)
     assert ready is not None
     assert [p.index for p in ready.pservers] == [0, 1]
@@ -256,7 +258,7 @@ def test_successive_runs_on_the_same_pservers():
         join_all(cluster, 2, life=run)
         assert cluster.start_run_if_complete()
         assert cluster.installation(0, 1, None).incarnation == 1
-        cluster.members_installed(2)
+        cluster.members_installed()
 
 
 # ---------------------------------------------------------------- exit when done

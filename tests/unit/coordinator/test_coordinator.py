@@ -19,15 +19,15 @@ import pytest
 
 from ps_protocol.errors import BadModel, GradpostError, NotReady, PserverLost, StalePserver, TrainerLost
 from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRun, Message
-from ps_protocol.routes import DECLARE_MODEL, FREEZE, JOIN_TRAINER, LEAVE, MEMBERS, REGISTER_PSERVER, RUN
+from ps_protocol.routes import DECLARE_MODEL, FREEZE, JOIN_TRAINER, LEAVE, MEMBERS, REGISTER_PSERVER, RESTORABLE, RUN
 from services.coordinator.app import make_coordinator_app
 from services.coordinator.checkpointing import create_checkpoint
 from services.coordinator.coordinator import Coordinator
-from services.coordinator.record import ClusterRecord, RecordFile, TrainerRecord
+from services.coordinator.record import ClusterRecord, RecordFile, RunRecord, TrainerRecord
 from services.coordinator.settings import CoordinatorSettings
 from services.runtime.metrics import ServiceMetrics
 
-from .support import beat, join_all, joining, leaving, model, registration
+from .support import alive, beat, join_all, joining, leaving, model, registration
 
 pytestmark = pytest.mark.asyncio
 
@@ -41,12 +41,17 @@ class FakePservers:
         self.frozen: list[Freeze] = []
         self.taken: dict[str, list[InstallRun | InstallMembers]] = {"0": [], "1": []}
         self.answer: dict[str, Answer] = {}
+        self.empty: set[str] = set()  # have lost what they held
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
         index = request.url.host
         if request.url.path == FREEZE:
             self.frozen.append(Freeze.model_validate_json(request.content))
-            return httpx.Response(200, content=FrozenRounds(applied=0).model_dump_json())
+            if index in self.empty:
+                raise NotReady("it holds nothing of the run")
+            return httpx.Response(200, content=FrozenRounds(applied=5).model_dump_json())
+        if request.url.path == RESTORABLE:
+            return httpx.Response(200, json=[[0, 4]])
         if request.url.path not in (RUN, MEMBERS):
             return httpx.Response(404)
         kind = InstallRun if request.url.path == RUN else InstallMembers
@@ -305,6 +310,66 @@ async def test_a_place_that_hangs_holds_up_no_change_of_members(monkeypatch):
         await eventually(lambda: all(taken[-1].members == {0: 1, 1: 1} for taken in pservers.taken.values()))
     assert not is_let_go.is_set()
     is_let_go.set()
+
+
+class SlowFile:
+    """Of the records it writes the first such one only when it may."""
+
+    def __init__(self, coordinator: Coordinator, is_slow: Callable[[RunRecord], bool]) -> None:
+        self.is_asked, self.may_write = threading.Event(), threading.Event()
+        self.newest: RunRecord | None = None
+        write = coordinator._file.write
+
+        def write_slowly(record: ClusterRecord) -> None:
+            if record.run is not None and is_slow(record.run):
+                self.is_asked.set()
+                assert self.may_write.wait(10)
+            write(record)
+            self.newest = record.run
+
+        coordinator._file.write = write_slowly  # type: ignore[method-assign]
+
+
+async def test_nobody_trains_before_the_disk_has_it_that_the_run_has_begun():
+    """Another life of the coordinator would begin it anew, and pservers would forget what they have logged."""
+    pservers = FakePservers()
+    async with coordinating(pservers, lease_seconds=30) as coordinator:
+        file = SlowFile(coordinator, lambda run: run.state == "training")
+        [trainer, _] = begin(coordinator)
+        waiting = asyncio.create_task(coordinator.wait_for_plan(*trainer, 20))
+        assert await asyncio.to_thread(file.is_asked.wait, 10)
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        with pytest.raises(NotReady):
+            await coordinator.wait_for_plan(*trainer, 0.01)
+        file.may_write.set()
+        assert (await waiting).start == 1
+        assert file.newest is not None
+        assert file.newest.state == "training"
+
+
+async def test_nobody_hears_of_a_rollback_before_the_disk_has_it():
+    """Trainers that followed would be ahead of another life of the coordinator."""
+    pservers = FakePservers()
+    async with coordinating(pservers, lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
+        [trainer, other] = begin(coordinator)
+        await coordinator.wait_for_plan(*trainer, 5)
+        file, cluster = SlowFile(coordinator, lambda run: run.attempt == 1), coordinator.cluster
+        pservers.empty.add("1")
+        rank, run, incarnation = other
+        cluster.leave_trainer(rank, leaving("failed", run=run, incarnation=incarnation), coordinator.now())
+        coordinator.changed()
+        assert await asyncio.to_thread(file.is_asked.wait, 10)
+        reply = cluster.trainer_heartbeat(0, alive(run=run), coordinator.now())
+        assert (reply.attempt, reply.resume) == (0, 0)
+        joining_again = asyncio.create_task(coordinator.keep())  # of another request: it must not undo the decision
+        file.may_write.set()
+        await joining_again
+        await eventually(lambda: cluster.run.attempt == 1)
+        reply = cluster.trainer_heartbeat(0, alive(run=run), coordinator.now())
+        assert (reply.attempt, reply.resume) == (1, 4)
+        assert file.newest is not None
+        assert (file.newest.attempt, file.newest.resume) == (1, 4)
 
 
 async def test_nothing_is_acknowledged_that_the_disk_does_not_have(monkeypatch):

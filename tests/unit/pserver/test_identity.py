@@ -7,13 +7,16 @@ import threading
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
-from ps_protocol.errors import Conflict, NotReady, StaleRun
+from ps_protocol.errors import Conflict, NotReady, StaleRun, TryAgain
 from ps_protocol.messages import Freeze, InstallRun, PserverRegistered
 from services.pserver.durable.disk import Disk
 from services.pserver.durable.storage import Restored, RunStorage
+from services.pserver.metrics import PserverMetrics
+from services.pserver.pserver import Pserver
 
-from .support import bench
+from .support import LIMITS, bench
 
 
 class SlowDisk(Disk):
@@ -128,3 +131,18 @@ async def test_what_is_decided_on_another_attempt_ends_the_changes_before_it(tmp
         assert b.run.install.attempt == 0
         await b.pserver.install_run(late.model_copy(update={"number": 3}))
         assert b.run.install.attempt == 1
+
+
+@pytest.mark.asyncio
+async def test_a_pserver_that_has_not_looked_into_its_folder_does_not_say_that_it_holds_nothing(tmp_path: Path) -> None:
+    """It listens already, under the address of its former life, and everybody would go back."""
+    async with bench(state_dir=tmp_path, durability="log") as b:
+        await b.play_round(1)
+    next_life = Pserver(b.compute, PserverMetrics(CollectorRegistry(), b.compute), LIMITS, disk=Disk(tmp_path))
+    freeze = Freeze(run=b.install.run, attempt=0, number=2)
+    for ask in (next_life.freeze(freeze), next_life.restorable(b.install.run)):
+        with pytest.raises(TryAgain, match="has not looked") as refusal:
+            await ask
+        assert not isinstance(refusal.value, NotReady)  # which is what one says that holds nothing
+    await next_life.look_into_folder(0)
+    assert (await next_life.freeze(freeze)).applied == 1
