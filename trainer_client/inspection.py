@@ -30,6 +30,7 @@ from .membership import read_problem
 M = TypeVar("M", bound=Message)
 
 TIMEOUT_SECONDS = 10.0
+SUMMARY_SECONDS = 75.0  # the last checkpoint of a finished run is awaited
 CHECKPOINT_SECONDS = 300.0  # the coordinator ends the wait before that
 OPENAPI = "/openapi.json"
 
@@ -61,7 +62,7 @@ class ClusterView:
 
     def summary(self) -> RunSummary:
         """The run in a few numbers, as the servers saw it."""
-        return self._get(RunSummary, self.coordinator + SUMMARY)
+        return self._get(RunSummary, self.coordinator + SUMMARY, SUMMARY_SECONDS)
 
     def create_checkpoint(self) -> CheckpointCreated:
         """Make a checkpoint of the whole model; blocks until it is complete."""
@@ -110,9 +111,9 @@ class ClusterView:
     ) -> None:
         self.close()
 
-    def _get(self, kind: type[M], url: str) -> M:
+    def _get(self, kind: type[M], url: str, timeout: float | None = None) -> M:
         try:
-            return kind.model_validate_json(self._request("GET", url))
+            return kind.model_validate_json(self._request("GET", url, timeout=timeout))
         except ValidationError as error:
             raise _something_else(url) from error
 

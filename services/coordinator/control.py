@@ -12,6 +12,7 @@ from ps_protocol.vocabulary import Round
 from .pservers import PserverMember
 
 TIMEOUT_SECONDS = 5.0
+RESULT_SECONDS = 60.0  # for the checkpoint of a finished run
 
 
 async def call_pserver(
@@ -35,6 +36,10 @@ async def call_pserver(
 async def want_checkpoint(
     http: httpx.AsyncClient, member: PserverMember, run: str, round_: Round, *, is_over: bool = False
 ) -> None:
-    """Ask for this pserver's part of a checkpoint after a round. Raises StaleRound if that is over there."""
+    """Ask for this pserver's part of a checkpoint after a round. Raises StaleRound if that is over there.
+
+    That of a run that is over is written when this returns.
+    """
     message = WantCheckpoint(run=run, round=round_, is_over=is_over)
-    await call_pserver(http, member, "PUT", WANT_CHECKPOINT, message)
+    timeout = RESULT_SECONDS if is_over else TIMEOUT_SECONDS
+    await call_pserver(http, member, "PUT", WANT_CHECKPOINT, message, timeout)

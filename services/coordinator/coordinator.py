@@ -20,7 +20,7 @@ from services.runtime.logs import bind_facts, get_logger
 from services.runtime.places import open_place
 
 from .cluster import Cluster
-from .control import TIMEOUT_SECONDS, want_checkpoint
+from .control import RESULT_SECONDS, TIMEOUT_SECONDS, want_checkpoint
 from .installer import Installer
 from .manifests import Manifests
 from .pservers import PserverMember
@@ -32,7 +32,6 @@ log = get_logger()
 T = TypeVar("T")
 
 RETRY_SECONDS = 0.2
-RESULT_SECONDS = 10.0  # for the checkpoint of a finished run
 
 
 class Coordinator:
@@ -273,12 +272,12 @@ class Coordinator:
         try:
             async with asyncio.timeout(RESULT_SECONDS):
                 round_ = max(state.round for state in await self.ask_pservers(self._state_of) if state.run == run)
-                for member in self.cluster.registry.members.values():
-                    await want_checkpoint(self.http, member, run, round_, is_over=True)
+                members = self.cluster.registry.members.values()
+                await asyncio.gather(*(want_checkpoint(self.http, m, run, round_, is_over=True) for m in members))
                 async with self._condition:  # they tell of it in their heartbeats
                     await self._condition.wait_for(lambda: round_ in self.cluster.complete_checkpoints)
         except (TimeoutError, httpx.HTTPError, GradpostError, ValueError) as error:
-            log.warning("there is no checkpoint of the run's last round", error=repr(error))
+            log.error("there is no checkpoint of the run's last round", error=repr(error))
 
     async def summary(self) -> RunSummary:
         """The current run in a few numbers. Once it is over, what stays of it is on the disk when this is answered."""

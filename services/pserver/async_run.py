@@ -222,7 +222,7 @@ class AsyncRun(PserverRun):
         taken = self.clocks.take(rank)
         for name, block in taken.contribution.blocks.items():
             self._queues[name].put(Update(taken, block, pull))
-        if self._is_checkpoint_due(taken.number):
+        if self.writer.is_due(taken.number):
             self._cut(taken.number)
 
     # ------------------------------------------------------------------ log and checkpoints
@@ -276,8 +276,8 @@ class AsyncRun(PserverRun):
         raise TryAgain(f"{failure.detail}; send this again")
 
     def _cut(self, number: Round) -> None:
-        """Make a checkpoint of this number, unless the one before is still being written."""
-        if self.storage is not None and not self._is_checkpointing:
+        """Make a checkpoint of this number."""
+        if self.storage is not None:
             self._begin_pause(self._drain_and_snapshot(self.storage, number))
 
     async def _drain_and_snapshot(self, storage: RunStorage, number: Round) -> None:
@@ -286,7 +286,7 @@ class AsyncRun(PserverRun):
             return
         self.clocks.pass_to(number)
         self.shard.version = number
-        self._begin_checkpoint(await self._compute.run(storage.snapshot, self.shard, self._history()))
+        await self._checkpoint_now(storage)
 
     async def _drain(self) -> None:
         """Wait until everything that was taken is applied, or never will be."""
@@ -309,13 +309,16 @@ class AsyncRun(PserverRun):
     async def want_checkpoint(self, round_: Round, *, is_over: bool = False) -> None:
         """See PserverRun; here a round is a number of contributions. Once the run is over it is made at once."""
         storage = self.check_storage()
+        if is_over:
+            await self.settle()
         await self._end_of_pause()
         taken = self.clocks.taken
         if round_ < taken:
             raise StaleRound(f"contribution {round_} was taken before others", current=taken)
         if round_ > taken and not is_over:
-            self._want_later(round_, taken)
+            self.writer.want(round_, taken)
         elif round_ not in storage.checkpoints:
+            self.writer.check_room()
             self._cut(round_)
 
     async def _finish_apply(self) -> None:

@@ -144,7 +144,7 @@ class Pserver:
         """Whoever still sends to the old run or waits in it is told the reason, also in the middle of a body."""
         old, self._run = self._run, run
         if run is not None:
-            run.has_news = self.has_news
+            run.writer.has_news = self.has_news
         bind_facts(run=run.install.run if run else None)
         self.pool.forget_idle()
         if old is not None:
@@ -310,11 +310,18 @@ class Pserver:
             raise StorageFailed(f"pserver {self.index} cannot look for checkpoints: {error}") from error
 
     async def want_checkpoint(self, message: WantCheckpoint) -> None:
-        """Write a checkpoint after a round: now if it is the newest. Raises StaleRound if it is over."""
+        """Write a checkpoint after a round: see `PserverRun.want_checkpoint`.
+
+        That of a run that is over is written when this returns; else it raises StorageFailed.
+        """
         run = self.run
         if run.install.run != message.run:
             raise StaleRun("this pserver serves another run", current=run.install.run)
         await run.want_checkpoint(message.round, is_over=message.is_over)
+        if message.is_over:
+            await run.settle()
+            if run.storage is None or message.round not in run.storage.checkpoints:
+                raise StorageFailed(f"pserver {self.index} has no checkpoint of the last round, {message.round}")
 
     def readiness(self) -> str | None:
         """What is missing before this process can serve, or None."""
@@ -346,7 +353,7 @@ class Pserver:
         if self._run is not None:
             self._run.notice = reply.notice
             if reply.complete is not None:
-                self._run.complete_checkpoints = reply.complete
+                self._run.writer.complete = reply.complete
 
     async def state(self, *, with_digest: bool) -> PserverState:
         """A picture for inspection; the digest reads the whole shard and is made on request only."""

@@ -8,16 +8,16 @@ round, a member or the run may have gone meanwhile.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import xxhash
 
 from ps_protocol.errors import (
-    FutureRound,
     GradpostError,
     NonFiniteGradient,
     NotReady,
@@ -36,6 +36,7 @@ from services.runtime.logs import get_logger
 
 from .admission import Admission, check_member
 from .bodies import Body
+from .checkpoint_writer import CheckpointWriter
 from .durable.storage import Restored, RunStorage
 from .history import History
 from .metrics import PserverMetrics
@@ -46,8 +47,6 @@ from .tensors import StagedBlock, find_nonfinite
 log = get_logger()
 
 BarrierKind = Literal["batch", "fetch"]
-MAX_ROUNDS_AHEAD = 10_000  # that a checkpoint may be wanted for
-MAX_WANTED_CHECKPOINTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +91,11 @@ class PserverRun(ABC):
         self.pulled_bytes = 0
         self.transports: set[str] = set()  # HTTP versions of the data requests
         self.notice = ""  # what the coordinator says of those who were lost
-        self.complete_checkpoints: tuple[Round, ...] = ()  # of the whole model, as the coordinator says
+        self.writer = CheckpointWriter(storage, install.checkpoint_rounds, metrics)
         self._condition = asyncio.Condition()
         self._compute = compute
         self._metrics = metrics
-        self.has_news = asyncio.Event()  # that the coordinator should hear of at once
         self._publishing = asyncio.Lock()
-        self._checkpointing: asyncio.Task[None] | None = None
-        self._wanted_checkpoints: set[Round] = set()
         # Since when, by the loop's clock, somebody waits for the missing ones.
         self._waiting_since: float | None = None
 
@@ -345,9 +341,10 @@ class PserverRun(ABC):
 
     @abstractmethod
     async def want_checkpoint(self, round_: Round, *, is_over: bool = False) -> None:
-        """Write a checkpoint after this round: at once if it is the newest. Raises StaleRound if it is over.
+        """Write a checkpoint after this round: at once if it is the newest.
 
-        `is_over` says that nobody pushes any more.
+        Raises StaleRound if it is over, TryAgain while others are being written. `is_over` says that nobody pushes any
+        more, so that this one is the last: it waits for those.
         """
 
     async def stop(self) -> None:
@@ -355,16 +352,22 @@ class PserverRun(ABC):
         if self.failure is not None:
             return
         await self._come_to_rest(TryAgain("this pserver stops; it may be back"))
-        await self._finish_apply()
-        await self._finish_checkpoint()
+        await self.settle()
         is_kept = self.storage is None or self.shard.version in self.storage.checkpoints
         if self.storage is None or is_kept or not (self.is_readable and self.is_at_rest):
             return
-        try:
-            write = await self._compute.run(self.storage.snapshot, self.shard, self._history())
-            await asyncio.to_thread(write)
-        except OSError as error:
-            log.error("the last checkpoint could not be written", error=str(error))
+        with contextlib.suppress(TryAgain):  # it has been said
+            await self._checkpoint_now(self.storage)
+        await self.writer.finish()
+
+    async def _checkpoint_now(self, storage: RunStorage) -> None:
+        """Copy the shard as it is. Raises TryAgain."""
+        await self.writer.make(self._compute.run(storage.snapshot, self.shard, self._history()))
+
+    async def settle(self) -> None:
+        """Wait until what was to be applied is, and what was to be written."""
+        await self._finish_apply()
+        await self.writer.finish()
 
     async def _come_to_rest(self, reason: GradpostError) -> None:
         """End every wait before the process ends."""
@@ -387,52 +390,13 @@ class PserverRun(ABC):
             raise NotReady("this pserver keeps nothing on a disk", waiting_for="a state folder")
         return self.storage
 
-    def _want_later(self, round_: Round, newest: Round) -> None:
-        """A checkpoint is due after this round, which is not over. Raises FutureRound if it is far ahead."""
-        if round_ > newest + MAX_ROUNDS_AHEAD:
-            raise FutureRound(f"round {round_} is far ahead", current=newest)
-        coming = sorted(wanted for wanted in self._wanted_checkpoints if wanted > newest)
-        self._wanted_checkpoints = {*coming[-MAX_WANTED_CHECKPOINTS:], round_}
-
-    def _is_checkpoint_due(self, round_: Round) -> bool:
-        """Whether a checkpoint is to be made after this round."""
-        interval = self.install.checkpoint_rounds
-        is_wanted = round_ in self._wanted_checkpoints
-        self._wanted_checkpoints.discard(round_)
-        return is_wanted or bool(interval and round_ % interval == 0)
-
     def _history(self) -> History:
         """What the newest rounds were made of, for those who go on from a checkpoint."""
         return History()
 
-    async def _finish_checkpoint(self) -> None:
-        if self._checkpointing is not None:
-            await asyncio.wait([self._checkpointing])
-
-    def _begin_checkpoint(self, write: Callable[[], object]) -> None:
-        """Write a copy of the shard beside serving. The one before is done: `_is_checkpointing` was asked."""
-        self._checkpointing = asyncio.create_task(self._write_checkpoint(write), name="checkpoint")
-
-    @property
-    def _is_checkpointing(self) -> bool:
-        return self._checkpointing is not None and not self._checkpointing.done()
-
-    async def _write_checkpoint(self, write: Callable[[], object]) -> None:
-        assert self.storage is not None
-        try:
-            with self._metrics.checkpoint_seconds.time():
-                await asyncio.to_thread(write)
-            await asyncio.to_thread(self.storage.prune, self.complete_checkpoints)
-            self.has_news.set()
-        except OSError as error:
-            # The log goes back to the checkpoint before, so that nothing is lost.
-            self._metrics.checkpoint_failures.inc()
-            log.error("a checkpoint could not be written; training goes on", error=str(error))
-
     async def finish(self) -> None:
         """After the end: wait until nothing of this run is computed or written any more."""
-        await self._finish_apply()
-        await self._finish_checkpoint()
+        await self.settle()
         if self.storage is not None:
             self.storage.close()
 

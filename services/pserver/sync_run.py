@@ -200,7 +200,7 @@ class SyncRun(PserverRun):
             else:
                 self._disk_trouble = ""
                 if write is not None:
-                    self._begin_checkpoint(write)
+                    self.writer.begin(write)
                 return reply
 
     def _step(self, apply: Apply[StagedBlock]) -> tuple[Reply, Callable[[], object] | None]:
@@ -226,8 +226,8 @@ class SyncRun(PserverRun):
         return {SKIPPED_KEY: json.dumps(apply.nonfinite)} if apply.nonfinite else {}
 
     def _snapshot_if_due(self, apply: Apply[StagedBlock]) -> Callable[[], object] | None:
-        if self.storage is None or self._is_checkpointing or not self._is_checkpoint_due(apply.round):
-            return None  # a disk that is slower than the rounds gets the next one
+        if self.storage is None or not self.writer.is_due(apply.round):
+            return None
         history = self._history()
         history.add(apply.round, apply.ranks, apply.nonfinite, keep=self.rounds.max_delay + 1)
         return self.storage.snapshot(self.shard, history)
@@ -238,13 +238,16 @@ class SyncRun(PserverRun):
     async def want_checkpoint(self, round_: Round, *, is_over: bool = False) -> None:
         """See PserverRun."""
         storage = self.check_storage()
+        if is_over:
+            await self.writer.finish()
         applied = self.rounds.applied if self.rounds.applying is None else self.rounds.open
         if round_ < applied:
             raise StaleRound(f"round {round_} is over", current=applied)
         if round_ > self.rounds.applied:
-            self._want_later(round_, self.rounds.applied)
-        elif round_ not in storage.checkpoints and not self._is_checkpointing:
-            self._begin_checkpoint(await self._compute.run(storage.snapshot, self.shard, self._history()))
+            self.writer.want(round_, self.rounds.applied)
+        elif round_ not in storage.checkpoints:
+            self.writer.check_room()
+            await self._checkpoint_now(storage)
 
     async def _finish_apply(self) -> None:
         if self._apply_task is not None:

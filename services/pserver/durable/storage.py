@@ -91,7 +91,7 @@ class RunStorage:
             "history": history.to_json(),
         }
         steps = {rank: step for rank, (_, step) in history.steps.items()}
-        return lambda: self._write(state, metadata, steps)
+        return lambda: self.checkpoints.get(state.version) or self._write(state, metadata, steps)
 
     def _write(self, state: ShardState, metadata: Mapping[str, str], steps: dict[Rank, Round]) -> ShardFile:
         folder = round_folder(self._install.run, state.version)
