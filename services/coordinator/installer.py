@@ -49,9 +49,26 @@ class Installer:
         # What each pserver has taken: its incarnation, run, attempt, and the number of the members.
         self._taken: dict[PserverIndex, tuple[Incarnation, str, int, int]] = {}
         self._restore: dict[PserverIndex, Round | None] = {}  # where each one stands, as of the newest decision
+        self._failing: tuple[Run, float] | None = None  # since when nothing could be carried out in a run
+        self._problem = ""  # the newest
 
     async def reconcile(self) -> bool:
-        """Bring every pserver to what was decided; False if one of them did not take it and it is to be tried again."""
+        """Bring every pserver to what was decided; False if one of them did not take it and it is to be tried again.
+
+        That has the rejoin time-out to succeed: then the run fails, though all pservers are alive.
+        """
+        run = self._cluster.run
+        if await self._reconcile():
+            self._failing = None
+            return True
+        if self._failing is None or self._failing[0] is not run:
+            self._failing = run, self._now()
+        limit = run.defaults.rejoin_timeout_seconds
+        if self._now() - self._failing[1] > limit:
+            run.fail(PserverLost(f"no change could be carried out for {limit:g} s: {self._problem}"), self._now())
+        return False
+
+    async def _reconcile(self) -> bool:
         cluster, run = self._cluster, self._cluster.run
         if run.plan is None:
             return True
@@ -79,6 +96,10 @@ class Installer:
             cluster.members_installed()
         return True
 
+    def _say(self, text: str, error: Exception, **facts: object) -> None:
+        log.warning(text, error=repr(error), **facts)
+        self._problem = f"{text}: {error!r}"
+
     def _state(self, run: Run, member: PserverMember, number: int) -> tuple[Incarnation, str, int, int]:
         return member.info.incarnation, run.name, run.attempt, number
 
@@ -95,7 +116,7 @@ class Installer:
         try:
             answers = await asyncio.gather(*(self._freeze(run, member, message) for member in members))
         except (httpx.HTTPError, GradpostError, ValueError) as error:
-            log.warning("a pserver did not answer before a change of members", error=repr(error))
+            self._say("a pserver did not answer before a change of members", error)
             run.number += 1
             return False
         if run.is_over or self._cluster.run is not run:
@@ -173,7 +194,7 @@ class Installer:
         try:
             ranges = await asyncio.gather(*(self._restorable(run, member) for member in members))
         except (httpx.HTTPError, GradpostError) as error:
-            log.warning("a pserver did not say what it can restore", error=repr(error))
+            self._say("a pserver did not say what it can restore", error)
             run.number += 1
             return False
         applied = max((answer.applied for answer in answers if answer is not None), default=0)
@@ -232,10 +253,10 @@ class Installer:
             timeout = RESTORE_TIMEOUT_SECONDS if route == RUN else TIMEOUT_SECONDS
             await call_pserver(self._http, member, "PUT", route, message, timeout)
         except (httpx.HTTPError, ValueError) as error:
-            log.warning("a pserver did not take an installation", pserver=index, error=repr(error))
+            self._say("a pserver did not take an installation", error, pserver=index)
             return False
         except GradpostError as problem:
-            log.warning("a pserver refused an installation", pserver=index, error=repr(problem))
+            self._say("a pserver refused an installation", problem, pserver=index)
             # A conflict is over soon: such as that it has not read yet who it is now.
             if not problem.may_be_retried and not isinstance(problem, Conflict):
                 run.fail(PserverLost(f"pserver {index} cannot serve the run: {problem}", pserver=index), self._now())

@@ -215,7 +215,8 @@ class Pserver:
         try:
             return await asyncio.to_thread(self.disk.open_run, message)
         except OSError as error:
-            raise StorageFailed(f"pserver {self.index} cannot keep the state of the run: {error}") from error
+            # A place that is busy, a disk that is full: the coordinator tries again, and ends that after some time.
+            raise TryAgain(f"pserver {self.index} cannot open the state of the run: {error}") from error
 
     def _check_size(self, plan: SlicePlan, index: PserverIndex) -> None:
         """Refuse a plan with something that no frame could bring here."""

@@ -102,12 +102,16 @@ class Disk:
         self.folder.write_identity(incarnation, self.folder.identity.run)
 
     def open_run(self, install: InstallRun) -> tuple[RunStorage, Restored | None]:
-        """Begin a run with nothing, or go on after round `install.restore`. Raises StorageFailed if that is lost."""
+        """Begin a run with nothing, or go on after round `install.restore`. Raises StorageFailed if that is lost.
+
+        After an OSError what was held of this run is still held, so that it may be tried again.
+        """
         assert self.folder is not None
-        held, storage, restored = self.held, self._storage, self._restored
-        self.held = self._storage = self._restored = None
-        if storage is not None:
-            storage.close()
+        if self._storage is not None:
+            self._storage.close()
+        if self.held is None or self.held.run != install.run:
+            self.held = self._storage = self._restored = None
+        before, restored = self._storage, self._restored
         known = self.folder.identity.run
         if install.restore is None or install.source is not None or known is None or known.run != install.run:
             self.folder.forget_log()  # it is another run's
@@ -116,18 +120,19 @@ class Disk:
             restored = None
         elif install.source is not None:
             restored = self._restore_from(install, install.source)
-        elif held is None or restored is None or (held.run, restored.round) != (install.run, install.restore):
+        elif before is not None and restored is not None and restored.round == install.restore:
+            storage.checkpoints = dict(before.checkpoints)
+        else:
             storage.find_checkpoints()
             restored = storage.restore(install.restore)
             if restored is None:
                 raise StorageFailed(f"round {install.restore} of run {install.run} cannot be restored here")
-        else:
-            storage.find_checkpoints()
         if restored is not None:
             storage.resume(restored.round, install)
             if not storage.checkpoints:
                 storage.snapshot(restored.shard, restored.history)()
         self.folder.write_identity(self.folder.identity.incarnation, install)
+        self.held = self._storage = self._restored = None
         return storage, restored
 
     def _restore_from(self, install: InstallRun, source: str) -> Restored:

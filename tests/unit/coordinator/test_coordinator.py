@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ps_protocol.errors import BadModel, GradpostError, NotReady, PserverLost, StalePserver, TrainerLost
+from ps_protocol.errors import BadModel, GradpostError, NotReady, PserverLost, StalePserver, TrainerLost, TryAgain
 from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRun, Message
 from ps_protocol.routes import DECLARE_MODEL, FREEZE, JOIN_TRAINER, LEAVE, MEMBERS, REGISTER_PSERVER, RESTORABLE, RUN
 from services.coordinator.app import make_coordinator_app
@@ -163,6 +163,23 @@ async def test_a_pserver_that_does_not_know_yet_who_it_is_is_asked_again():
     async with coordinating(pservers, lease_seconds=30) as coordinator:
         begin(coordinator)
         await eventually(lambda: coordinator.cluster.run.state == "training")
+
+
+async def test_a_pserver_that_cannot_be_changed_for_long_ends_the_run_though_it_lives():
+    pservers = FakePservers()
+    tries = 0
+
+    async def refuse(_: object) -> None:
+        nonlocal tries
+        tries += 1
+        raise TryAgain("pserver 1 cannot open the state of the run: no space left on device")
+
+    pservers.answer["1"] = refuse
+    async with coordinating(pservers, lease_seconds=30, rejoin_timeout_seconds=0.5) as coordinator:
+        [trainer, _] = begin(coordinator)
+        with pytest.raises(PserverLost, match=r"no change could be carried out for 0\.5 s: .* no space left"):
+            await asyncio.wait_for(coordinator.wait_for_plan(*trainer, 20), 5)
+    assert tries > 1
 
 
 async def test_a_pserver_that_cannot_serve_the_run_ends_it():

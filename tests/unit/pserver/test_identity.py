@@ -146,3 +146,25 @@ async def test_a_pserver_that_has_not_looked_into_its_folder_does_not_say_that_i
         assert not isinstance(refusal.value, NotReady)  # which is what one says that holds nothing
     await next_life.look_into_folder(0)
     assert (await next_life.freeze(freeze)).applied == 1
+
+
+@pytest.mark.asyncio
+async def test_a_run_that_could_not_be_opened_is_still_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full, or a place that is busy, for a moment: the coordinator tries again, and nobody goes back."""
+    async with bench(state_dir=tmp_path, durability="log") as b:
+        await b.play_round(1)
+        await b.pserver.look_into_folder(0)
+        assert b.pserver.disk is not None
+        assert b.pserver.disk.folder is not None
+
+        def refuse(*_: object) -> None:
+            raise OSError("no space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(b.pserver.disk.folder, "write_identity", refuse)
+            with pytest.raises(TryAgain, match="cannot open the state of the run: no space left"):
+                await b.pserver.install_run(b.install.model_copy(update={"restore": 1, "number": 2}))
+        assert (await b.freeze(3)).applied == 1
+        await b.pserver.install_run(b.install.model_copy(update={"restore": 1, "number": 3}))
+        assert b.run.round == 1
+        await b.play_round(2)
