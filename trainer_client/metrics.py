@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from socketserver import ThreadingMixIn
 from typing import Any
@@ -19,7 +21,8 @@ from ps_protocol.hosts import is_ip_literal, is_loopback, split_port
 from ps_protocol.tokens import TokenFolder, parse_authorization
 
 CLOSE_POLL_SECONDS = 0.05  # how soon the server notices that it is being closed
-REQUEST_SECONDS = 10.0  # what one read or write of a request may take
+REQUEST_SECONDS = 10.0  # what a request may take as a whole
+MAX_CONNECTIONS = 16  # each has a thread of the training script's process; one more is closed at once
 LAG_INTERVAL_SECONDS = 0.25
 _OPEN = frozenset({"/healthz", "/readyz"})  # probes need no token
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -128,6 +131,28 @@ def _refuse(environ: dict[str, Any], host: str, tokens: TokenFolder | None) -> s
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     context: ssl.SSLContext | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._deadlines: dict[Any, float] = {}  # of open connections
+        super().__init__(*args, **kwargs)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if len(self._deadlines) >= MAX_CONNECTIONS:
+            self.shutdown_request(request)
+            return
+        self._deadlines[request] = time.monotonic() + REQUEST_SECONDS
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._deadlines.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Cut off who sends a byte now and then; `serve_forever` calls this all the time."""
+        for request, deadline in [*self._deadlines.items()]:
+            if time.monotonic() > deadline:
+                with contextlib.suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
 
     def get_request(self) -> tuple[socket.socket, Any]:
         connection, address = super().get_request()

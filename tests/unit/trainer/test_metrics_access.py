@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from ps_protocol.certificates import TlsFiles, client_context
 from ps_protocol.tokens import SCOPES, TokenFolder
-from trainer_client.metrics import MetricsServer
+from trainer_client.metrics import MAX_CONNECTIONS, MetricsServer
 
 from ..protocol.test_certificates import Authority, serial
 from ..protocol.test_tokens import put
@@ -72,3 +76,32 @@ def test_tls_and_its_renewal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
         with httpx.Client(verify=client_context(TlsFiles(client.ca))) as http, pytest.raises(httpx.TransportError):
             http.get(f"{server.address}/metrics")
     assert capfd.readouterr().err == ""
+
+
+def test_connections_that_say_nothing_take_few_threads_and_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads are those of a training script."""
+    monkeypatch.setattr("trainer_client.metrics.REQUEST_SECONDS", 1.0)
+    before = threading.active_count()
+    with serving() as server, contextlib.ExitStack() as opened:
+        where = ("127.0.0.1", server.port)
+        silent = [opened.enter_context(socket.create_connection(where)) for _ in range(3 * MAX_CONNECTIONS)]
+        begun = time.monotonic()
+        for connection in silent:
+            connection.settimeout(0.2)
+        num_closed = 0
+        while num_closed < len(silent):
+            assert threading.active_count() - before <= MAX_CONNECTIONS + 1
+            assert time.monotonic() - begun < 10
+            num_closed = sum(is_closed_after_a_byte(connection) for connection in silent)
+        assert time.monotonic() - begun > 0.9
+        assert "steps_total" in httpx.get(f"{server.address}/metrics").text
+
+
+def is_closed_after_a_byte(connection: socket.socket) -> bool:
+    try:
+        connection.sendall(b"G")
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
