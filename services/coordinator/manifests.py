@@ -32,6 +32,7 @@ class Manifests:
         self._place = place
         self._keep = keep
         self._failed: set[Round] = set()  # could not be written, and was said
+        self._trouble = ""  # with the place, that was said last
 
     async def update(self) -> bool:
         """Complete what can be completed, and delete what is older than the newest; whether that has changed anything.
@@ -69,8 +70,11 @@ class Manifests:
         try:
             found = await asyncio.to_thread(_take_back, self._place, run.name, attempt, resume)
         except OSError as error:
-            log.warning("the place of the checkpoints cannot be used", place=self._place.url, error=str(error))
+            if str(error) != self._trouble:
+                log.warning("the place of the checkpoints cannot be used", place=self._place.url, error=str(error))
+            self._trouble = str(error)
             return False
+        self._trouble = ""
         if cluster.run is run and run.attempt == attempt:
             cluster.complete_checkpoints[:] = found
             cluster.checkpoints_known_for = run.name, attempt
