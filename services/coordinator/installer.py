@@ -140,9 +140,11 @@ class Installer:
             return Rollback(min(lowest, run.rollback_to))
         has_same_uploader = targets.get(run.uploader) == run.membership.members.get(run.uploader)
         begins_anew = any(not answer.is_readable for answer in rounds) and not has_same_uploader
-        if len(rounds) < len(answers) or begins_anew:
-            return Rollback(lowest)
         rules = run.defaults.consistency
+        # Nobody else may know of what was lost: those who did may have died with it.
+        has_lost = not rules.is_async and any(answer.has_lost for answer in rounds)
+        if len(rounds) < len(answers) or begins_anew or has_lost:
+            return Rollback(lowest)
         decide_mode = decide_steps if rules.is_async else decide
         take_over = {trainer.rank for trainer in run.trainers.values() if trainer.is_awaited}
         return decide_mode(run.membership, targets, rounds, max_delay=rules.max_delay, take_over=take_over)

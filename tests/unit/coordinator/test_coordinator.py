@@ -42,6 +42,7 @@ class FakePservers:
         self.taken: dict[str, list[InstallRun | InstallMembers]] = {"0": [], "1": []}
         self.answer: dict[str, Answer] = {}
         self.empty: set[str] = set()  # have lost what they held
+        self.short: set[str] = set()  # have lost the end of their logs
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
         index = request.url.host
@@ -49,7 +50,8 @@ class FakePservers:
             self.frozen.append(Freeze.model_validate_json(request.content))
             if index in self.empty:
                 raise NotReady("it holds nothing of the run")
-            return httpx.Response(200, content=FrozenRounds(applied=5).model_dump_json())
+            rounds = FrozenRounds(applied=4, has_lost=index in self.short)
+            return httpx.Response(200, content=rounds.model_dump_json())
         if request.url.path == RESTORABLE:
             return httpx.Response(200, json=[[0, 4]])
         if request.url.path not in (RUN, MEMBERS):
@@ -387,6 +389,20 @@ async def test_nobody_hears_of_a_rollback_before_the_disk_has_it():
         assert (reply.attempt, reply.resume) == (1, 4)
         assert file.newest is not None
         assert (file.newest.attempt, file.newest.resume) == (1, 4)
+
+
+async def test_a_pserver_that_has_lost_rounds_takes_everybody_back_though_nobody_else_knows_of_them():
+    """All trainers who had pulled them may have died: else their next lives would take other steps in those rounds."""
+    pservers = FakePservers()
+    async with coordinating(pservers, lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
+        [trainer, _] = begin(coordinator)
+        await coordinator.wait_for_plan(*trainer, 5)
+        pservers.short.add("0")
+        coordinator.cluster.register_pserver(registration("0", index=0), coordinator.now())
+        coordinator.cluster.run.number += 1
+        coordinator.changed()
+        await eventually(lambda: coordinator.cluster.run.attempt == 1)
+        assert coordinator.cluster.run.resume == 4
 
 
 async def test_nothing_is_acknowledged_that_the_disk_does_not_have(monkeypatch):

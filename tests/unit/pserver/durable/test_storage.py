@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,36 @@ def test_damage_in_an_older_part_of_the_log_costs_only_the_rounds_there(tmp_path
         restored = storage.restore(round_)
         assert restored is not None
         assert restored.shard.digest() == digest_after(PLAN, round_)
+
+
+@pytest.mark.parametrize(
+    ("accident", "round_", "has_lost"),
+    [
+        ("nothing", 12, False),
+        ("torn tail", 11, False),  # what was being written was not acknowledged
+        ("damaged record", 8, True),
+        ("last record before an empty file", 11, True),
+        ("no file at all", 8, True),
+        ("damaged checkpoint", 12, False),
+    ],
+)
+def test_it_is_known_whether_there_was_more(tmp_path, accident, round_, has_lost):
+    train(tmp_path, 12, checkpoints=(4, 8))
+    newest = segment(tmp_path, 8)
+    if accident == "torn tail":
+        os.truncate(newest, newest.stat().st_size - 5)
+    elif accident == "damaged record":
+        flip(newest, 0.1)
+    elif accident == "last record before an empty file":
+        flip(newest, 0.99)
+        newest.with_name(newest.name.replace(f"{8:012}", f"{12:012}")).write_bytes(b"")
+    elif accident == "no file at all":
+        shutil.rmtree(tmp_path / "log-0")
+    elif accident == "damaged checkpoint":
+        flip(tmp_path / "checkpoints" / "run1" / f"{8:012}" / "pserver-0-of-2.safetensors", 0.5)
+    restored = reopen(tmp_path).restore()
+    assert restored is not None
+    assert (restored.round, restored.has_lost) == (round_, has_lost)
 
 
 @pytest.mark.parametrize("name", ["pserver-0-of-2.safetensors", "pserver-0-of-2.json"])
