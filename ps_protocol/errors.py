@@ -390,7 +390,7 @@ _DOCUMENT_MEMBERS = frozenset({"instance", "type", "title", "status", "detail", 
 
 
 def error_from_problem(problem: Mapping[str, Any]) -> GradpostError:
-    """Rebuild the exception.
+    """Rebuild the exception. Raises ValueError if that is no object.
 
     An unknown code (of a newer server) becomes the fact `unknown_code` of a base class that may be retried or not,
     as the document says.
@@ -398,6 +398,8 @@ def error_from_problem(problem: Mapping[str, Any]) -> GradpostError:
     >>> error_from_problem({"code": "stale_round", "detail": "round 3 is over", "current": 5}).facts
     {'current': 5}
     """
+    if not isinstance(problem, Mapping):
+        raise ValueError(f"not a problem document: {problem!r}")
     code = str(problem.get("code"))
     facts = {str(key): value for key, value in problem.items() if key not in _DOCUMENT_MEMBERS}
     cls = ERRORS.get(code)

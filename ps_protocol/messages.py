@@ -60,7 +60,7 @@ class FrozenRounds(Message):
     """
 
     applied: Round
-    has_lost: bool = Field(default=False, description="later rounds were logged here, and cannot be read any more")
+    is_short: bool = Field(default=False, description="later rounds were logged here, and cannot be read any more")
     is_readable: bool = Field(default=True, description="whether the initial values are complete")
     participants: dict[Round, tuple[Rank, ...]] = {}
     complete: dict[Round, tuple[Rank, ...]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ import torch
 from structlog.typing import FilteringBoundLogger
 from torch import Tensor
 
-from ps_protocol.errors import WrongDtype, WrongShape
+from ps_protocol.errors import RolledBack, WrongDtype, WrongShape
 from ps_protocol.fence import Fence
 from ps_protocol.frames import encode_header
 from ps_protocol.messages import DeclareModel, PserverInfo, RunSummary, TrainerJoined
@@ -185,11 +186,12 @@ class ParameterClient:
                     news,
                     retry_seconds=settings.retry_seconds,
                     deadline_seconds=self.joined.round_timeout_seconds + 30,
-                    may_be_newer=self.joined.consistency.max_delay > 0,
+                    max_delay=self.joined.consistency.max_delay,
                 )
             )
         self.is_declared = True
-        await self._on_all(lambda pserver: pserver.warm_up())
+        with contextlib.suppress(RolledBack):  # what is done next meets it again
+            await self._on_all(lambda pserver: pserver.warm_up())
         return self.plan
 
     def _bulk_client(self, info: PserverInfo) -> httpx.AsyncClient:

@@ -96,7 +96,7 @@ class Membership:
         return PlanReady.model_validate_json(await self._insist("GET", PLAN, params=query))
 
     async def leave(self, outcome: str, reason: str = "") -> None:
-        """Say goodbye; best effort, since the lease ends anyhow."""
+        """Say goodbye until it is heard, for `retry_seconds` at most; after a failure once, since the lease ends."""
         if self._heartbeats is not None:
             self._heartbeats.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -111,7 +111,12 @@ class Membership:
                 round=self.round,
                 reason=reason[:2000],
             )
-            await self._try_post(LEAVE, message)
+            if outcome != "done":
+                await self._try_post(LEAVE, message)
+                return
+            # Who is done and does not say so is waited for, and its loss may end the run of the others.
+            with contextlib.suppress(GradpostError):
+                await self._insist("POST", LEAVE.format(rank=self.joined.rank), message)
 
     async def _try_post(self, path: str, message: Message) -> None:
         with contextlib.suppress(httpx.TransportError, GradpostError):
@@ -137,13 +142,13 @@ class Membership:
             await self.news.wait_until_wanted(period)
             try:
                 reply = TrainerHeartbeatReply.model_validate_json(await self._request("POST", path, self._heartbeat()))
-            except httpx.TransportError as error:
+            except (httpx.TransportError, ValueError) as error:  # the latter: a proxy's page, say
                 # Training goes on without the coordinator.
                 text = f"the coordinator at {self._coordinator} did not answer a heartbeat: {type(error).__name__}"
                 self._say("heartbeats", text)
                 continue
             except GradpostError as error:
-                if error.status >= 500:  # it stops, or stumbled: no word on this run
+                if error.status >= 500 or error.may_be_retried:  # it stops, or stumbled: no word on this run
                     self._say("heartbeats", f"the coordinator at {self._coordinator} did not take a heartbeat: {error}")
                     continue
                 self._fail(error)

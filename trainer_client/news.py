@@ -43,7 +43,8 @@ class News:
                 self.pservers[info.index] = info
             if known is not None and info.incarnation > known.incarnation:
                 for limit in self._waiting.get(info.index, ()):
-                    limit.reschedule(now)  # the older life may be silent for long: paused, or its machine gone
+                    if not limit.expired():
+                        limit.reschedule(now)  # the older life may be silent for long: paused, or its machine gone
 
     @contextlib.contextmanager
     def waiting_for(self, index: PserverIndex, limit: asyncio.Timeout) -> Iterator[None]:

@@ -56,7 +56,7 @@ WAIT_SECONDS = 10.0  # how long a pserver holds a get back before it says who is
 PAUSE_SECONDS = 0.02  # a get waits at the pserver; this is for answers that come at once
 NEWS_SECONDS = 2.0  # how long a request that met another life waits for news of it before it tries again
 MAX_REPUSHES = 5  # of one round, to one life of a pserver: it may lose what it holds with each
-MAX_KEPT_ROUNDS = 8
+MIN_KEPT_ROUNDS = 8
 
 
 class PserverClient:
@@ -75,7 +75,7 @@ class PserverClient:
         *,
         retry_seconds: float,
         deadline_seconds: float,
-        may_be_newer: bool,
+        max_delay: int,
     ) -> None:
         self.info = info
         self.applied = 0  # asynchronous modes: contributions of all trainers, as of the last pull
@@ -87,7 +87,7 @@ class PserverClient:
         self._kept: dict[Round, list[memoryview]] = {}  # pushed, and not pulled yet: a pserver may lose it
         self._retry_seconds = retry_seconds
         self._deadline_seconds = deadline_seconds
-        self._may_be_newer = may_be_newer
+        self._max_delay = max_delay
         self._limits = FrameLimits(max_body_bytes=1 << 62, max_header_bytes=1 << 30, max_tensors=1 << 30)
 
     async def warm_up(self) -> None:
@@ -122,7 +122,7 @@ class PserverClient:
         return answer
 
     def _keep(self, round_: Round, body: memoryview) -> None:
-        for old in sorted(self._kept)[:-MAX_KEPT_ROUNDS]:
+        for old in sorted(self._kept)[: -max(MIN_KEPT_ROUNDS, self._max_delay + 1)]:
             del self._kept[old]  # of a caller that pushes and never pulls
         frames = self._kept.setdefault(round_, [])
         if not any(frame is body for frame in frames):
@@ -179,7 +179,7 @@ class PserverClient:
     def _check_version(self, metadata: Mapping[str, str], round_: Round) -> None:
         actual = (metadata.get("run"), metadata.get("attempt"))
         version = int(metadata.get("round", -1))
-        is_it = version == round_ or (version > round_ and self._may_be_newer)
+        is_it = version == round_ or (version > round_ and self._max_delay > 0)
         if actual != (self._fence.run, str(self._fence.attempt)) or not is_it:
             raise GradpostError("a pserver answered another version than it was asked for", actual=dict(metadata))
 

@@ -185,7 +185,12 @@ class Cluster:
         )
 
     def _go_back_for(self, message: TrainerHeartbeat) -> None:
-        """A pserver that came back has lost a round which a trainer has pulled: only going back helps."""
+        """A pserver that came back has lost a round which a trainer has pulled: only going back helps.
+
+        In asynchronous modes nobody goes back: the trainers' own steps make up for it.
+        """
+        if self._defaults.consistency.is_async:
+            return
         for index, incarnation in message.ahead_of.items():
             member = self.registry.members.get(index)
             is_news = message.attempt == self.run.attempt and self.run.rollback_to is None

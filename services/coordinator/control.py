@@ -23,13 +23,17 @@ async def call_pserver(
     message: Message | None = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> bytes:
-    """The body of the answer. Raises the GradpostError that it stands for, httpx.TransportError, or ValueError."""
+    """The body of the answer. Raises the GradpostError that it stands for, or httpx.TransportError."""
     response = await http.request(
         method, member.info.address + route, timeout=timeout, headers={"content-type": "application/json"},
         content=None if message is None else message.model_dump_json(),
     )  # fmt: skip
     if response.is_error:
-        raise error_from_problem(response.json())
+        try:
+            raise error_from_problem(response.json())
+        except ValueError:  # a proxy's page, say
+            text = f"{member.info.address}{route} answered {response.status_code} without a problem document"
+            raise httpx.RemoteProtocolError(text) from None
     return response.content
 
 

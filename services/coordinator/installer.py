@@ -142,8 +142,8 @@ class Installer:
         begins_anew = any(not answer.is_readable for answer in rounds) and not has_same_uploader
         rules = run.defaults.consistency
         # Nobody else may know of what was lost: those who did may have died with it.
-        has_lost = not rules.is_async and any(answer.has_lost for answer in rounds)
-        if len(rounds) < len(answers) or begins_anew or has_lost:
+        is_short = not rules.is_async and any(answer.is_short for answer in rounds)
+        if len(rounds) < len(answers) or begins_anew or is_short:
             return Rollback(lowest)
         decide_mode = decide_steps if rules.is_async else decide
         take_over = {trainer.rank for trainer in run.trainers.values() if trainer.is_awaited}
@@ -195,7 +195,7 @@ class Installer:
         """Go back to `newest`, or to the newest round before it that all can restore; False if they do not say that."""
         try:
             ranges = await asyncio.gather(*(self._restorable(run, member) for member in members))
-        except (httpx.HTTPError, GradpostError) as error:
+        except (httpx.HTTPError, GradpostError, ValueError) as error:
             self._say("a pserver did not say what it can restore", error)
             run.number += 1
             return False

@@ -76,6 +76,7 @@ class AsyncRun(PserverRun):
             self._rules,
             applied=restored.round if restored else 0,
             steps=restored.history.steps if restored else None,
+            is_short=restored is not None and (restored.is_short or not (storage and storage.has_log)),
         )
         self._pulls = Pulls(self._rules.max_delay, self._as_restored() if restored else None)
         self._pause: asyncio.Task[None] | None = None  # nothing is taken, and no members change, until it is done

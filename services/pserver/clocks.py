@@ -30,7 +30,8 @@ class TrainerSteps(Generic[Payload]):
     incarnation: Incarnation
     open: Round = 1  # the step that pushes are for
     clock: Round = 0  # every block of every step up to this one is applied
-    may_skip: bool = False  # this pserver has come back, and may have lost steps that the trainer has taken
+    is_back: bool = False  # this pserver has come back, without what was staged
+    may_skip: bool = False  # and perhaps without steps that the trainer has taken
     staged: Contribution[Payload] = field(default_factory=Contribution)  # of the open step
     unapplied: dict[Round, int] = field(default_factory=dict)  # blocks that each taken step still waits for
 
@@ -60,16 +61,17 @@ class Clocks(Generic[Payload]):
         *,
         applied: int = 0,
         steps: Mapping[Rank, tuple[Incarnation, Round]] | None = None,
+        is_short: bool = False,
     ) -> None:
         self.members = dict(members)
         self.applied = applied
         self.taken = applied  # contributions that are applied or queued
         self._rules = consistency
-        self._is_back = steps is not None  # until it knows who the members are now
+        self._is_back, self._is_short = steps is not None, is_short
         self._steps: dict[Rank, TrainerSteps[Payload]] = {rank: TrainerSteps(life) for rank, life in members.items()}
         for rank, (life, step) in (steps or {}).items():
             self.members[rank] = life
-            self._steps[rank] = TrainerSteps(life, open=step + 1, clock=step, may_skip=True)
+            self._steps[rank] = TrainerSteps(life, open=step + 1, clock=step, is_back=True, may_skip=is_short)
 
     def __repr__(self) -> str:
         clocks = ", ".join(f"trainer {rank}: {clock}" for rank, clock in self.clocks.items())
@@ -144,7 +146,6 @@ class Clocks(Generic[Payload]):
         self.taken += 1
         taken = Taken(rank, steps.open, steps.staged, steps, self.taken)
         steps.open += 1
-        steps.may_skip = False
         steps.staged = Contribution()
         steps.unapplied[taken.step] = len(taken.contribution.blocks)
         self._advance(steps)
@@ -171,7 +172,7 @@ class Clocks(Generic[Payload]):
         """
         steps = self._steps[rank]
         if step >= steps.open:
-            if steps.may_skip:
+            if steps.is_back:
                 raise ContributionMissing(f"this pserver has come back without step {step} of trainer {rank}")
             raise FutureRound(f"step {step} has not been pushed", current=steps.open)
         waits = set()
@@ -197,10 +198,12 @@ class Clocks(Generic[Payload]):
                 known = self._steps.get(rank)
                 if start is None or known is None or known.open < start:
                     start = start or 1
-                    known = TrainerSteps(incarnation, open=start, clock=start - 1, may_skip=self._is_back)
+                    known = TrainerSteps(
+                        incarnation, open=start, clock=start - 1, is_back=self._is_back, may_skip=self._is_short
+                    )
                 known.incarnation = incarnation
                 self._steps[rank] = known
-        self.members, self._is_back = dict(members), False
+        self.members = dict(members)
 
     def pass_to(self, number: int) -> None:
         """Count as if so many contributions had been taken and applied: others have more. Nothing may be queued."""

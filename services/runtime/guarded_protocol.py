@@ -36,7 +36,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def __init__(self, config: Config, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self._head_bytes = 0  # of the headers that are coming; what came with their first byte is not counted
+        self._head_bytes = 0  # that have come since the request began, or since the last part of its body
         self._in_head = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -55,15 +55,17 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)  # which calls resume_writing
 
     def data_received(self, data: bytes) -> None:
-        """Parse it, and refuse headers without an end."""
+        """Parse it, and refuse headers, and trailers behind a body, without an end."""
         if self.transport.is_closing():
             return
-        was_in_head = self._in_head
+        self._head_bytes += len(data)
         super().data_received(data)
-        if was_in_head and self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(BodyTooLarge("the headers are too large", expected=f"<= {MAX_HEAD_BYTES} bytes"))
+        if self._head_bytes <= MAX_HEAD_BYTES or self.transport.is_closing():
+            return
+        if self._in_head:
+            self._refuse(BodyTooLarge("the headers are too large", expected=f"<= {MAX_HEAD_BYTES} bytes"))
+        else:
+            self.transport.abort()  # it may have been answered already
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
@@ -72,6 +74,21 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         if self._head_timer is None:
             self._start_timer()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header; a trailer, which comes the same way, is of no use to anybody."""
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        """What comes is a body, for which there are other limits."""
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Everything of this request is here."""
+        self._head_bytes = 0
+        super().on_message_complete()
 
     def on_headers_complete(self) -> None:
         """The request can begin."""

@@ -118,5 +118,5 @@ class Upload:
 
     def end(self, now: float) -> None:
         """Let the wait time out."""
-        if self._wait is not None:
+        if self._wait is not None and not self._wait.expired():  # else it is about to end by itself
             self._wait.reschedule(now)

@@ -68,7 +68,7 @@ class Disk:
         history = self._restored.history
         rounds = FrozenRounds(
             applied=self._restored.round,
-            has_lost=self._restored.has_lost,
+            is_short=self._restored.is_short,
             participants=history.participants,
             verdicts=history.nonfinite,
             opens={rank: step + 1 for rank, (_, step) in history.steps.items()},

@@ -41,7 +41,7 @@ class Restored:
 
     shard: Shard
     history: History
-    has_lost: bool = False  # there were later rounds
+    is_short: bool = False  # there were later rounds
 
     @property
     def round(self) -> Round:
@@ -205,7 +205,7 @@ class RunStorage:
             restored.shard.replay_blocks(gradient, update.present or (), update.hyper_parameters, counter=counter)
             restored.shard.version = update.round
             restored.history.steps[rank] = update.origin
-        restored.has_lost = self.has_log and newest is None and self._log.has_lost
+        restored.is_short = self.has_log and newest is None and self._log.is_short
 
     def restorable(self) -> list[tuple[Round, Round]]:
         """Ranges of rounds, first and last, that can be restored as far as the log's digests tell; newest first."""

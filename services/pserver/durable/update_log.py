@@ -72,7 +72,7 @@ class UpdateLog:
 
     def __init__(self, folder: Path, durability: Durability) -> None:
         self.num_bytes = 0  # of the newest segment's records: its file may be longer
-        self.has_lost = False  # whether what was read last ends before the log did
+        self.is_short = False  # whether what was read last ends before the log did
         self._folder = folder
         self._durability = durability
         self._newest: tuple[Segment, int] | None = None  # and its descriptor
@@ -147,29 +147,29 @@ class UpdateLog:
     def read_after(self, round_: Round) -> Iterator[tuple[Update, memoryview]]:
         """The updates behind a round with their gradients, without a gap; ends where the log does, or is damaged.
 
-        The latter, or that there is no file where one must be, sets `has_lost`. A torn tail was never acknowledged.
+        The latter, or that there is no file where one must be, sets `is_short`. A torn tail was never acknowledged.
         """
         segments = list_segments(self._folder)
         newest_start = max((segment.base for segment in segments if segment.base <= round_), default=None)
-        self.has_lost = newest_start is None
+        self.is_short = newest_start is None
         for segment in segments:
             if newest_start is None or segment.base < newest_start:
                 continue
             if segment.base > round_:
-                self.has_lost = True
+                self.is_short = True
                 return
             for item in _read_segment(segment):
                 if isinstance(item, Ending):
                     if item.kind != "clean":
                         log.warning(f"the log is {item.kind}", file=segment.path.name, at=item.at)
-                    self.has_lost = item.kind == "damaged"
+                    self.is_short = item.kind == "damaged"
                     break
                 update = Update.from_record(item)
                 if update.round == round_ + 1:
                     yield update, item.data
                     round_ += 1
                 elif update.round > round_:
-                    self.has_lost = True
+                    self.is_short = True
                     return
 
     def prune(self, oldest: Round) -> None:

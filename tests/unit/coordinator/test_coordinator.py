@@ -50,7 +50,7 @@ class FakePservers:
             self.frozen.append(Freeze.model_validate_json(request.content))
             if index in self.empty:
                 raise NotReady("it holds nothing of the run")
-            rounds = FrozenRounds(applied=4, has_lost=index in self.short)
+            rounds = FrozenRounds(applied=4, is_short=index in self.short)
             return httpx.Response(200, content=rounds.model_dump_json())
         if request.url.path == RESTORABLE:
             return httpx.Response(200, json=[[0, 4]])
@@ -391,7 +391,7 @@ async def test_nobody_hears_of_a_rollback_before_the_disk_has_it():
         assert (file.newest.attempt, file.newest.resume) == (1, 4)
 
 
-async def test_a_pserver_that_has_lost_rounds_takes_everybody_back_though_nobody_else_knows_of_them():
+async def test_a_pserver_that_is_short_rounds_takes_everybody_back_though_nobody_else_knows_of_them():
     """All trainers who had pulled them may have died: else their next lives would take other steps in those rounds."""
     pservers = FakePservers()
     async with coordinating(pservers, lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:

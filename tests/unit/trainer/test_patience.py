@@ -35,7 +35,7 @@ async def ask(refusal: GradpostError, news: News) -> int:
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
         client = PserverClient(
             INFO, FENCE, lambda _: http, TrainerMetrics(), news,
-            retry_seconds=60, deadline_seconds=0, may_be_newer=False,
+            retry_seconds=60, deadline_seconds=0, max_delay=0,
         )  # fmt: skip
         await client.barrier(1, "batch")
     return requests
@@ -71,7 +71,7 @@ async def push_to_one_that_forgets(*, dies: bool) -> int:
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
         client = PserverClient(
             INFO, FENCE, lambda _: http, TrainerMetrics(), news,
-            retry_seconds=60, deadline_seconds=60, may_be_newer=False,
+            retry_seconds=60, deadline_seconds=60, max_delay=0,
         )  # fmt: skip
         await client.push(1, memoryview(b"frame"))
         await client.barrier(1, "batch")

@@ -116,7 +116,7 @@ def test_damage_in_an_older_part_of_the_log_costs_only_the_rounds_there(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("accident", "round_", "has_lost"),
+    ("accident", "round_", "is_short"),
     [
         ("nothing", 12, False),
         ("torn tail", 11, False),  # what was being written was not acknowledged
@@ -126,7 +126,7 @@ def test_damage_in_an_older_part_of_the_log_costs_only_the_rounds_there(tmp_path
         ("damaged checkpoint", 12, False),
     ],
 )
-def test_it_is_known_whether_there_was_more(tmp_path, accident, round_, has_lost):
+def test_it_is_known_whether_there_was_more(tmp_path, accident, round_, is_short):
     train(tmp_path, 12, checkpoints=(4, 8))
     newest = segment(tmp_path, 8)
     if accident == "torn tail":
@@ -142,7 +142,7 @@ def test_it_is_known_whether_there_was_more(tmp_path, accident, round_, has_lost
         flip(tmp_path / "checkpoints" / "run1" / f"{8:012}" / "pserver-0-of-2.safetensors", 0.5)
     restored = reopen(tmp_path).restore()
     assert restored is not None
-    assert (restored.round, restored.has_lost) == (round_, has_lost)
+    assert (restored.round, restored.is_short) == (round_, is_short)
 
 
 @pytest.mark.parametrize("name", ["pserver-0-of-2.safetensors", "pserver-0-of-2.json"])
