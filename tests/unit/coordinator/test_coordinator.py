@@ -42,6 +42,7 @@ class FakePservers:
         self.taken: dict[str, list[InstallRun | InstallMembers]] = {"0": [], "1": []}
         self.answer: dict[str, Answer] = {}
         self.empty: set[str] = set()  # have lost what they held
+        self.pages: list[httpx.Response] = []  # of a proxy, before what they can restore
         self.short: set[str] = set()  # have lost the end of their logs
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -52,6 +53,8 @@ class FakePservers:
                 raise NotReady("it holds nothing of the run")
             rounds = FrozenRounds(applied=4, is_short=index in self.short)
             return httpx.Response(200, content=rounds.model_dump_json())
+        if request.url.path == RESTORABLE and self.pages:
+            return self.pages.pop()
         if request.url.path == RESTORABLE:
             return httpx.Response(200, json=[[0, 4]])
         if request.url.path not in (RUN, MEMBERS):
@@ -398,6 +401,7 @@ async def test_a_pserver_that_is_short_rounds_takes_everybody_back_though_nobody
         [trainer, _] = begin(coordinator)
         await coordinator.wait_for_plan(*trainer, 5)
         pservers.short.add("0")
+        pservers.pages += [httpx.Response(502, content=b"<h1>Bad Gateway</h1>"), httpx.Response(200, content=b"?")]
         coordinator.cluster.register_pserver(registration("0", index=0), coordinator.now())
         coordinator.cluster.run.number += 1
         coordinator.changed()

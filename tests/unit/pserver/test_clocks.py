@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import BadModel, ContributionConflict, DelayExceeded, FutureRound, StaleTrainer
+from ps_protocol.errors import (
+    BadModel,
+    ContributionConflict,
+    ContributionMissing,
+    DelayExceeded,
+    FutureRound,
+    StaleTrainer,
+)
 from services.pserver.clocks import Clocks, Taken
 
 BLOCKS = ("a", "b", "c")
@@ -195,3 +202,35 @@ def test_the_open_step_of_a_rank_outlives_its_membership():
     clocks = Clocks({0: 1, 1: 1}, Consistency(mode="async"))
     clocks.members_changed({1: 1})
     assert clocks.opens == {0: 1, 1: 1}
+
+
+def restored(*, is_short: bool) -> Clocks[str]:
+    """A pserver that has come back with steps 1 and 2 of trainer 0, who has pushed 1 to 5."""
+    return Clocks({}, Consistency(mode="async", max_delay=2), applied=2, steps={0: (1, 2)}, is_short=is_short)
+
+
+def take(clocks: Clocks[str], step: int) -> None:
+    clocks.catch_up(0, step)
+    clocks.blocks_arrived(0, {"a": "x"}, 1, NUMBERS, step - 1)
+    clocks.take(0)
+
+
+def test_a_pserver_that_has_lost_steps_takes_whatever_comes_next() -> None:
+    """Several may be missing, and the trainer sends again those that it still has."""
+    clocks = restored(is_short=True)
+    for step in (3, 4):
+        with pytest.raises(ContributionMissing):
+            clocks.waits_for(0, step)
+        take(clocks, step)
+    assert clocks.admit(0, 1, 6) == "open"  # before step 5 was sent again
+    take(clocks, 6)
+    assert clocks.admit(0, 1, 5) == "already_applied"
+    assert clocks.waits_for(0, 5) == []
+
+
+def test_a_pserver_that_has_lost_nothing_but_what_was_staged_skips_no_step() -> None:
+    clocks = restored(is_short=False)
+    with pytest.raises(FutureRound):
+        clocks.admit(0, 1, 4)
+    with pytest.raises(ContributionMissing):
+        clocks.waits_for(0, 3)

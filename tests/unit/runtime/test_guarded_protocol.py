@@ -65,7 +65,8 @@ async def test_headers_without_an_end(part: bytes) -> None:
                 break
             await asyncio.sleep(0)
         assert num_sent < 10_000_000
-        answer.cancel() if not answer.done() else None
+        answer.cancel()
+        await asyncio.gather(answer, return_exceptions=True)
         writer.close()
         reader, writer = await connect(server)
         writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-A: " + b"x" * 60_000 + b"\r\n\r\n")
@@ -120,4 +121,35 @@ async def test_a_reply_that_nobody_takes() -> None:
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await asyncio.wait_for(ended.wait(), 5)
+        writer.close()
+
+
+@pytest.mark.parametrize("part", [b"x" * 8192, b"X-A: b\r\n" * 1000], ids=["one long trailer", "many trailers"])
+async def test_trailers_without_an_end(part: bytes) -> None:
+    async with running(Sample().make_app(), server="uvicorn") as server:
+        reader, writer = await connect(server)
+        writer.write(b"POST /raw/fine HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX-A: ")
+        answer = asyncio.create_task(reader.read())
+        num_sent = 0
+        while not answer.done() and num_sent < 100_000_000:
+            writer.write(part)
+            num_sent += len(part)
+            try:
+                await writer.drain()
+            except ConnectionError:
+                break
+            await asyncio.sleep(0)
+        assert num_sent < 10_000_000
+        await asyncio.gather(answer, return_exceptions=True)
+        writer.close()
+
+
+async def test_a_few_trailers_are_passed_over() -> None:
+    async with running(Sample().make_app(), server="uvicorn") as server:
+        reader, writer = await connect(server)
+        head = b"POST /raw/fine HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        for _ in range(2):
+            writer.write(head + b"5\r\n12345\r\n0\r\nAuthorization: Bearer x\r\n\r\n")
+            assert await asyncio.wait_for(reader.readline(), 5) == b"HTTP/1.1 200 OK\r\n"
+            await asyncio.wait_for(reader.readuntil(b"5 HTTP/1.1\n"), 5)
         writer.close()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE
 from services.runtime import overload
 from services.runtime.limits import RequestLimits
-from services.runtime.overload import Upload
+from services.runtime.overload import LimitRequests, Upload
 
 from .support import SERVERS, Running, Sample, http2_client, running
 
@@ -123,3 +125,38 @@ async def test_a_crawling_body_makes_room_for_a_new_request(server: str, monkeyp
                 await asyncio.sleep(0.02)
         assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 408 ")
         writer.close()
+
+
+async def test_a_request_that_comes_while_a_slow_one_times_out_is_served() -> None:
+    """What was read is looked at before the timers that are due; the slow one is about to end by itself then."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def never() -> Any:
+        await asyncio.Event().wait()
+
+    async def at_once() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        answers.append(message)
+
+    answers: list[Any] = []
+    good: list[asyncio.Task[None]] = []
+    limit = LimitRequests(app, RequestLimits(max_requests=1, body_timeout_seconds=1.1))
+    scope = {"type": "http", "path": "/", "method": "GET", "http_version": "1.1", "headers": []}
+    loop = asyncio.get_running_loop()
+    begin = loop.time()
+    slow = asyncio.create_task(limit(scope, never, send))
+
+    def come_late() -> None:
+        time.sleep(0.2)  # beyond the time-out, which is handled in this turn of the loop, and felt in the next
+        loop.call_soon(lambda: good.append(asyncio.create_task(limit(scope, at_once, send))))
+
+    loop.call_at(begin + 1.05, come_late)
+    with pytest.raises(HTTPException):
+        await slow
+    await asyncio.gather(*good)
+    assert [answer["status"] for answer in answers] == [200]

@@ -18,6 +18,7 @@ from ps_protocol.errors import (
     GradpostError,
     NotReady,
     RankTaken,
+    SlowBody,
     StaleRun,
     TrainerLost,
     TryAgain,
@@ -177,9 +178,10 @@ async def test_a_failure_that_a_heartbeat_brings_ends_every_wait():
     ],
 )
 async def test_training_goes_on_without_the_coordinator(hiccup):
-    coordinator = FakeCoordinator(heartbeat=[hiccup, hiccup, WELL])
+    page = httpx.Response(200, content=b"<h1>It works!</h1>")
+    coordinator = FakeCoordinator(heartbeat=[hiccup, hiccup, SlowBody("the body came too slowly"), page, WELL])
     async with member(coordinator) as membership:
-        await eventually(lambda: coordinator.num_heard("heartbeat") > 3)
+        await eventually(lambda: coordinator.num_heard("heartbeat") > 5)
         assert membership.failure is not None
         assert not membership.failure.done()
         assert await membership.guard(asyncio.sleep(0, "went on")) == "went on"
@@ -305,3 +307,28 @@ async def test_an_answer_of_somebody_else_is_said_to_be_one(response):
     error = read_problem(response)
     assert type(error) is Ended
     assert "is it Gradpost?" in str(error)
+
+
+# ---------------------------------------------------------------- farewells
+
+
+async def test_who_is_done_says_so_until_it_is_heard():
+    """Else it is waited for, and its loss may end the run of the others."""
+    coordinator = FakeCoordinator(leave=[httpx.ConnectError("refused"), TryAgain("the disk is full"), None])
+    async with member(coordinator) as membership:
+        await membership.leave("done")
+    assert coordinator.num_heard("leave") == 3
+
+
+async def test_nobody_waits_for_ever_to_say_farewell():
+    coordinator = FakeCoordinator(leave=[httpx.ConnectError("refused")])
+    async with asyncio.timeout(3), member(coordinator):
+        pass
+    assert coordinator.num_heard("leave") > 3
+
+
+async def test_who_has_failed_says_so_once():
+    coordinator = FakeCoordinator(leave=[httpx.ConnectError("refused")])
+    async with member(coordinator) as membership:
+        await membership.leave("failed", "no data")
+    assert coordinator.num_heard("leave") == 1

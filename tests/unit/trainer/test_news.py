@@ -78,3 +78,28 @@ async def test_all_who_want_news_share_few_heartbeats() -> None:
     sending.cancel()
     assert 2 <= num_heartbeats <= 5
     assert time.monotonic() - begun >= 2 * MIN_PERIOD_SECONDS >= 0.4
+
+
+async def test_another_life_is_news_to_a_request_that_is_ending_already() -> None:
+    """The time-out cannot be moved any more; that must not end the heartbeats."""
+    news, ended = News(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    async def request() -> None:
+        async with asyncio.timeout(100) as limit:
+            with news.waiting_for(0, limit):
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await ended.wait()  # its connection is closed
+
+    news.heard(reply(1), loop.time())
+    requesting = asyncio.create_task(request())
+    await asyncio.sleep(0)
+    for incarnation in (2, 3):
+        news.heard(reply(incarnation), loop.time())
+        await asyncio.sleep(0.01)
+    ended.set()
+    with pytest.raises(TimeoutError):
+        await requesting
+    assert news.pservers[0].incarnation == 3

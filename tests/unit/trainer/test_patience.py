@@ -94,3 +94,21 @@ async def test_one_that_never_keeps_it_is_given_up() -> None:
 async def test_nobody_waits_for_ever_when_the_coordinator_is_away_too(refusal: GradpostError) -> None:
     with pytest.raises(type(refusal)):
         await ask(refusal, News())
+
+
+@pytest.mark.asyncio
+async def test_everything_that_may_not_have_been_pulled_is_kept() -> None:
+    """With `max_delay` so many rounds are pushed and not pulled; a pserver that comes back may ask for all of them."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={"status": "staged", "staged": 1, "duplicates": 0, "complete": True})
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        client = PserverClient(
+            INFO, FENCE, lambda _: http, TrainerMetrics(), News(),
+            retry_seconds=60, deadline_seconds=60, max_delay=12,
+        )  # fmt: skip
+        for round_ in range(1, 30):
+            await client.push(round_, memoryview(b"frame"))
+        assert set(client._kept) >= set(range(17, 30))  # 1 + max_delay of them
+        assert len(client._kept) < 20
