@@ -14,7 +14,7 @@ from .chaos_cluster import find_libfaketime
 from .episode import Episode
 from .faults import FAULTS
 from .measures import describe, measure
-from .setup import draw_setup
+from .setup import Mode, draw_setup
 
 # What makes each sabotage show itself soon.
 SABOTAGES = {
@@ -34,6 +34,7 @@ class Campaign:
         *,
         kinds: Collection[str] = tuple(FAULTS),
         sabotage: str | None = None,
+        mode: Mode = "sync",
         folder: Path | None = None,
     ) -> None:
         self.seed = seed
@@ -42,6 +43,7 @@ class Campaign:
         self.num_violations = 0
         self._kinds = kinds
         self._sabotage = sabotage
+        self._mode = mode  # of what is sabotaged
         self._measured: dict[str, list[tuple[float, float] | None]] = defaultdict(list)
 
     @property
@@ -64,7 +66,9 @@ class Campaign:
                 break
 
     def _run_history(self, seed: int) -> None:
-        setup = draw_setup(seed, may_fake_time=find_libfaketime() is not None, mode="sync" if self._sabotage else None)
+        setup = draw_setup(
+            seed, may_fake_time=find_libfaketime() is not None, mode=self._mode if self._sabotage else None
+        )
         if self._sabotage:
             setup = replace(setup, seconds=8.0, max_delay=0, on_trainer_loss="wait")
         folder = Path(tempfile.mkdtemp(prefix=f"gradpost-chaos-{seed}-", dir=self._folder))

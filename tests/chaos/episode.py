@@ -215,13 +215,14 @@ class Episode:
         except IndexError:
             return  # all of them are having another fault
         injection = Injection(fault.kind, victim, time.monotonic())
-        chance = random.Random(f"fault {len(self.injections)} of {self.setup.seed}")
+        chance = random.Random(f"fault {len(self._threads)} of {self.setup.seed}")
 
         def run() -> None:
             self._own.chance = chance
             with self._claim(fault.role, victim):
                 try:
-                    fault.inject(self, victim)
+                    if fault.inject(self, victim) is False:
+                        self._came_to_nothing(injection)
                 except Exception as error:
                     self.complain(f"the fault {fault.kind!r} could not be injected: {error!r}")
             injection.healed_at = time.monotonic()
@@ -231,6 +232,10 @@ class Episode:
         self._threads.append(thread)
         self._line("campaign", f"{fault.kind}: {victim}")
         thread.start()
+
+    def _came_to_nothing(self, injection: Injection) -> None:
+        self._line("campaign", f"{injection.kind} came to nothing")
+        self.injections.remove(injection)
 
     @contextmanager
     def _claim(self, role: str, victim: str) -> Iterator[None]:
@@ -307,19 +312,22 @@ class Episode:
         if (code := child.wait_or_kill(STOP_GRACE_SECONDS)) != 0 and was_serving:
             self.complain(f"{victim} ended with exit code {code} after SIGTERM")
 
-    def start(self, victim: str, **env: Any) -> None:
-        """Start a service again with failpoints; it is expected to die."""
+    def start(self, victim: str, *, may_die: bool = True, **env: Any) -> None:
+        """Start a service again with failpoints, at which it may be expected to die."""
         if victim == "coordinator":
             child = self.cluster.restart_coordinator(**env)
         else:
             child = self.cluster.start_pserver(int(victim.split()[1]), **env)
-        self._condemned.add(child.pid)
+        if may_die:
+            self._condemned.add(child.pid)
 
-    def wait_for_death(self, victim: str, seconds: float) -> None:
-        """Wait for the end of a process that was started to die; one that lives on is killed."""
+    def wait_for_death(self, victim: str, seconds: float) -> bool:
+        """Wait for the end of a process that was started to die; whether it did so by itself, else it is killed."""
         child = self.child(victim)
+        begin = time.monotonic()
         child.wait_or_kill(seconds)
         self.lose(victim.split()[0])
+        return time.monotonic() - begin < seconds
 
     def pause(self, victim: str, least: float, most: float) -> None:
         """SIGSTOP, and SIGCONT after a random time."""

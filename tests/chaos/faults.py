@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from .chaos_cluster import find_libfaketime
 from .proxy import EVERYBODY, Direction
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .episode import Episode
 
 Role = Literal["trainer", "pserver", "coordinator", "link"]
+Inject: TypeAlias = "Callable[[Episode, str], bool | None]"
 
 DYING_SECONDS = 12.0  # for a process to reach the failpoint that is armed
 RIVAL_SECONDS = 40.0  # for a second process to be refused
@@ -29,11 +30,14 @@ DISK_ERRORS = ("enospc", "eio", "erofs")
 
 @dataclass(frozen=True)
 class Fault:
-    """One kind of fault. A victim of the role has no other fault of that role meanwhile."""
+    """One kind of fault. A victim of the role has no other fault of that role meanwhile.
+
+    `inject` answers False if it came to nothing, and then it does not count.
+    """
 
     kind: str
     role: Role
-    inject: Callable[[Episode, str], None]
+    inject: Inject
     fits: Callable[[Setup], bool]
 
 
@@ -48,10 +52,8 @@ def _with_rollback(setup: Setup) -> bool:
     return setup.mode == "sync"
 
 
-def _fault(
-    kind: str, role: Role, fits: Callable[[Setup], bool] = _always
-) -> Callable[[Callable[[Episode, str], None]], Callable[[Episode, str], None]]:
-    def register(inject: Callable[[Episode, str], None]) -> Callable[[Episode, str], None]:
+def _fault(kind: str, role: Role, fits: Callable[[Setup], bool] = _always) -> Callable[[Inject], Inject]:
+    def register(inject: Inject) -> Inject:
         FAULTS[kind] = Fault(kind, role, inject, fits)
         return inject
 
@@ -84,45 +86,45 @@ def _kill_coordinator_too(episode: Episode, victim: str) -> None:
 
 
 @_fault("pserver dies while it logs or applies", "pserver")
-def _die_in_a_round(episode: Episode, victim: str) -> None:
+def _die_in_a_round(episode: Episode, victim: str) -> bool:
     name = episode.chance.choice(("log.append.before", "log.append.after", "apply.before", "apply.after"))
-    _die_at(episode, victim, f"{name}=kill@{episode.chance.randint(1, 20)}")
+    return _die_at(episode, victim, f"{name}=kill@{episode.chance.randint(1, 20)}")
 
 
 @_fault("pserver dies in a checkpoint", "pserver")
-def _die_in_a_checkpoint(episode: Episode, victim: str) -> None:
-    _die_at(episode, victim, f"{episode.chance.choice(('checkpoint.rename', 'checkpoint.shard'))}=kill")
+def _die_in_a_checkpoint(episode: Episode, victim: str) -> bool:
+    return _die_at(episode, victim, f"{episode.chance.choice(('checkpoint.rename', 'checkpoint.shard'))}=kill")
 
 
 @_fault("pserver dies in a change of members", "pserver")
-def _die_in_a_change(episode: Episode, victim: str) -> None:
+def _die_in_a_change(episode: Episode, victim: str) -> bool:
     names = ("freeze.before", "freeze.after", "open.before", "open.after", "install.before", "install.after")
     name = episode.chance.choice(names)
-    _die_at(episode, victim, f"{name}=kill")  # its own return is a change
+    return _die_at(episode, victim, f"{name}=kill")  # its own return is a change
 
 
 @_fault("coordinator dies in a change of members", "coordinator")
-def _die_deciding(episode: Episode, victim: str) -> None:
+def _die_deciding(episode: Episode, victim: str) -> bool:
     episode.kill(victim)
     name = episode.chance.choice(("decide.before", "decide.after"))
     episode.start(victim, GRADPOST_FAILPOINTS=f"{name}=kill@{episode.chance.randint(1, 2)}")
     episode.kill(episode.choose("trainer"))
-    episode.wait_for_death(victim, DYING_SECONDS)
+    return episode.wait_for_death(victim, DYING_SECONDS)
 
 
 @_fault("coordinator dies at a manifest", "coordinator")
-def _die_at_a_manifest(episode: Episode, victim: str) -> None:
+def _die_at_a_manifest(episode: Episode, victim: str) -> bool:
     episode.kill(victim)
     name = episode.chance.choice(("checkpoint.manifest", "checkpoint.manifest.after"))
     episode.start(victim, GRADPOST_FAILPOINTS=f"{name}=kill")
-    episode.wait_for_death(victim, DYING_SECONDS)
+    return episode.wait_for_death(victim, DYING_SECONDS)
 
 
-def _die_at(episode: Episode, victim: str, failpoint: str) -> None:
+def _die_at(episode: Episode, victim: str, failpoint: str) -> bool:
     episode.kill(victim)
     episode.note(failpoint)
     episode.start(victim, GRADPOST_FAILPOINTS=failpoint)
-    episode.wait_for_death(victim, DYING_SECONDS)
+    return episode.wait_for_death(victim, DYING_SECONDS)
 
 
 @_fault("rolling restart", "pserver")
@@ -238,37 +240,40 @@ def _no_room_for_a_checkpoint(episode: Episode, victim: str) -> None:
 def _fail_disk(episode: Episode, victim: str, failpoint: str) -> None:
     episode.kill(victim)
     episode.note(failpoint)
-    episode.start(victim, GRADPOST_FAILPOINTS=failpoint)
+    # One that cannot write down who it is ends; else it has to live with it.
+    episode.start(victim, may_die="rename" in failpoint, GRADPOST_FAILPOINTS=failpoint)
 
 
 @_fault("log damaged", "pserver", _with_rollback)
-def _damage_log(episode: Episode, victim: str) -> None:
+def _damage_log(episode: Episode, victim: str) -> bool:
     if not episode.may_damage():
-        return
+        return False
     episode.kill(victim)
     log = max((episode.state / victim.replace(" ", "-") / "log").glob("*.log"))
     content = bytearray(log.read_bytes())
     last = content.rfind(bytes.fromhex(log.stem.partition("-")[2]))  # record; nothing counts that stands behind it
     if last < 0:
-        return  # a checkpoint was made this moment
+        return False  # a checkpoint was made this moment
     if episode.chance.random() < 0.5:
         content[episode.chance.randrange(last + 32)] ^= 1 << episode.chance.randrange(8)
     else:
         del content[last + episode.chance.randrange(32) :]
     episode.damage(log, bytes(content), loses_rounds=True)
+    return True
 
 
 @_fault("checkpoint damaged", "pserver")
-def _damage_checkpoint(episode: Episode, victim: str) -> None:
+def _damage_checkpoint(episode: Episode, victim: str) -> bool:
     if not episode.may_damage():
-        return
+        return False
     episode.kill(victim)
     files = sorted(episode.state.glob(f"checkpoints/*/*/{victim.replace(' ', '-')}-of-*.safetensors"))
     if len(files) < 2:
-        return  # with the only one the shard would be gone
+        return False  # with the only one the shard would be gone
     content = bytearray(files[-1].read_bytes())
     content[episode.chance.randrange(len(content))] ^= 1 << episode.chance.randrange(8)
     episode.damage(files[-1], bytes(content), loses_rounds=False)
+    return True
 
 
 @_fault("two processes claim one shard", "pserver")

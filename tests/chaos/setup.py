@@ -28,6 +28,7 @@ class Setup:
     num_pservers: int = 2
     num_trainers: int = 2
     server: Literal["granian", "uvicorn"] = "granian"
+    durability: Literal["log", "fsync"] = "log"
     fakes_time: bool = False  # its services run under libfaketime, so that their clocks can jump
     seconds: float = 18.0  # of faults
 
@@ -41,7 +42,7 @@ class Setup:
             "on_trainer_loss": self.on_trainer_loss,
             "nonfinite": self.nonfinite,
             "server": self.server,
-            "durability": "log",
+            "durability": self.durability,
             "checkpoint_rounds": self.checkpoint_rounds,
             "lease_seconds": LEASE_SECONDS,
             "round_timeout_seconds": ROUND_TIMEOUT_SECONDS,
@@ -53,7 +54,7 @@ class Setup:
         shown = {**asdict(self), "max_staleness": self.max_staleness if self.mode == "ssp" else ""}
         names = ("mode", "max_delay", "max_staleness", "on_trainer_loss", "nonfinite", "num_pservers", "num_trainers")
         parts = [f"{name.removeprefix('num_')} {shown[name]}" for name in names if shown[name] != ""]
-        return ", ".join([*parts, self.server, *(["libfaketime"] if self.fakes_time else [])])
+        return ", ".join([*parts, self.durability, self.server, *(["libfaketime"] if self.fakes_time else [])])
 
 
 def draw_setup(seed: int, *, may_fake_time: bool, mode: Mode | None = None) -> Setup:
@@ -78,4 +79,5 @@ def draw_setup(seed: int, *, may_fake_time: bool, mode: Mode | None = None) -> S
         num_trainers=chance.randint(2, 3),
         server=chance.choice(("granian", "granian", "uvicorn")),
         fakes_time=may_fake_time and chance.random() < 0.3,
+        durability=chance.choice(("log", "log", "fsync")),
     )
