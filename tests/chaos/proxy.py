@@ -7,6 +7,7 @@ import contextlib
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +16,7 @@ Direction = Literal["up", "down"]  # to the pserver, and from it
 
 EVERYBODY = ""
 UPLOAD_BYTES = 400  # a chunk of at least so much is the body of a push
+SETTLING_TURNS = 5
 CHECK_SECONDS = 0.02
 CHUNK_BYTES = 64 * 1024
 
@@ -48,6 +50,7 @@ class Proxy:
         self._name_client = name_client
         self._connections: set[_Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: weakref.WeakSet[asyncio.StreamWriter] = weakref.WeakSet()
         self._loop = asyncio.new_event_loop()
         self._server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
         self.port: int = self._server.sockets[0].getsockname()[1]
@@ -75,16 +78,23 @@ class Proxy:
         self._loop.close()
 
     async def _end(self) -> None:
+        for listening in self._server.sockets:
+            self._loop.remove_reader(listening.fileno())
+        for _ in range(SETTLING_TURNS):  # what has been accepted this moment begins, for which the server must be open
+            await asyncio.sleep(0)
         self._server.close()
-        for task in tuple(self._tasks):
+        tasks = tuple(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for writer in tuple(self._writers):
+            writer.transport.abort()  # whatever it has not sent yet
+        for _ in range(SETTLING_TURNS):  # they are closed in the next turn of the loop
+            await asyncio.sleep(0)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._own(asyncio.current_task())
+        self._writers.add(writer)
         client = self._name_client(writer.get_extra_info("peername")[1])
         try:
             await self._pass("up", client)  # a partition holds back the first packet, too
@@ -92,21 +102,27 @@ class Proxy:
         except (OSError, asyncio.CancelledError):
             writer.transport.abort()
             return
+        self._writers.add(back)
         connection = _Connection(client, (writer, back))
         self._connections.add(connection)
         pumps = [
-            asyncio.ensure_future(self._pump("up", connection, reader, back)),
-            asyncio.ensure_future(self._pump("down", connection, there, writer)),
+            self._own(asyncio.ensure_future(self._pump("up", connection, reader, back))),
+            self._own(asyncio.ensure_future(self._pump("down", connection, there, writer))),
         ]
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for pump in pumps:
                 pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
             self._connections.discard(connection)
             for end in connection.ends:
                 end.close()
+
+    def _own(self, task: asyncio.Task[None] | None) -> asyncio.Task[None]:
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _pump(
         self, direction: Direction, connection: _Connection, source: asyncio.StreamReader, sink: asyncio.StreamWriter
