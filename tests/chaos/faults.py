@@ -277,10 +277,15 @@ def _damage_checkpoint(episode: Episode, victim: str) -> bool:
 
 
 @_fault("two processes claim one shard", "pserver")
-def _start_rival(episode: Episode, victim: str) -> None:
+def _start_rival(episode: Episode, victim: str) -> bool:
+    first = episode.child(victim)
     rival = episode.cluster.start_rival(int(victim.split()[1]))
-    if rival.wait_or_kill(RIVAL_SECONDS) in (0, -signal.SIGKILL):
+    was_refused = rival.wait_or_kill(RIVAL_SECONDS) not in (0, -signal.SIGKILL)
+    if first is not episode.child(victim) or not first.is_running:
+        return False  # it has died meanwhile, and the other rightly took its place
+    if not was_refused:
         episode.complain(f"a second process for {victim} was not refused")
+    return True
 
 
 @_fault("clock jumps", "coordinator", lambda setup: setup.fakes_time and find_libfaketime() is not None)
