@@ -28,6 +28,7 @@ OVER_HTTP1: tuple[Attack, ...] = (
     http1.slow_bodies,
     http1.slow_readers,
     http1.endless_headers,
+    http1.endless_trailers,
     bombs.frame_header_bombs,
     bombs.json_bombs,
     bombs.gzip_bombs,

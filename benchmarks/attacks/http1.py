@@ -102,6 +102,15 @@ def slow_readers(target: Target, seconds: float) -> Outcome:
 
 def endless_headers(target: Target, seconds: float) -> Outcome:
     """Headers without an end, as fast as they are taken."""
+    return _flood(target, seconds, b"GET / HTTP/1.1\r\n")
+
+
+def endless_trailers(target: Target, seconds: float) -> Outcome:
+    """The same behind an empty body, where few expect any."""
+    return _flood(target, seconds, head("/", "POST", {"transfer-encoding": "chunked"}) + b"0\r\n")
+
+
+def _flood(target: Target, seconds: float, start: bytes) -> Outcome:
     outcome = Outcome()
     url = urlsplit(target.address)
     connection: socket.socket | None = None
@@ -109,7 +118,7 @@ def endless_headers(target: Target, seconds: float) -> Outcome:
         if connection is None:
             connection = socket.create_connection((url.hostname, url.port), timeout=1)
             outcome.connections += 1
-            connection.sendall(b"GET / HTTP/1.1\r\n")
+            connection.sendall(start)
         try:
             connection.sendall(b"x-a: " + b"b" * 65_000 + b"\r\n")
             outcome.sent += 1
