@@ -216,6 +216,7 @@ class Pserver:
             return await asyncio.to_thread(self.disk.open_run, message)
         except OSError as error:
             # A place that is busy, a disk that is full: the coordinator tries again, and ends that after some time.
+            self._has_looked = self.disk.held is not None  # a run that was served until now has to be found again
             raise TryAgain(f"pserver {self.index} cannot open the state of the run: {error}") from error
 
     def _check_size(self, plan: SlicePlan, index: PserverIndex) -> None:
@@ -275,11 +276,17 @@ class Pserver:
     async def _opened_run(self) -> PserverRun | None:
         """The run that is served, once none is being opened or looked for: that one is neither served nor held.
 
-        Raises TryAgain before this process has looked into its folder: it listens a little earlier.
+        Raises TryAgain before this process has looked into its folder, or while it cannot: it listens a little earlier.
         """
         async with self._installing:
             if not self._has_looked:
-                raise TryAgain("this pserver has not looked into its folder yet")
+                if self.disk is None or self.disk.folder is None:
+                    raise TryAgain("this pserver has not looked into its folder yet")
+                try:
+                    await asyncio.to_thread(self.disk.open, self.index)
+                except OSError as error:
+                    raise TryAgain(f"pserver {self.index} cannot read what it holds: {error}") from error
+                self._has_looked = True
             return self._run
 
     def _freeze_held(self, message: Freeze) -> FrozenRounds:

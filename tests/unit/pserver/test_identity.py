@@ -168,3 +168,27 @@ async def test_a_run_that_could_not_be_opened_is_still_held(tmp_path: Path, monk
         await b.pserver.install_run(b.install.model_copy(update={"restore": 1, "number": 3}))
         assert b.run.round == 1
         await b.play_round(2)
+
+
+@pytest.mark.asyncio
+async def test_a_run_that_could_not_go_back_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else this pserver would pass for one without a log, and all would go back to a checkpoint."""
+    async with bench(state_dir=tmp_path, durability="log") as b:
+        for round_ in (1, 2, 3):
+            await b.play_round(round_)
+        back = b.install.model_copy(update={"restore": 2, "attempt": 1, "number": 2})
+
+        def refuse(*_: object) -> None:
+            raise OSError("input/output error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(RunStorage, "restore", refuse)
+            with pytest.raises(TryAgain, match="cannot open the state of the run"):
+                await b.pserver.install_run(back)
+            with pytest.raises(TryAgain, match="cannot read what it holds"):
+                await b.pserver.restorable(b.install.run)
+        assert await b.pserver.restorable(b.install.run) == [(0, 3)]
+        with pytest.raises(StaleRun):
+            await b.pserver.freeze(Freeze(run=b.install.run, attempt=1, number=3))
+        await b.pserver.install_run(back.model_copy(update={"number": 3}))
+        assert b.run.round == 2
