@@ -141,8 +141,8 @@ class Installer:
         has_same_uploader = targets.get(run.uploader) == run.membership.members.get(run.uploader)
         begins_anew = any(not answer.is_readable for answer in rounds) and not has_same_uploader
         rules = run.defaults.consistency
-        # Nobody else may know of what was lost: those who did may have died with it.
-        is_short = not rules.is_async and any(answer.is_short for answer in rounds)
+        # Who has seen what was lost may be gone by now, so that no trainer would complain.
+        is_short = not rules.is_async and (lowest < run.pulled or any(answer.is_short for answer in rounds))
         if len(rounds) < len(answers) or begins_anew or is_short:
             return Rollback(lowest)
         decide_mode = decide_steps if rules.is_async else decide

@@ -50,6 +50,7 @@ class Run:
         self.resume: Round | None = None  # the round that this attempt began with; None: with initial values
         self.pending: Decision | None = None  # takes effect once it is durable; nobody hears of it before
         self.rollback_to: Round | None = None  # pservers have lost what trainers have pulled: back to here at least
+        self.pulled: Round = 0  # the newest round that a trainer has ended in this attempt, as far as was heard
         self.source: str | None = None  # the run whose checkpoint this one has begun with
         self.failure: GradpostError | None = None
         self.number = 0
@@ -123,6 +124,7 @@ class Run:
         """It is durable, and takes effect."""
         if decision.attempt != self.attempt:
             self.source = self.rollback_to = None
+            self.pulled = 0
         self.attempt, self.resume = decision.attempt, decision.resume
         self.uploader, self.membership = decision.uploader, decision.membership
 
@@ -238,6 +240,9 @@ class Run:
         trainer = self.member(rank, message.run, message.incarnation)
         trainer.seen_at = now
         trainer.round = message.round
+        first = self.membership.starts.get(rank, (self.resume or 0) + 1)
+        if message.attempt == self.attempt and message.round >= first:  # before that it only says where it begins
+            self.pulled = max(self.pulled, message.round)
         trainer.results = dict(message.results)
         if trainer.state == "lost" and self._may_return(trainer) and not trainer.is_stuck:
             self._revive(trainer)

@@ -409,6 +409,35 @@ async def test_a_pserver_that_is_short_rounds_takes_everybody_back_though_nobody
         assert coordinator.cluster.run.resume == 4
 
 
+@pytest.mark.parametrize(("round_", "attempt", "goes_back"), [(5, 0, True), (4, 0, False), (9, 1, False)])
+async def test_what_a_trainer_has_ended_is_remembered_when_it_is_gone(round_, attempt, goes_back):
+    """A pserver comes back without the newest round: its log was cut off, and the trainer that had it has died."""
+    pservers = FakePservers()  # they have applied round 4
+    async with coordinating(pservers, lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
+        [trainer, _] = begin(coordinator)
+        await coordinator.wait_for_plan(*trainer, 5)
+        cluster = coordinator.cluster
+        beat = alive(run=trainer[1], round_=round_).model_copy(update={"attempt": attempt})
+        cluster.trainer_heartbeat(0, beat, coordinator.now())
+        cluster.leave_trainer(0, leaving("failed", run=trainer[1]), coordinator.now())
+        coordinator.changed()
+        await eventually(lambda: all(len(taken) == 2 for taken in pservers.taken.values()))
+        assert cluster.run.attempt == goes_back
+        if goes_back:
+            assert (cluster.run.resume, cluster.run.pulled) == (4, 0)
+
+
+async def test_where_a_newcomer_begins_is_nothing_that_it_has_ended():
+    async with coordinating(FakePservers(), lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
+        [trainer, _] = begin(coordinator)
+        await coordinator.wait_for_plan(*trainer, 5)
+        run = coordinator.cluster.run
+        run.membership.starts[0] = 7
+        for round_, pulled in ((6, 0), (7, 7)):
+            coordinator.cluster.trainer_heartbeat(0, alive(run=trainer[1], round_=round_), coordinator.now())
+            assert run.pulled == pulled
+
+
 async def test_nothing_is_acknowledged_that_the_disk_does_not_have(monkeypatch):
     """Else another life of the coordinator would not know of it."""
     async with coordinating(FakePservers(), lease_seconds=30, num_trainers=1) as coordinator:
