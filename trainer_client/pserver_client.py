@@ -248,7 +248,7 @@ class PserverClient:
                 has_lost_rounds = isinstance(answer, FutureRound)
                 if has_lost_rounds and self.info.incarnation == self._first_life:
                     raise
-                if loop.time() > give_up and not self._is_in_touch(loop.time()):
+                if loop.time() > give_up and (has_lost_rounds or not self._is_in_touch(loop.time())):
                     raise
                 if has_lost_rounds:
                     self._news.ahead_of[self.info.index] = self.info.incarnation

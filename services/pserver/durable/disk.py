@@ -128,6 +128,7 @@ class Disk:
             restored = storage.restore(install.restore)
             if restored is None:
                 raise StorageFailed(f"round {install.restore} of run {install.run} cannot be restored here")
+            restored.is_short = True  # it is not all that was here once
         if restored is not None:
             storage.resume(restored.round, install)
             if not storage.checkpoints:

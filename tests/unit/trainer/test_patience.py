@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import httpx
 import pytest
 
-from ps_protocol.errors import ContributionMissing, GradpostError, NotReady, StalePserver, StaleRun
+from ps_protocol.errors import ContributionMissing, FutureRound, GradpostError, NotReady, StalePserver, StaleRun
 from ps_protocol.fence import Fence
 from ps_protocol.messages import PserverInfo
 from ps_protocol.routes import SEND
@@ -112,3 +114,24 @@ async def test_everything_that_may_not_have_been_pulled_is_kept() -> None:
             await client.push(round_, memoryview(b"frame"))
         assert set(client._kept) >= set(range(17, 30))  # 1 + max_delay of them
         assert len(client._kept) < 20
+
+
+@pytest.mark.asyncio
+async def test_a_pserver_that_never_gets_back_what_it_has_lost_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the coordinator makes of it, it has had the time of a round."""
+    monkeypatch.setattr("trainer_client.pserver_client.NEWS_SECONDS", 0.01)
+    news = News(heard_at=float("inf"))
+    news.pservers[0] = INFO.model_copy(update={"incarnation": 2})
+    ahead = FutureRound("round 1 is ahead")
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(ahead.status, json=ahead.to_problem())
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http, asyncio.timeout(5):
+        client = PserverClient(
+            INFO, FENCE, lambda _: http, TrainerMetrics(), news,
+            retry_seconds=60, deadline_seconds=0.2, max_delay=0,
+        )  # fmt: skip
+        with pytest.raises(FutureRound):
+            await client.barrier(1, "batch")
+    assert news.ahead_of == {0: 2}
