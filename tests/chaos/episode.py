@@ -196,11 +196,29 @@ class Episode:
         last = next(record for record in reversed(self.reader.records) if "blocks" in record)
         blocks: dict[str, list[float]] = {}
         for parameter in PARAMETERS:
-            response = httpx.get(f"{self.cluster.address}/v1/parameters/{parameter}", timeout=30).raise_for_status()
-            for row, values in enumerate(safetensors.torch.load(response.content)[parameter].flatten(1).tolist()):
+            if (content := self._read_parameter(parameter)) is None:
+                return
+            for row, values in enumerate(safetensors.torch.load(content)[parameter].flatten(1).tolist()):
                 blocks[f"{parameter}.block{row}"] = [last["round"], *values]
         facts = {"round": last["round"], "attempt": last["attempt"], "blocks": blocks}
         self.reader.records.append({"what": "final", "at": time.monotonic(), **facts})
+
+    def _read_parameter(self, name: str) -> bytes | None:
+        """The safetensors file of a parameter, asked for again as long as the answer says that it may be."""
+        until = time.monotonic() + END_SECONDS
+        while True:
+            try:
+                response = httpx.get(f"{self.cluster.address}/v1/parameters/{name}", timeout=END_SECONDS)
+            except httpx.HTTPError as error:
+                self.complain(f"the parameter {name!r} could not be read at the end: {error!r}")
+                return None
+            if response.is_success:
+                return response.content
+            self.note(f"{name!r} could not be read: {response.text}")
+            if response.status_code != httpx.codes.SERVICE_UNAVAILABLE or time.monotonic() > until:
+                self.complain(f"the parameter {name!r} could not be read at the end: {response.text}")
+                return None
+            time.sleep(TICK_SECONDS)
 
     # ------------------------------------------------------------------ injecting
 
