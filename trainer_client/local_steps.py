@@ -34,6 +34,11 @@ class LocalSteps:
             else:
                 self._anchors[name] = parameter.detach().clone()
 
+    @property
+    def starting_values(self) -> dict[str, Tensor]:
+        """The parameters as they are before the next step counts: those of the pservers, once there are any."""
+        return self._anchors or dict(self._parameters)
+
     def step(self) -> bool:
         """Step once, here; returns whether it is time to push."""
         self._inner.step()

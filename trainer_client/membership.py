@@ -96,7 +96,10 @@ class Membership:
         return PlanReady.model_validate_json(await self._insist("GET", PLAN, params=query))
 
     async def leave(self, outcome: str, reason: str = "") -> None:
-        """Say goodbye until it is heard, for `retry_seconds` at most; after a failure once, since the lease ends."""
+        """Say goodbye until it is heard, for `retry_seconds` at most; after a failure once, since the lease ends.
+
+        Raises Unreachable if the coordinator was away for so long.
+        """
         if self._heartbeats is not None:
             self._heartbeats.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -115,8 +118,12 @@ class Membership:
                 await self._try_post(LEAVE, message)
                 return
             # Who is done and does not say so is waited for, and its loss may end the run of the others.
-            with contextlib.suppress(GradpostError):
+            try:
                 await self._insist("POST", LEAVE.format(rank=self.joined.rank), message)
+            except Unreachable:
+                raise
+            except GradpostError:
+                pass  # the run is over, or goes on without it
 
     async def _try_post(self, path: str, message: Message) -> None:
         with contextlib.suppress(httpx.TransportError, GradpostError):

@@ -224,7 +224,7 @@ class PserverClient:
         the whole run has gone back meanwhile.
         """
         loop = asyncio.get_running_loop()
-        give_up = loop.time() + self._deadline_seconds
+        failing_since: float | None = None  # not from the beginning: a pending round may have lasted long
         repushed: Counter[Incarnation] = Counter()
         while True:
             self._look_around()
@@ -232,8 +232,11 @@ class PserverClient:
                 return await self._reach(route, attempt)
             except TryAgain as answer:
                 # It answered, so it lives. A pending round ends by itself at the round time-out.
-                is_expected = isinstance(answer, NotReady) and self._is_in_touch(loop.time())
-                if not isinstance(answer, RoundPending) and not is_expected and loop.time() > give_up:
+                if isinstance(answer, RoundPending) or (
+                    isinstance(answer, NotReady) and self._is_in_touch(loop.time())
+                ):
+                    failing_since = None
+                elif loop.time() > (failing_since := failing_since or loop.time()) + self._deadline_seconds:
                     raise
                 self._metrics.retries.labels(answer.code).inc()
                 await asyncio.sleep(choose_pause(answer, PAUSE_SECONDS))
@@ -248,7 +251,9 @@ class PserverClient:
                 has_lost_rounds = isinstance(answer, FutureRound)
                 if has_lost_rounds and self.info.incarnation == self._first_life:
                     raise
-                if loop.time() > give_up and (has_lost_rounds or not self._is_in_touch(loop.time())):
+                failing_since = failing_since or loop.time()
+                is_long = loop.time() > failing_since + self._deadline_seconds
+                if is_long and (has_lost_rounds or not self._is_in_touch(loop.time())):
                     raise
                 if has_lost_rounds:
                     self._news.ahead_of[self.info.index] = self.info.incarnation

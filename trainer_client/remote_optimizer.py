@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ps_protocol.errors import BadModel, RolledBack
+from ps_protocol.errors import BadModel, PserverLost, RolledBack
 from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import ParameterSpec, Round
 
@@ -158,8 +158,7 @@ class RemoteOptimizer(Optimizer):
         while True:
             try:
                 if client.must_upload:
-                    values = {name: t.detach().to("cpu") for name, t in (self._named | self._stored).items()}
-                    io.run(client.send_initial(values))
+                    io.run(client.send_initial(self._initial_values()))
                 self._pipeline.pull_start(version)
                 self._land(self._named, self._landing[self._pipeline.slot(version)])
                 if self._stored and not self._has_buffers:
@@ -172,6 +171,14 @@ class RemoteOptimizer(Optimizer):
             else:
                 self._begun = self._landed = version
                 return
+
+    def _initial_values(self) -> dict[str, Tensor]:
+        """What the run begins with. Raises PserverLost if there were rounds: nobody has those values any more."""
+        if self._landed > 0:
+            text = "the pservers have lost all that was trained, and there is no checkpoint"
+            raise PserverLost(f"{text}; this trainer had round {self._landed}")
+        begun = self._named if self._local is None else self._local.starting_values
+        return {name: tensor.detach().to("cpu") for name, tensor in (begun | self._stored).items()}
 
     def _bind(self) -> None:
         """Find the memory that pulls are written to: the parameters' own, if nobody computes with them meanwhile."""

@@ -101,9 +101,11 @@ class Session:
         try:
             if outcome == "done":
                 self.io.run(self.client.finish())
-            self.io.start(self.client.leave(outcome, reason)).result(timeout=CLOSE_SECONDS)
+            patience = self.client.settings.retry_seconds if outcome == "done" else 0.0
+            self.io.start(self.client.leave(outcome, reason)).result(timeout=patience + CLOSE_SECONDS)
         except Exception as error:
-            print(f"gradpost: leaving the run failed: {error!r}", file=sys.stderr)
+            text = f"gradpost: the coordinator has not heard that this trainer is {outcome}, and counts it as lost"
+            print(f"{text}: {error!r}", file=sys.stderr)
         finally:
             self.io.close()
 

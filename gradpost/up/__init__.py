@@ -37,7 +37,7 @@ def run_up(
     read_settings(CoordinatorSettings, given)
     read_settings(PserverSettings, {"server": given.get("server")})
     root = Path(given.pop("state_dir", named_root()))
-    given["state_dir"] = resume_folder(root) if given.get("resume") else new_folder(root)
+    given["state_dir"] = (resume_folder(root) if given.get("resume") else new_folder(root)).path
     run = LocalRun(
         command, num_pservers, num_trainers, given, max_restarts=max_restarts, verbose=verbose, as_json=as_json
     )

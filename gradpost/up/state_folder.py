@@ -9,8 +9,10 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from ps_protocol.environment import PREFIX, read_settings_file
+from services.runtime.locks import lock_folder
 
 from ..output import CommandError
 
@@ -30,21 +32,33 @@ def newest_folder(root: Path) -> Path | None:
     return max(_folders(root), default=None)
 
 
-def resume_folder(root: Path) -> Path:
-    """The folder of the run to be resumed. Raises CommandError if there is none."""
+class RunFolder(NamedTuple):
+    """Locked until this process ends, or closes `lock`."""
+
+    path: Path
+    lock: int
+
+
+def resume_folder(root: Path) -> RunFolder:
+    """The folder of the run to be resumed. Raises CommandError if there is none, or it is still running."""
     folder = newest_folder(root)
     if folder is None:
         raise CommandError(f"there is no run to resume in {root} (--state-dir)")
-    return folder
+    if (lock := lock_folder(folder)) is None:
+        raise CommandError(f"the newest run, in {folder}, is still running")
+    return RunFolder(folder, lock)
 
 
-def new_folder(root: Path) -> Path:
-    """A folder for a new run; of the older ones those that are too many are deleted."""
+def new_folder(root: Path) -> RunFolder:
+    """A folder for a new run. Of the older ones those that are too many are deleted, unless their runs go on."""
     for old in sorted(_folders(root))[: -KEPT_RUNS + 1]:
-        shutil.rmtree(old, ignore_errors=True)
+        if (lock := lock_folder(old)) is not None:
+            shutil.rmtree(old, ignore_errors=True)
+            os.close(lock)
     folder = root / f"{_PREFIX}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    folder.mkdir(parents=True)
-    return folder
+    lock = lock_folder(folder)
+    assert lock is not None  # its name is this process's own
+    return RunFolder(folder, lock)
 
 
 def _folders(root: Path) -> list[Path]:

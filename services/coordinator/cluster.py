@@ -62,17 +62,13 @@ class Cluster:
         self.complete_checkpoints: list[Round] = []  # of the run, newest first
         self.checkpoints_known_for: tuple[str, int] | None = None  # the run and the attempt whose they are
         self.installed_members: dict[Rank, Incarnation] = {}  # whom every pserver counts on
-        self._beginning: Manifest | None = None
+        self.beginning: Manifest | None = None  # what the next run begins with, instead of initial values
         self._recorded_run = ""
         self._told_to_stop: set[PserverIndex] = set()
         self.run = self._new_run()
 
     def _new_run(self) -> Run:
         return Run(self._name_run(), self._defaults, self.trainer_incarnations)
-
-    def begin_with(self, manifest: Manifest) -> None:
-        """The next run begins with this checkpoint instead of initial values."""
-        self._beginning = manifest
 
     # ------------------------------------------------------------------ pservers
 
@@ -221,7 +217,8 @@ class Cluster:
         absent = [i for i in range(self.registry.num_pservers) if i not in self.registry.members]
         waits = [f"pserver {index}" for index in absent]
         if run.state == "training":
-            return waits + [f"trainer {trainer.rank}" for trainer in run.awaited]
+            waits += [f"trainer {trainer.rank}" for trainer in run.awaited]
+            return waits + [f"trainer {trainer.rank} to declare its model" for trainer in run.undeclared]
         for rank in run.missing_ranks:
             joined = rank in run.trainers
             waits.append(f"trainer {rank} to declare its model" if joined else f"trainer {rank}")
@@ -235,6 +232,11 @@ class Cluster:
         lost = [m for _, m in sorted(self.registry.lost.items())]
         gone = [(f"pserver {m.info.index} at {m.info.address} is silent", m.seen_at) for m in lost]
         gone += [(trainer.why, trainer.gone_at) for trainer in self.run.awaited]
+        patience = self._defaults.round_timeout_seconds  # then it counts as lost
+        gone += [
+            (f"trainer {trainer.rank} has come, and has not declared its model", trainer.joined_at + patience)
+            for trainer in self.run.undeclared
+        ]
         return [(text, max(0.0, limit - (now - since))) for text, since in gone]
 
     def notice(self) -> str:
@@ -251,18 +253,18 @@ class Cluster:
         if not (self.registry.is_complete and run.is_declared):
             return False
         plan = run.start(self.registry.num_pservers)
-        if self._beginning is not None:
+        if self.beginning is not None:
             try:
-                check_same_tensors(plan, self._beginning.slice_plan(), f"the checkpoint of run {self._beginning.run}")
+                check_same_tensors(plan, self.beginning.slice_plan(), f"the checkpoint of run {self.beginning.run}")
             except ModelMismatch as error:
                 run.fail(error, now)
                 return False
-            run.resume, run.source = self._beginning.round, self._beginning.run
+            run.resume, run.source = self.beginning.round, self.beginning.run
             if run.defaults.consistency.is_async:
-                steps = self._beginning.newest_steps
-                others = min(steps.values(), default=self._beginning.round)
+                steps = self.beginning.newest_steps
+                others = min(steps.values(), default=self.beginning.round)
                 run.membership = Membership(run.members, {rank: steps.get(rank, others) + 1 for rank in run.members})
-            self._beginning = None
+            self.beginning = None
         self.installed_members = {}
         self.run_incarnations = {i: m.info.incarnation for i, m in self.registry.members.items()}
         return True

@@ -13,9 +13,10 @@ import httpx
 
 from ps_protocol.errors import GradpostError, NotReady, StorageFailed, TryAgain
 from ps_protocol.messages import PlanReady, PserverState, RunSummary, ShardSummary
+from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import STATE
 from ps_protocol.vocabulary import Incarnation, Rank
-from services.runtime.checkpoints import all_checkpoints
+from services.runtime.checkpoints import all_checkpoints, read_manifest
 from services.runtime.logs import bind_facts, get_logger
 from services.runtime.places import open_place
 
@@ -23,8 +24,9 @@ from .cluster import Cluster
 from .control import RESULT_SECONDS, TIMEOUT_SECONDS, want_checkpoint
 from .installer import Installer
 from .manifests import Manifests
+from .model import plan_model
 from .pservers import PserverMember
-from .record import ClusterRecord, RecordFile, describe_cluster, recall_cluster, recall_numbers, resume_run
+from .record import ClusterRecord, RecordFile, RunRecord, describe_cluster, recall_cluster, recall_numbers, resume_run
 from .run import Run
 from .settings import CoordinatorSettings
 
@@ -72,31 +74,51 @@ class Coordinator:
     # ------------------------------------------------------------------ durable state
 
     async def recall(self) -> None:
-        """Take up what an earlier life of this coordinator has left. Raises StorageFailed if it cannot be read."""
+        """Take up what an earlier life of this coordinator has left. Raises StorageFailed if it cannot be used."""
         try:
+            if not await asyncio.to_thread(self._file.take):
+                text = f"another coordinator uses {self._settings.state_dir}"
+                raise StorageFailed(f"{text}; each needs a state_dir of its own (--state-dir, GRADPOST_STATE_DIR)")
             record = await asyncio.to_thread(self._file.read)
         except OSError as error:
             advice = "without it (delete it) a new run begins, or with resume one from the newest checkpoint"
             raise StorageFailed(f"{error}; {advice}") from error
-        if self._settings.resume:
-            await self._resume(record)
-        elif record is not None:
-            recall_cluster(self.cluster, record, self.now())
-            run = self.cluster.run
-            if run.plan is not None:
-                log.info("the coordinator is back", run=run.name, state=run.state, attempt=run.attempt)
+        try:
+            if self._settings.resume:
+                await self._resume(record)
+                await self.keep()  # should this life end soon, too, the next one goes on from here
+            elif record is not None:
+                await self._recall(record)
+        except (OSError, TryAgain) as error:
+            raise StorageFailed(str(error)) from error
+
+    async def _recall(self, record: ClusterRecord) -> None:
+        recall_cluster(self.cluster, record, self.now())
+        run, begins = self.cluster.run, record.beginning
+        if begins is not None:
+            manifest = await asyncio.to_thread(read_manifest, self.place, begins.run, begins.round)
+            if manifest is None:
+                raise StorageFailed(f"there is no checkpoint of round {begins.round} of run {begins.run} any more")
+            self.cluster.beginning = manifest
+        if run.plan is not None:
+            log.info("the coordinator is back", run=run.name, state=run.state, attempt=run.attempt)
 
     async def _resume(self, record: ClusterRecord | None) -> None:
         """Go on where a run has stopped, with other processes: with what they find on their disks, or a checkpoint.
 
-        Another number of pservers cannot take over their disks, and begins with the newest checkpoint.
+        Those who cut the model another way cannot take over their disks, and begin with the newest checkpoint. What has
+        not got as far as a plan goes on gathering.
         """
-        now = self.now()
         if record is not None:
             recall_numbers(self.cluster, record)
-            if record.run is not None and record.run.num_pservers == self._settings.num_pservers:
-                resume_run(self.cluster, record, now)
-                log.info("resuming", run=self.cluster.run.name, attempt=self.cluster.run.attempt)
+            run = record.run
+            if record.beginning is not None or (run is not None and run.plan is None):
+                await self._recall(record)
+                if self.cluster.beginning is not None:
+                    return
+            elif run is not None and self._is_cut_alike(run):
+                resume_run(self.cluster, record, self.now())
+                log.info("resuming", run=run.name, attempt=run.attempt)
                 return
         found = await asyncio.to_thread(all_checkpoints, self.place)
         if not found:
@@ -105,8 +127,15 @@ class Coordinator:
             )
             return
         manifest = found[0]
-        self.cluster.begin_with(manifest)
+        self.cluster.beginning = manifest
         log.info("resuming from a checkpoint", run=manifest.run, round=manifest.round)
+
+    def _is_cut_alike(self, run: RunRecord) -> bool:
+        """Whether the settings make the plan of a recorded run again."""
+        if run.plan is None or run.declaration is None:
+            return False
+        plan = plan_model(run.declaration, self._settings.run_defaults, self._settings.num_pservers)
+        return plan.digest == SlicePlan.from_json(run.plan).digest
 
     async def keep(self) -> None:
         """Write down what the cluster is now, so that it outlives this process.
@@ -131,11 +160,14 @@ class Coordinator:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Expire leases and reconcile the pservers until `stop` is set, which this also does when the work is done."""
-        async with asyncio.TaskGroup() as tasks:
-            beside = [tasks.create_task(self._expire_leases()), tasks.create_task(self._complete_checkpoints())]
-            await self._reconcile_until(stop)
-            for task in beside:
-                task.cancel()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                beside = [tasks.create_task(self._expire_leases()), tasks.create_task(self._complete_checkpoints())]
+                await self._reconcile_until(stop)
+                for task in beside:
+                    task.cancel()
+        finally:
+            self._file.let_go()
 
     async def _expire_leases(self) -> None:
         # Apart from the reconciliation, which waits for pservers that may be the very ones to be lost.

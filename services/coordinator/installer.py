@@ -51,6 +51,7 @@ class Installer:
         self._restore: dict[PserverIndex, Round | None] = {}  # where each one stands, as of the newest decision
         self._failing: tuple[Run, float] | None = None  # since when nothing could be carried out in a run
         self._problem = ""  # the newest
+        self._said: set[str] = set()  # since everything was well
 
     async def reconcile(self) -> bool:
         """Bring every pserver to what was decided; False if one of them did not take it and it is to be tried again.
@@ -60,6 +61,7 @@ class Installer:
         run = self._cluster.run
         if await self._reconcile():
             self._failing = None
+            self._said.clear()
             return True
         if self._failing is None or self._failing[0] is not run:
             self._failing = run, self._now()
@@ -97,8 +99,11 @@ class Installer:
         return True
 
     def _say(self, text: str, error: Exception, **facts: object) -> None:
-        log.warning(text, error=repr(error), **facts)
         self._problem = f"{text}: {error!r}"
+        line = f"{self._problem} {facts}"
+        if line not in self._said:  # a pserver that is dead is tried five times a second until its lease ends
+            self._said.add(line)
+            log.warning(text, error=repr(error), **facts)
 
     def _state(self, run: Run, member: PserverMember, number: int) -> tuple[Incarnation, str, int, int]:
         return member.info.incarnation, run.name, run.attempt, number
@@ -181,7 +186,8 @@ class Installer:
         return FrozenRounds(applied=max(last for _, last in ranges)) if ranges else None
 
     async def _restorable(self, run: Run, member: PserverMember) -> list[tuple[Round, Round]]:
-        body = await call_pserver(self._http, member, "GET", f"{RESTORABLE}?run={run.name}")
+        route = f"{RESTORABLE}?run={run.name}"
+        body = await call_pserver(self._http, member, "GET", route, timeout=RESTORE_TIMEOUT_SECONDS)
         return _RANGES.validate_json(body)
 
     async def _roll_back(
@@ -201,7 +207,7 @@ class Installer:
             return False
         applied = max((answer.applied for answer in answers if answer is not None), default=0)
         round_ = newest_common(newest, ranges)
-        if round_ is None and applied > 0:
+        if round_ is None and (applied > 0 or run.has_trained):
             empty = [member.info.index for member, one in zip(members, ranges, strict=True) if not one]
             text = f"pservers {empty} have lost their shards" if empty else "no round can be restored by all pservers"
             run.fail(PserverLost(f"{text}; the pservers can restore {ranges}", pserver=empty), self._now())

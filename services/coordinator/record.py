@@ -5,6 +5,7 @@ What trainers and pservers report all the time (progress, results) is not in it:
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ps_protocol.errors import error_from_problem
 from ps_protocol.messages import DeclareModel, Message, PserverInfo, RunState
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
+from services.runtime.locks import lock_folder
 from services.runtime.places import map_file, write_file
 from services.runtime.sealed import seal, unseal
 
@@ -34,6 +36,7 @@ class TrainerRecord(Message):
     declared: bool
     why: str
     is_awaited: bool
+    resumed_from: TrainerState | None
 
 
 class RunRecord(Message):
@@ -48,17 +51,13 @@ class RunRecord(Message):
     attempt: int
     resume: Round | None
     source: str | None
+    has_trained: bool
     number: int
     members: dict[Rank, Incarnation]
     starts: dict[Rank, Round]
     sets: dict[Round, tuple[Rank, ...]]
     verdicts: dict[Round, tuple[Rank, ...]]
     trainers: tuple[TrainerRecord, ...]
-
-    @property
-    def num_pservers(self) -> int:
-        """For how many it was planned; 0 if it was not."""
-        return 0 if self.plan is None else int(self.plan["num_pservers"])
 
 
 class PserverRecord(Message):
@@ -68,6 +67,13 @@ class PserverRecord(Message):
     instance: str
 
 
+class Beginning(Message):
+    """The checkpoint that the next run begins with."""
+
+    run: str
+    round: Round
+
+
 class ClusterRecord(Message):
     """Everything."""
 
@@ -75,6 +81,7 @@ class ClusterRecord(Message):
     pserver_incarnations: dict[PserverIndex, Incarnation]
     run_incarnations: dict[PserverIndex, Incarnation]
     pservers: tuple[PserverRecord, ...]
+    beginning: Beginning | None
     run: RunRecord | None
 
 
@@ -86,6 +93,7 @@ def describe_cluster(cluster: Cluster) -> ClusterRecord:
         pserver_incarnations=cluster.registry.incarnations,
         run_incarnations=cluster.run_incarnations,
         pservers=tuple(PserverRecord(info=m.info, instance=m.instance) for _, m in sorted(members.items())),
+        beginning=None if (found := cluster.beginning) is None else Beginning(run=found.run, round=found.round),
         run=_describe_run(cluster),
     )
 
@@ -106,6 +114,7 @@ def _describe_run(cluster: Cluster) -> RunRecord | None:
         attempt=decision.attempt,
         resume=decision.resume,
         source=run.source,
+        has_trained=run.has_trained,
         number=run.number,
         members=decision.membership.members,
         starts=decision.membership.starts,
@@ -121,6 +130,7 @@ def _describe_run(cluster: Cluster) -> RunRecord | None:
                 declared=t.declaration is not None,
                 why=t.why,
                 is_awaited=t.is_awaited,
+                resumed_from=t.resumed_from,
             )
             for _, t in sorted(run.trainers.items())
         ),
@@ -134,14 +144,20 @@ def recall_numbers(cluster: Cluster, record: ClusterRecord) -> None:
 
 
 def resume_run(cluster: Cluster, record: ClusterRecord, now: float) -> None:
-    """Go on with the recorded run, whatever its end was; of its processes none lives any more."""
+    """Go on with the planned run that was recorded, whatever its end was: of its processes none lives any more.
+
+    One that had not begun yet begins now, with what it was to begin with.
+    """
     assert record.run is not None
     cluster.run_incarnations.update(record.run_incarnations)
     _recall_run(cluster, record.run, now)
     run = cluster.run
-    run.state, run.failure, run.ended_at = "training", None, None
+    if run.state != "gathering":
+        run.state, run.source = "training", None
+    run.failure, run.ended_at = None, None
     for rank, trainer in list(run.trainers.items()):
         if rank < run.defaults.num_trainers:
+            trainer.resumed_from = trainer.resumed_from or trainer.state
             trainer.lose("lost", f"trainer {rank} has to be started again", now, is_awaited=True)
         else:
             del run.trainers[rank]
@@ -166,12 +182,14 @@ def _recall_run(cluster: Cluster, record: RunRecord, now: float) -> None:
         run.plan, run.declaration, run.uploader = SlicePlan.from_json(record.plan), record.declaration, record.uploader
         run.started_at = now
     run.attempt, run.resume, run.source, run.number = record.attempt, record.resume, record.source, record.number + 1
+    run.has_trained = record.has_trained
     run.membership = Membership(dict(record.members), dict(record.starts), dict(record.sets), dict(record.verdicts))
     run.ended_at = now if run.is_over else None
     for t in record.trainers:
         run.trainers[t.rank] = TrainerMember(
             t.rank, t.incarnation, t.instance, now, t.metrics_address, t.state,
-            declaration=_declaration_of(t, record), gone_at=now, why=t.why, is_awaited=t.is_awaited,
+            declaration=_declaration_of(t, record), joined_at=now, gone_at=now, why=t.why, is_awaited=t.is_awaited,
+            resumed_from=t.resumed_from,
         )  # fmt: skip
 
 
@@ -183,11 +201,24 @@ def _declaration_of(trainer: TrainerRecord, record: RunRecord) -> DeclareModel |
 
 
 class RecordFile:
-    """The file on the disk. Both methods block, and raise OSError."""
+    """The file on the disk. All methods block, and raise OSError."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
+        self._lock_path = folder / "coordinator"
+        self._lock: int | None = None
         self._written = b""
+
+    def take(self) -> bool:
+        """Whether this process is the only one that writes it, until it ends or lets go."""
+        self._lock = lock_folder(self._lock_path)
+        return self._lock is not None
+
+    def let_go(self) -> None:
+        """Another may take it."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def read(self) -> ClusterRecord | None:
         """What was written last; None if nothing was. Raises DamagedFile, OSError."""

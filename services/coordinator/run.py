@@ -51,6 +51,7 @@ class Run:
         self.pending: Decision | None = None  # takes effect once it is durable; nobody hears of it before
         self.rollback_to: Round | None = None  # pservers have lost what trainers have pulled: back to here at least
         self.pulled: Round = 0  # the newest round that a trainer has ended in this attempt, as far as was heard
+        self.has_trained = False  # a trainer has ended a round: initial values would not do any more
         self.source: str | None = None  # the run whose checkpoint this one has begun with
         self.failure: GradpostError | None = None
         self.number = 0
@@ -73,6 +74,12 @@ class Run:
     def awaited(self) -> list[TrainerMember]:
         """Those who were lost and are to come back."""
         return [t for _, t in sorted(self.trainers.items()) if t.is_awaited and not t.is_here]
+
+    @property
+    def undeclared(self) -> list[TrainerMember]:
+        """Those who have come, while the others wait for their rank, and have not declared their model yet."""
+        here = [t for _, t in sorted(self.trainers.items()) if t.is_awaited and t.state == "joined"]
+        return [] if self.plan is None else here
 
     @property
     def targets(self) -> dict[Rank, Incarnation]:
@@ -144,7 +151,9 @@ class Run:
         rank = self._choose_rank(request.rank)
         self._incarnations[rank] = self._incarnations.get(rank, 0) + 1
         before = self.trainers.get(rank)
-        trainer = TrainerMember(rank, self._incarnations[rank], request.instance, now, request.metrics_address)
+        trainer = TrainerMember(
+            rank, self._incarnations[rank], request.instance, now, request.metrics_address, joined_at=now
+        )
         if before is not None:
             trainer.round, trainer.is_awaited = before.round, before.is_awaited
         self.trainers[rank] = trainer
@@ -243,9 +252,20 @@ class Run:
         first = self.membership.starts.get(rank, (self.resume or 0) + 1)
         if message.attempt == self.attempt and message.round >= first:  # before that it only says where it begins
             self.pulled = max(self.pulled, message.round)
+            self.has_trained = True
         trainer.results = dict(message.results)
         if trainer.state == "lost" and self._may_return(trainer) and not trainer.is_stuck:
+            if trainer.resumed_from is not None:
+                self._take_back_resumption()
             self._revive(trainer)
+
+    def _take_back_resumption(self) -> None:
+        """A life from before is heard: only the coordinator was started again, and who was done is done."""
+        for trainer in self.trainers.values():
+            if trainer.resumed_from == "done" and trainer.is_awaited and not trainer.is_here:
+                trainer.state, trainer.is_awaited = "done", False
+                self.number += 1
+            trainer.resumed_from = None
 
     def _may_return(self, trainer: TrainerMember) -> bool:
         """Whether a life that was lost has its place back once it is heard: nobody has gone on without it."""
@@ -263,8 +283,9 @@ class Run:
         if self.plan is None or self.defaults.on_trainer_loss != "continue" or here < self.defaults.min_trainers:
             return
         for trainer in self.awaited:
-            trainer.is_awaited = False
-            self.number += 1
+            if trainer.resumed_from is None:  # else all begin together, as they did at first
+                trainer.is_awaited = False
+                self.number += 1
 
     def lose(self, trainer: TrainerMember, failure: GradpostError, now: float) -> None:
         """A trainer is gone, or counts as gone: what follows is the policy's."""
@@ -312,7 +333,11 @@ class Run:
                 self.lose(trainer, TrainerLost(text, ranks=[trainer.rank]), now)
         limit = self.defaults.rejoin_timeout_seconds
         for trainer in self.awaited:
-            if now - trainer.gone_at > limit:
+            if now - trainer.gone_at <= limit:
+                continue
+            trainer.resumed_from = None
+            self._go_on_without_the_lost()
+            if trainer.is_awaited:
                 text = f"{trainer.why}; it did not come back within the rejoin time-out of {limit:g} s"
                 self.fail(TrainerLost(text, ranks=[trainer.rank]), now)
         self._expire_declarations(now)
@@ -334,26 +359,27 @@ class Run:
     def unstuck(self, missing: set[Rank]) -> None:
         """Those who are not missing any more go on, if nobody has taken their place."""
         for trainer in self.awaited:
-            if trainer.is_stuck and trainer.rank not in missing:
+            if trainer.is_stuck and trainer.declaration is not None and trainer.rank not in missing:
                 self._revive(trainer)
 
     def _expire_declarations(self, now: float) -> None:
         """Those who have joined, and live, must say what they train once somebody waits for them."""
+        limit = self.defaults.round_timeout_seconds
+        owed = f"joined, but did not declare a model within the round time-out of {limit:g} s"
+        if self.plan is not None:
+            for trainer in self.undeclared:
+                if now - trainer.joined_at > limit:
+                    self._give_up(trainer, TrainerLost(f"trainer {trainer.rank} {owed}", ranks=[trainer.rank]), now)
+            return
         declared = any(trainer.state == "declared" for trainer in self.trainers.values())
         all_joined = len(self.members) == self.defaults.num_trainers
         if self.is_over or not (declared and all_joined and self.missing_ranks):
             self._complete_since = None
         elif self._complete_since is None:
             self._complete_since = now
-        elif now - self._complete_since > self.defaults.round_timeout_seconds:
+        elif now - self._complete_since > limit:
             names = ", ".join(f"trainer {rank}" for rank in self.missing_ranks)
-            limit = self.defaults.round_timeout_seconds
-            text = f"{names} joined, but did not declare a model within the round time-out of {limit:g} s"
-            if self.plan is None:
-                self.fail(RoundTimeout(text, missing=self.missing_ranks), now)
-                return
-            for rank in self.missing_ranks:
-                self._give_up(self.trainers[rank], TrainerLost(text, ranks=[rank]), now)
+            self.fail(RoundTimeout(f"{names} {owed}", missing=self.missing_ranks), now)
 
     def fail(self, failure: GradpostError, now: float) -> None:
         """End the run; the first failure stands."""

@@ -22,11 +22,13 @@ class TrainerMember:
     metrics_address: str | None
     state: TrainerState = "joined"
     declaration: DeclareModel | None = None
+    joined_at: float = 0.0
     round: Round = 0
     results: dict[str, float] = field(default_factory=dict)
     gone_at: float = 0.0  # when it was lost or failed
     why: str = ""  # the same in words
     is_awaited: bool = False  # nobody goes on without it: it, or another life of its rank, is to come back
+    resumed_from: TrainerState | None = None  # the run was resumed: what this life was before, and nobody has been yet
     is_stuck: bool = False  # lost although it lives: it does not progress
 
     @property

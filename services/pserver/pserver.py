@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 from ps_protocol.errors import (
     BadModel,
@@ -49,6 +51,8 @@ from .sync_run import SyncRun
 
 log = get_logger()
 
+Ranges = list[tuple[Round, Round]]  # first and last
+
 MAX_ENDED_RUNS = 1000
 FRAME_ROOM_BYTES = 1024  # what a frame needs beside the one block in it
 
@@ -77,6 +81,7 @@ class Pserver:
         self._changes = Changes()  # of the run that is served, or was asked for last
         self._installing = asyncio.Lock()
         self._is_stopping = False
+        self._searching: tuple[Any, asyncio.Task[Ranges]] | None = None
         self._has_looked = disk is None  # into the folder: before that it cannot say what it holds
         self.has_news = asyncio.Event()  # for the next heartbeat, which should come at once
         # The newest of this process, so that a late installation brings none of them back.
@@ -298,14 +303,15 @@ class Pserver:
             raise StaleRun("this pserver holds another attempt", current=held.attempt)
         return held.rounds
 
-    async def restorable(self, run: str) -> list[tuple[Round, Round]]:
+    async def restorable(self, run: str) -> Ranges:
         """Ranges of rounds to which a run, served or found on the disk, can go back here.
 
-        Of a run of which this process holds nothing it is the checkpoints that everybody can read.
+        Of a run of which this process holds nothing it is the checkpoints that everybody can read. All of it is read,
+        which may take longer than a request: who asks again meanwhile waits for the same answer.
         """
         served = await self._opened_run()
         if served is not None and served.install.run == run:
-            return [] if served.storage is None else await asyncio.to_thread(served.storage.restorable)
+            return [] if served.storage is None else await self._search(served.storage.restorable)
         if self.disk is None:
             return []
         if self.disk.held is not None and self.disk.held.run == run:
@@ -313,9 +319,15 @@ class Pserver:
         if self.index is None:
             raise NotReady("this pserver does not know yet who it is", waiting_for="its registration")
         try:
-            return await asyncio.to_thread(self.disk.find_checkpoints, run, self.index)
+            return await self._search(self.disk.find_checkpoints, run, self.index)
         except OSError as error:
             raise StorageFailed(f"pserver {self.index} cannot look for checkpoints: {error}") from error
+
+    async def _search(self, look: Callable[..., Ranges], *arguments: Any) -> Ranges:
+        key = (self._changes.ended, look, *arguments)  # what was found before rounds went on is old
+        if self._searching is None or self._searching[0] != key or self._searching[1].done():
+            self._searching = key, asyncio.create_task(asyncio.to_thread(look, *arguments), name="look for checkpoints")
+        return await asyncio.shield(self._searching[1])
 
     async def want_checkpoint(self, message: WantCheckpoint) -> None:
         """Write a checkpoint after a round: see `PserverRun.want_checkpoint`.

@@ -72,7 +72,7 @@ class Registration:
         while not stop.is_set():
             try:
                 answer = PserverRegistered.model_validate_json(await self._post(REGISTER_PSERVER, request))
-            except httpx.TransportError as error:
+            except (httpx.TransportError, ValueError) as error:  # the latter: a proxy's page, say
                 problem = f"waiting for the coordinator at {self._coordinator}: {type(error).__name__}"
             except GradpostError as error:
                 if not error.may_be_retried:
@@ -102,7 +102,7 @@ class Registration:
             except StalePserver as error:
                 log.warning("the coordinator does not know this pserver any more", reason=str(error))
                 return
-            except (httpx.TransportError, GradpostError) as error:
+            except (httpx.TransportError, GradpostError, ValueError) as error:  # the latter: a proxy's page, say
                 if not is_silent:
                     log.warning("heartbeats fail; training goes on without the coordinator", error=repr(error))
                 is_silent = True

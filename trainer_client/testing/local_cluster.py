@@ -103,7 +103,8 @@ class LocalCluster:
     def restart_coordinator(self, **env: Any) -> Child:
         """Start the coordinator again, once it has ended, with the state and under the address that it had."""
         self.coordinator.wait()
-        self._start_coordinator(self.address.rpartition(":")[2], lambda: False, **env)
+        # What is resumed is so once: its own next life goes on with the processes that there are.
+        self._start_coordinator(self.address.rpartition(":")[2], lambda: False, **{"GRADPOST_RESUME": "false", **env})
         return self.coordinator
 
     def restart(self, service: Child) -> Child:

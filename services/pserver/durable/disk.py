@@ -114,13 +114,14 @@ class Disk:
             self.held = self._storage = self._restored = None
         before, restored = self._storage, self._restored
         known = self.folder.identity.run
+        taken = (
+            self._restore_from(install, install.source) if install.source is not None else None
+        )  # or nothing changes
         if install.restore is None or install.source is not None or known is None or known.run != install.run:
             self.folder.forget_log()  # it is another run's
         storage = RunStorage(install, self.folder.index, self.folder.log_path, self._place)
-        if install.restore is None:
-            restored = None
-        elif install.source is not None:
-            restored = self._restore_from(install, install.source)
+        if install.restore is None or taken is not None:
+            restored = taken
         elif before is not None and restored is not None and restored.round == install.restore:
             storage.checkpoints = dict(before.checkpoints)
         else:

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 from ps_protocol.errors import GradpostError
 from ps_protocol.messages import InstallRun, Message
 from ps_protocol.vocabulary import Incarnation, PserverIndex
+from services.runtime.locks import lock_folder
 from services.runtime.places import map_file, write_file
 from services.runtime.sealed import DamagedFile, seal, unseal
 
@@ -38,16 +38,13 @@ class StateFolder:
     def __init__(self, state_dir: Path, index: PserverIndex) -> None:
         self.index = index
         self.path = state_dir / f"pserver-{index}"
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
+        lock = lock_folder(self.path)
+        if lock is None:
             raise FolderTaken(
                 f"{self.path} is in use by another process; a pserver needs a folder of its own "
                 "(GRADPOST_PSERVER_INDEX, GRADPOST_STATE_DIR)"
-            ) from None
+            )
+        self._lock = lock
         try:
             self.identity = self._read_identity()
         except OSError:

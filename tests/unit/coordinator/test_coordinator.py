@@ -17,15 +17,28 @@ from typing import Any
 import httpx
 import pytest
 
-from ps_protocol.errors import BadModel, GradpostError, NotReady, PserverLost, StalePserver, TrainerLost, TryAgain
+from ps_protocol.consistency import Consistency
+from ps_protocol.errors import (
+    BadModel,
+    GradpostError,
+    NotReady,
+    PserverLost,
+    StalePserver,
+    StorageFailed,
+    TrainerLost,
+    TryAgain,
+)
 from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRun, Message
 from ps_protocol.routes import DECLARE_MODEL, FREEZE, JOIN_TRAINER, LEAVE, MEMBERS, REGISTER_PSERVER, RESTORABLE, RUN
 from services.coordinator.app import make_coordinator_app
 from services.coordinator.checkpointing import create_checkpoint
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.record import ClusterRecord, RecordFile, RunRecord, TrainerRecord
+from services.coordinator.run import Run
 from services.coordinator.settings import CoordinatorSettings
+from services.runtime.checkpoints import Manifest, write_manifest
 from services.runtime.metrics import ServiceMetrics
+from services.runtime.places import open_place
 
 from .support import alive, beat, join_all, joining, leaving, model, registration
 
@@ -42,6 +55,7 @@ class FakePservers:
         self.taken: dict[str, list[InstallRun | InstallMembers]] = {"0": [], "1": []}
         self.answer: dict[str, Answer] = {}
         self.empty: set[str] = set()  # have lost what they held
+        self.ranges = [[0, 4]]  # that everybody can restore
         self.pages: list[httpx.Response] = []  # of a proxy, before what they can restore
         self.short: set[str] = set()  # have lost the end of their logs
 
@@ -56,7 +70,7 @@ class FakePservers:
         if request.url.path == RESTORABLE and self.pages:
             return self.pages.pop()
         if request.url.path == RESTORABLE:
-            return httpx.Response(200, json=[[0, 4]])
+            return httpx.Response(200, json=self.ranges)
         if request.url.path not in (RUN, MEMBERS):
             return httpx.Response(404)
         kind = InstallRun if request.url.path == RUN else InstallMembers
@@ -425,6 +439,86 @@ async def test_what_a_trainer_has_ended_is_remembered_when_it_is_gone(round_, at
         assert cluster.run.attempt == goes_back
         if goes_back:
             assert (cluster.run.resume, cluster.run.pulled) == (4, 0)
+
+
+@pytest.mark.parametrize("has_trained", [True, False])
+async def test_initial_values_do_not_do_once_a_round_was_ended(has_trained):
+    """All pservers have lost their disks: what a trainer could send as initial values is what it has trained."""
+    pservers = FakePservers()
+    async with coordinating(pservers, lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
+        [trainer, _] = begin(coordinator)
+        await coordinator.wait_for_plan(*trainer, 5)
+        cluster = coordinator.cluster
+        cluster.trainer_heartbeat(0, alive(run=trainer[1], round_=5 * has_trained), coordinator.now())
+        pservers.empty |= {"0", "1"}
+        pservers.ranges = []
+        cluster.run.number += 1
+        coordinator.changed()
+        await eventually(lambda: cluster.run.is_over or cluster.run.attempt == 1)
+        assert isinstance(cluster.run.failure, PserverLost) == has_trained
+
+
+async def test_one_coordinator_at_a_time_uses_a_folder(tmp_path):
+    settings = CoordinatorSettings(state_dir=tmp_path)
+    async with httpx.AsyncClient() as http:
+        one, other = Coordinator(settings, http), Coordinator(settings, http)
+        await one.recall()
+        with pytest.raises(StorageFailed, match="another coordinator uses"):
+            await other.recall()
+        stop = asyncio.Event()
+        stop.set()
+        await one.run(stop)
+        await other.recall()
+        await other.run(stop)
+
+
+async def recalled(folder: Path, **settings: Any) -> Coordinator:
+    """A life of the coordinator that has taken up what the one before has left, and is gone again."""
+    options = {"num_pservers": 2, "num_trainers": 2, "state_dir": folder, **settings}
+    async with httpx.AsyncClient() as http:
+        coordinator = Coordinator(CoordinatorSettings(**options), http)
+        await coordinator.recall()
+    coordinator._file.let_go()
+    return coordinator
+
+
+async def planned(folder: Path) -> Run:
+    """A run whose plan was made, by a coordinator that is gone."""
+    coordinator = await recalled(folder)
+    begin(coordinator)
+    assert coordinator.cluster.start_run_if_complete()
+    await coordinator.keep()
+    return coordinator.cluster.run
+
+
+async def test_those_who_cut_the_model_alike_go_on_with_their_disks(tmp_path):
+    run = await planned(tmp_path)
+    assert (await recalled(tmp_path, resume=True)).cluster.run.name == run.name
+
+
+@pytest.mark.parametrize("changes", [{"min_block_size": 10**6}, {"num_pservers": 3}, {"slice_parameters": False}])
+async def test_those_who_cut_the_model_another_way_begin_with_a_checkpoint(tmp_path, changes):
+    run = await planned(tmp_path)
+    assert run.plan is not None
+    manifest = Manifest(
+        run="run0", attempt=0, round=7, consistency=Consistency(), plan=run.plan.to_json(), shards=(),
+        created="2026-11-22T05:34:22Z",
+    )  # fmt: skip
+    write_manifest(open_place(str(tmp_path / "checkpoints")), manifest)
+    for resume in (True, False, True):  # its next lives begin with it, too
+        coordinator = await recalled(tmp_path, resume=resume, **changes)
+        beginning = coordinator.cluster.beginning
+        assert beginning is not None
+        assert (beginning.run, beginning.round, coordinator.cluster.run.plan) == ("run0", 7, None)
+
+
+async def test_a_run_that_is_to_begin_with_a_checkpoint_gathers_on(tmp_path):
+    """Whoever has joined is known to the next life, whether that is told to resume or not."""
+    for resume in (False, True, False):
+        coordinator = await recalled(tmp_path, resume=resume)
+        joined = coordinator.cluster.join_trainer(joining("a", 0), coordinator.now())
+        await coordinator.keep()
+        assert (joined.rank, joined.incarnation, joined.run) == (0, 1, coordinator.cluster.run.name)
 
 
 async def test_where_a_newcomer_begins_is_nothing_that_it_has_ended():

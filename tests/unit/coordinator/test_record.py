@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ps_protocol.errors import TrainerLost
 from services.coordinator.cluster import Cluster
 from services.coordinator.decision import Membership
-from services.coordinator.record import FILE, ClusterRecord, RecordFile, describe_cluster, recall_cluster, resume_run
+from services.coordinator.record import (
+    FILE,
+    ClusterRecord,
+    RecordFile,
+    describe_cluster,
+    recall_cluster,
+    recall_numbers,
+    resume_run,
+)
 from services.runtime.sealed import DamagedFile
 
-from .support import beat, joining, leaving, make_cluster, model, registration, train
+from .support import LEASE, alive, beat, join_all, joining, leaving, make_cluster, model, registration, train
 
 
 def training() -> Cluster:
@@ -84,6 +93,70 @@ def test_a_run_is_resumed_whatever_its_end_was(tmp_path):
     assert (after.run.state, after.run.failure, after.run.attempt) == ("training", None, 1)
     assert [t.rank for t in after.run.awaited] == [0, 1]
     assert after.waiting_for == ["pserver 0", "pserver 1", "trainer 0", "trainer 1"]
+
+
+def test_a_run_that_had_not_begun_begins_with_the_checkpoint_that_it_was_to_begin_with(tmp_path):
+    before, after = make_cluster(on_trainer_loss="wait"), make_cluster(on_trainer_loss="wait")
+    join_all(before)
+    for index in (0, 1):
+        before.register_pserver(registration(str(index), index=index), 0.0)
+    assert before.start_run_if_complete()
+    before.run.resume, before.run.source = 20, "run0"
+    resume_run(after, through_the_disk(before, tmp_path), 100.0)
+    assert (after.run.state, after.run.resume, after.run.source) == ("gathering", 20, "run0")
+    install = after.installation(0, 9, after.run.resume)
+    assert (install.restore, install.source) == (20, "run0")
+
+
+def test_a_run_that_had_begun_goes_on_with_what_pservers_have_themselves(tmp_path):
+    before, after = training(), make_cluster(on_trainer_loss="wait", durability="log")
+    before.run.source = "run0"
+    resume_run(after, through_the_disk(before, tmp_path), 100.0)
+    assert after.run.source is None
+
+
+def resumed(tmp_path: Path, **changes: Any) -> Cluster:
+    """Three trainers, of which the last was done."""
+    before, after = make_cluster(3, durability="log", **changes), make_cluster(3, durability="log", **changes)
+    train(before)
+    before.leave_trainer(2, leaving(), 1.0)
+    record = through_the_disk(before, tmp_path)
+    recall_numbers(after, record)
+    resume_run(after, record, 100.0)
+    return after
+
+
+def test_everybody_is_awaited_when_a_run_is_resumed_even_who_was_done(tmp_path):
+    run = resumed(tmp_path, on_trainer_loss="wait").run
+    assert [t.rank for t in run.awaited] == [0, 1, 2]
+    run.join(joining("new", 0), 101.0)
+    assert [t.rank for t in run.awaited] == [1, 2]
+
+
+def test_who_was_done_stays_done_if_only_the_coordinator_was_started_again(tmp_path):
+    run = resumed(tmp_path, on_trainer_loss="wait").run
+    run.heartbeat(0, alive(), 101.0)
+    assert [t.rank for t in run.awaited] == [1]
+    run.heartbeat(1, alive(), 101.0)
+    assert (run.members, run.trainers[2].state) == ({0: 1, 1: 1}, "done")
+
+
+def test_all_begin_together_when_a_run_is_resumed_that_goes_on_without_the_lost(tmp_path):
+    run = resumed(tmp_path, on_trainer_loss="continue", rejoin_timeout_seconds=30.0).run
+    run.join(joining("new", 0), 101.0)
+    run.declare(0, model(2))
+    assert [t.rank for t in run.awaited] == [1, 2]
+    run.heartbeat(0, alive(2), 131.0)
+    run.expire(131.0, LEASE)
+    assert (run.awaited, run.is_over) == ([], False)
+
+
+def test_what_trainers_have_ended_is_not_forgotten(tmp_path):
+    before, after = training(), make_cluster(on_trainer_loss="wait", durability="log")
+    assert not before.run.has_trained
+    before.trainer_heartbeat(0, alive(round_=8).model_copy(update={"attempt": 1}), 2.0)
+    recall_cluster(after, through_the_disk(before, tmp_path), 100.0)
+    assert after.run.has_trained
 
 
 def test_before_there_is_a_plan_only_the_numbers_are_kept(tmp_path):

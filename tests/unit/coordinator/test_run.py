@@ -17,6 +17,7 @@ from ps_protocol.errors import (
     UnsupportedOptimizer,
     WorldMismatch,
 )
+from ps_protocol.vocabulary import LossPolicy
 from services.coordinator.run import Run
 
 from .support import LEASE, SGD_FLAGS, alive, joining, leaving, make_run, model
@@ -384,6 +385,25 @@ def test_another_life_that_declares_late_counts_as_lost_and_may_still_come():
     assert run.awaited  # its heartbeats lived all the time
     run.declare(1, model(2))
     assert (run.awaited, run.targets) == ([], {0: 1, 1: 2})
+
+
+@pytest.mark.parametrize("policy", ["wait", "continue"])
+def test_another_life_that_does_not_declare_is_given_up_though_others_are_gone(policy: LossPolicy):
+    """Nobody else waits for it: the pservers do not count on it, and who was done is not missing."""
+    run = training(3)
+    run.defaults = replace(run.defaults, on_trainer_loss=policy, min_trainers=2)
+    run.leave(2, leaving(), 1)
+    run.leave(1, leaving("failed"), 1)
+    run.join(joining("another life", 1), 2)
+    assert [t.rank for t in run.undeclared] == [1]
+    run.expire(2 + run.defaults.round_timeout_seconds, 1000)
+    assert run.trainers[1].is_here
+    run.expire(3 + run.defaults.round_timeout_seconds, 1000)
+    assert "did not declare a model" in run.awaited[0].why
+    run.unstuck(set())
+    assert run.awaited
+    run.expire(4 + run.defaults.round_timeout_seconds + run.defaults.rejoin_timeout_seconds, 1000)
+    assert isinstance(run.failure, TrainerLost)
 
 
 def test_another_life_is_not_blamed_for_what_its_predecessor_owes():

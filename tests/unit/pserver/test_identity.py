@@ -90,6 +90,35 @@ async def test_a_change_of_members_waits_for_a_run_that_is_being_opened(tmp_path
 
 
 @pytest.mark.asyncio
+async def test_who_asks_again_what_can_be_restored_waits_for_the_same_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large shard takes longer to be read than a request may: all tries together find it out."""
+    async with bench(state_dir=tmp_path, durability="log") as b:
+        await b.play_round(1)
+        storage, may_end, looks = b.run.storage, threading.Event(), 0
+        assert storage is not None
+        look = RunStorage.restorable
+
+        def look_slowly(storage: RunStorage) -> list[tuple[int, int]]:
+            nonlocal looks
+            looks += 1
+            assert may_end.wait(10)
+            return look(storage)
+
+        monkeypatch.setattr(RunStorage, "restorable", look_slowly)
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(b.pserver.restorable(b.install.run), 0.02)
+        asking = asyncio.create_task(b.pserver.restorable(b.install.run))
+        await asyncio.sleep(0)
+        may_end.set()
+        assert (await asking, looks) == ([(0, 1)], 1)
+        await b.play_round(2)
+        assert (await b.pserver.restorable(b.install.run), looks) == ([(0, 2)], 2)
+
+
+@pytest.mark.asyncio
 async def test_what_is_held_can_be_restored_before_the_pserver_knows_who_it_is(tmp_path: Path) -> None:
     """A coordinator that comes back takes its word, and nobody's else."""
     async with bench(state_dir=tmp_path, durability="log") as b:

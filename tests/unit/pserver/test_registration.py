@@ -19,6 +19,29 @@ from .support import bench
 pytestmark = pytest.mark.asyncio
 
 
+async def test_a_page_of_a_proxy_is_no_answer(tmp_path: Path) -> None:
+    answers: list[object] = [
+        "<h1>Bad Gateway</h1>",
+        {"index": 0, "incarnation": 1, "lease_seconds": 0.03},
+        "<h1>Bad Gateway</h1>",
+        {"complete": None, "notice": "", "stop": True, "exit_code": 0},
+    ]
+    stop = asyncio.Event()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        one = answers.pop(0) if answers else {}
+        return httpx.Response(200, text=one) if isinstance(one, str) else httpx.Response(200, json=one)
+
+    async with (
+        bench(state_dir=tmp_path) as one,
+        httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http,
+    ):
+        staying = Registration(one.pserver, PserverSettings(state_dir=tmp_path, exit_when_done=True), http)
+        await asyncio.wait_for(staying.run("http://pserver:1", stop), 10)
+        assert (stop.is_set(), answers, staying.exit_code) == (True, [], 0)
+        await one.install_next_run()
+
+
 async def test_a_place_that_hangs_does_not_keep_a_pserver_from_stopping(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

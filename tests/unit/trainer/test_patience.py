@@ -7,7 +7,16 @@ import asyncio
 import httpx
 import pytest
 
-from ps_protocol.errors import ContributionMissing, FutureRound, GradpostError, NotReady, StalePserver, StaleRun
+from ps_protocol.errors import (
+    ContributionMissing,
+    FutureRound,
+    GradpostError,
+    NotReady,
+    RoundPending,
+    StalePserver,
+    StaleRun,
+    TryAgain,
+)
 from ps_protocol.fence import Fence
 from ps_protocol.messages import PserverInfo
 from ps_protocol.routes import SEND
@@ -51,6 +60,27 @@ async def test_it_is_waited_for_as_long_as_the_coordinator_answers(
     """It was away for longer than a request may take; the coordinator tells it when all are back."""
     monkeypatch.setattr("trainer_client.pserver_client.NEWS_SECONDS", 0.01)
     assert await ask(refusal, News(heard_at=float("inf"))) == NUM_REFUSALS + 1
+
+
+@pytest.mark.asyncio
+async def test_a_round_that_has_been_pending_for_long_uses_up_nobodys_patience() -> None:
+    """A pserver stops in a minute in which a lost trainer is waited for: it may be back soon."""
+    answers = [*[RoundPending("trainer 1 is missing")] * 4, TryAgain("this pserver stops"), None]
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        error = answers.pop(0)
+        await asyncio.sleep(0.1)
+        if error is None:
+            return httpx.Response(200, json={"round": 1})
+        return httpx.Response(error.status, json=error.to_problem(), headers={"retry-after": "0"})
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        client = PserverClient(
+            INFO, FENCE, lambda _: http, TrainerMetrics(), News(),
+            retry_seconds=60, deadline_seconds=0.3, max_delay=0,
+        )  # fmt: skip
+        await client.barrier(1, "batch")
+    assert answers == []
 
 
 async def push_to_one_that_forgets(*, dies: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,28 @@ def test_new_folders_push_the_oldest_out(tmp_path: Path, monkeypatch: pytest.Mon
     made = []
     for minute in range(KEPT_RUNS + 2):
         monkeypatch.setattr(state_folder.time, "strftime", lambda _, minute=minute: f"20261121-10{minute:02}00")
-        made.append(new_folder(tmp_path))
-        (made[-1] / "coordinator.json").touch()
-        assert newest_folder(tmp_path) == resume_folder(tmp_path) == made[-1]
+        folder = new_folder(tmp_path)
+        (folder.path / "coordinator.json").touch()
+        os.close(folder.lock)
+        made.append(folder.path)
+        os.close(resume_folder(tmp_path).lock)
+        assert newest_folder(tmp_path) == folder.path
     kept = [path for path in made if path.exists()]
     assert kept == made[-KEPT_RUNS:]
     assert (tmp_path / "notes").is_dir()
     assert (tmp_path / "up-20990101-000000").is_file()
+
+
+def test_what_is_running_stays_and_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = []
+    for minute in range(KEPT_RUNS + 2):
+        monkeypatch.setattr(state_folder.time, "strftime", lambda _, minute=minute: f"20261121-10{minute:02}00")
+        running.append(new_folder(tmp_path))
+    assert all(folder.path.exists() for folder in running)
+    with pytest.raises(CommandError, match="still running"):
+        resume_folder(tmp_path)
+    for folder in running:
+        os.close(folder.lock)
 
 
 def test_there_may_be_nothing_to_resume(tmp_path: Path) -> None:

@@ -104,6 +104,21 @@ def test_damaged_checkpoints_are_no_way_back(tmp_path):
     assert Disk(tmp_path / "state", str(shared)).find_checkpoints("run1", 0) == [(0, 0)]
 
 
+def test_nothing_is_deleted_for_a_checkpoint_that_is_not_there(tmp_path):
+    train(tmp_path, 6, (0,))
+    disk = Disk(tmp_path / "state", str(tmp_path / "shared"))
+    disk.open(0)
+    disk.register(0, 2)
+    with pytest.raises(StorageFailed, match="there is no checkpoint of round 6 of run run0"):
+        disk.open_run(install_for(PLAN, restore=6, source="run0", incarnation=2))
+    assert disk.folder is not None
+    disk.folder.close()
+    again = Disk(tmp_path / "state", str(tmp_path / "shared"))
+    again.open(0)
+    assert again.held is not None
+    assert again.held.rounds.applied == 6
+
+
 @pytest.mark.parametrize("name", ["pserver-0-of-1.safetensors", MANIFEST])
 def test_a_run_does_not_begin_with_a_damaged_checkpoint(tmp_path, name):
     train(tmp_path, 4, (0, 4))

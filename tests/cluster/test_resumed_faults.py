@@ -1,0 +1,80 @@
+"""A resumed run whose processes die before it trains, and after that: nothing of the run before is lost."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .faulty_run import FaultyRun, expected_result
+
+pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(180)]
+
+FIRST_ROUNDS = 20
+
+
+def begin(folder: Path, **settings: Any) -> None:
+    with FaultyRun(FIRST_ROUNDS, pservers=1, state_dir=str(folder), **settings) as run:
+        run.results()
+        run.cluster.summary()  # answered when the last checkpoint is written
+
+
+def resumed(folder: Path, rounds: int = 60, pservers: int = 2, **settings: Any) -> FaultyRun:
+    """It cannot take over the disks of one pserver, and begins with the checkpoint."""
+    return FaultyRun(rounds, pservers=pservers, state_dir=str(folder), resume=True, **settings)
+
+
+@pytest.mark.parametrize("is_told_again", [False, True])
+def test_everybody_dies_before_the_checkpoint_is_installed(tmp_path: Path, is_told_again: bool) -> None:
+    begin(tmp_path)
+    with resumed(tmp_path, failpoints="open.before=kill") as run:
+        for pserver in run.cluster.pservers:
+            pserver.wait(60)
+        run.kill(run.cluster.coordinator)
+        # A supervisor starts it again with the environment that it had.
+        run.cluster.restart_coordinator(GRADPOST_FAILPOINTS="", GRADPOST_RESUME=str(is_told_again).lower())
+        for index in range(2):
+            run.cluster.start_pserver(index, GRADPOST_FAILPOINTS="")
+        assert run.results() == [expected_result(60)] * 2
+        assert "begin 20" in run.wait_for_line("begin 20")
+
+
+@pytest.mark.parametrize("is_told_again", [False, True])
+def test_the_coordinator_dies_when_the_run_begins_and_a_pserver_later(tmp_path: Path, is_told_again: bool) -> None:
+    begin(tmp_path)
+    with resumed(tmp_path, rounds=200) as run:
+        run.kill(run.cluster.coordinator)
+        again = {"GRADPOST_RESUME": str(is_told_again).lower()}
+        run.cluster.restart_coordinator(GRADPOST_FAILPOINTS="begin.before=kill", **again)
+        run.cluster.coordinator.wait(60)
+        run.cluster.restart_coordinator(**again)
+        run.wait_for_round(60)
+        run.kill(run.cluster.pservers[0])
+        run.cluster.start_pserver(0)
+        assert run.results() == [expected_result(200)] * 2
+
+
+def test_who_was_done_is_not_awaited_by_a_coordinator_that_is_told_again_to_resume(tmp_path: Path) -> None:
+    begin(tmp_path)
+    with resumed(tmp_path, rounds=FIRST_ROUNDS + 10, pservers=1, rejoin_timeout_seconds=5) as run:
+        run.kill(run.cluster.trainers[0])
+        run.rounds = 400  # its next life has more to do than the other
+        run.start_trainer(0)
+        assert run.cluster.trainers[1].wait(60) == 0
+        run.kill(run.cluster.coordinator)
+        run.cluster.restart_coordinator(GRADPOST_RESUME="true")
+        assert run.cluster.trainers[0].wait(60) == 0
+
+
+def test_a_run_without_anything_to_go_back_to_ends(tmp_path: Path) -> None:
+    """What its trainers have is no beginning: the slots are gone, and round 0 is."""
+    with FaultyRun(2000, pservers=1, state_dir=str(tmp_path)) as run:
+        run.wait_for_round(40)
+        run.kill(run.cluster.pservers[0])
+        shutil.rmtree(tmp_path / "pserver-0")
+        shutil.rmtree(tmp_path / "checkpoints")
+        run.cluster.start_pserver(0)
+        assert [child.wait(60) for child in run.cluster.trainers] == [1, 1]
+        run.wait_for_line("PserverLost: pservers [0] have lost their shards", of="trainer 0")

@@ -1,0 +1,41 @@
+"""How a trainer goes when the coordinator is away."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainer_client import session as session_module
+from trainer_client.io_thread import IoThread
+from trainer_client.session import Session
+
+
+class SlowCoordinator:
+    """In the place of the client: it takes a while until somebody hears the farewell."""
+
+    settings = SimpleNamespace(retry_seconds=5.0)
+    has_heard = False
+
+    async def finish(self) -> None:
+        pass
+
+    async def leave(self, outcome: str, reason: str) -> None:
+        await asyncio.sleep(0.3)
+        self.has_heard = True
+
+
+@pytest.mark.parametrize("outcome", ["done", "failed"])
+def test_who_is_done_has_longer_to_say_so(
+    outcome: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others go on without who has failed, and wait for who is done until they know."""
+    monkeypatch.setattr(session_module, "CLOSE_SECONDS", 0.05)
+    session: Any = Session.__new__(Session)
+    session.io, session.client, session._is_open, session._pid = IoThread(), SlowCoordinator(), True, os.getpid()
+    session.close(outcome)
+    assert session.client.has_heard == (outcome == "done")
+    assert ("counts it as lost" in capsys.readouterr().err) == (outcome == "failed")
