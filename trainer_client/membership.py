@@ -96,10 +96,7 @@ class Membership:
         return PlanReady.model_validate_json(await self._insist("GET", PLAN, params=query))
 
     async def leave(self, outcome: str, reason: str = "") -> None:
-        """Say goodbye until it is heard, for `retry_seconds` at most; after a failure once, since the lease ends.
-
-        Raises Unreachable if the coordinator was away for so long.
-        """
+        """Say goodbye until it is heard, for `retry_seconds` at most; after a failure once, since the lease ends."""
         if self._heartbeats is not None:
             self._heartbeats.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -120,8 +117,9 @@ class Membership:
             # Who is done and does not say so is waited for, and its loss may end the run of the others.
             try:
                 await self._insist("POST", LEAVE.format(rank=self.joined.rank), message)
-            except Unreachable:
-                raise
+            except Unreachable as error:
+                text = "the coordinator has not heard that this trainer is done, and counts it as lost"
+                self.log.error(f"{text}: {error}")
             except GradpostError:
                 pass  # the run is over, or goes on without it
 

@@ -224,7 +224,14 @@ class PserverClient:
         the whole run has gone back meanwhile.
         """
         loop = asyncio.get_running_loop()
-        failing_since: float | None = None  # not from the beginning: a pending round may have lasted long
+        refused: tuple[Incarnation, float] | None = None  # by which life of the pserver, and since when
+
+        def refuses_for_long() -> bool:  # not since the beginning: a pending round may have lasted long
+            nonlocal refused
+            if refused is None or refused[0] != self.info.incarnation:
+                refused = self.info.incarnation, loop.time()
+            return loop.time() > refused[1] + self._deadline_seconds
+
         repushed: Counter[Incarnation] = Counter()
         while True:
             self._look_around()
@@ -232,11 +239,10 @@ class PserverClient:
                 return await self._reach(route, attempt)
             except TryAgain as answer:
                 # It answered, so it lives. A pending round ends by itself at the round time-out.
-                if isinstance(answer, RoundPending) or (
-                    isinstance(answer, NotReady) and self._is_in_touch(loop.time())
-                ):
-                    failing_since = None
-                elif loop.time() > (failing_since := failing_since or loop.time()) + self._deadline_seconds:
+                is_expected = isinstance(answer, NotReady) and self._is_in_touch(loop.time())
+                if is_expected or isinstance(answer, RoundPending):
+                    refused = None
+                elif refuses_for_long():
                     raise
                 self._metrics.retries.labels(answer.code).inc()
                 await asyncio.sleep(choose_pause(answer, PAUSE_SECONDS))
@@ -251,9 +257,7 @@ class PserverClient:
                 has_lost_rounds = isinstance(answer, FutureRound)
                 if has_lost_rounds and self.info.incarnation == self._first_life:
                     raise
-                failing_since = failing_since or loop.time()
-                is_long = loop.time() > failing_since + self._deadline_seconds
-                if is_long and (has_lost_rounds or not self._is_in_touch(loop.time())):
+                if refuses_for_long() and (has_lost_rounds or not self._is_in_touch(loop.time())):
                     raise
                 if has_lost_rounds:
                     self._news.ahead_of[self.info.index] = self.info.incarnation

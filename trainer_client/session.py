@@ -104,8 +104,7 @@ class Session:
             patience = self.client.settings.retry_seconds if outcome == "done" else 0.0
             self.io.start(self.client.leave(outcome, reason)).result(timeout=patience + CLOSE_SECONDS)
         except Exception as error:
-            text = f"gradpost: the coordinator has not heard that this trainer is {outcome}, and counts it as lost"
-            print(f"{text}: {error!r}", file=sys.stderr)
+            print(f"gradpost: leaving the run failed, and it counts as lost: {error!r}", file=sys.stderr)
         finally:
             self.io.close()
 

@@ -95,6 +95,8 @@ class TrainerSettings(BaseSettings):
             raise ValueError("tls_client_cert and tls_client_key go together: give both or neither")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together: give both or neither")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca needs tls_cert and tls_key: without TLS nobody shows a certificate")
         if self.metrics_port is not None:
             has_tokens = self.tokens_dir is not None
             check_listening(self.metrics_host, "metrics_host", has_tokens=has_tokens, insecure=self.insecure)

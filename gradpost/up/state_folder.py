@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,9 +53,10 @@ def resume_folder(root: Path) -> RunFolder:
 def new_folder(root: Path) -> RunFolder:
     """A folder for a new run. Of the older ones those that are too many are deleted, unless their runs go on."""
     for old in sorted(_folders(root))[: -KEPT_RUNS + 1]:
-        if (lock := lock_folder(old)) is not None:
-            shutil.rmtree(old, ignore_errors=True)
-            os.close(lock)
+        with suppress(OSError):  # another user's
+            if (lock := lock_folder(old)) is not None:
+                shutil.rmtree(old, ignore_errors=True)
+                os.close(lock)
     folder = root / f"{_PREFIX}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     lock = lock_folder(folder)
     assert lock is not None  # its name is this process's own

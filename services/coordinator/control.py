@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import httpx
 
-from ps_protocol.errors import error_from_problem
 from ps_protocol.messages import Message, WantCheckpoint
 from ps_protocol.routes import WANT_CHECKPOINT
 from ps_protocol.vocabulary import Round
+from services.runtime.peers import raise_for_problem
 
 from .pservers import PserverMember
 
@@ -28,12 +28,7 @@ async def call_pserver(
         method, member.info.address + route, timeout=timeout, headers={"content-type": "application/json"},
         content=None if message is None else message.model_dump_json(),
     )  # fmt: skip
-    if response.is_error:
-        try:
-            raise error_from_problem(response.json())
-        except ValueError:  # a proxy's page, say
-            text = f"{member.info.address}{route} answered {response.status_code} without a problem document"
-            raise httpx.RemoteProtocolError(text) from None
+    raise_for_problem(response)
     return response.content
 
 

@@ -11,12 +11,12 @@ from typing import TypeVar
 
 import httpx
 
-from ps_protocol.errors import GradpostError, NotReady, StorageFailed, TryAgain
+from ps_protocol.errors import GradpostError, NotReady, StaleRound, StorageFailed, TryAgain
 from ps_protocol.messages import PlanReady, PserverState, RunSummary, ShardSummary
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import STATE
-from ps_protocol.vocabulary import Incarnation, Rank
-from services.runtime.checkpoints import all_checkpoints, read_manifest
+from ps_protocol.vocabulary import Incarnation, Rank, Round
+from services.runtime.checkpoints import Manifest, all_checkpoints, complete_checkpoints, read_manifest
 from services.runtime.logs import bind_facts, get_logger
 from services.runtime.places import open_place
 
@@ -79,6 +79,9 @@ class Coordinator:
             if not await asyncio.to_thread(self._file.take):
                 text = f"another coordinator uses {self._settings.state_dir}"
                 raise StorageFailed(f"{text}; each needs a state_dir of its own (--state-dir, GRADPOST_STATE_DIR)")
+        except OSError as error:
+            raise StorageFailed(f"{self._settings.state_dir} cannot be used: {error}") from error
+        try:
             record = await asyncio.to_thread(self._file.read)
         except OSError as error:
             advice = "without it (delete it) a new run begins, or with resume one from the newest checkpoint"
@@ -106,29 +109,48 @@ class Coordinator:
     async def _resume(self, record: ClusterRecord | None) -> None:
         """Go on where a run has stopped, with other processes: with what they find on their disks, or a checkpoint.
 
-        Those who cut the model another way cannot take over their disks, and begin with the newest checkpoint. What has
-        not got as far as a plan goes on gathering.
+        Those who cut the model another way cannot take over their disks, and begin with the newest checkpoint, of that
+        run if there is one. What has not got as far as a plan goes on gathering.
         """
+        run = None if record is None else record.run
         if record is not None:
             recall_numbers(self.cluster, record)
-            run = record.run
-            if record.beginning is not None or (run is not None and run.plan is None):
-                await self._recall(record)
-                if self.cluster.beginning is not None:
-                    return
-            elif run is not None and self._is_cut_alike(run):
-                resume_run(self.cluster, record, self.now())
-                log.info("resuming", run=run.name, attempt=run.attempt)
-                return
-        found = await asyncio.to_thread(all_checkpoints, self.place)
-        if not found:
+        if record is not None and run is not None and run.state == "gathering" and run.plan is None:
+            recall_cluster(self.cluster, record, self.now())
+        elif record is not None and run is not None and self._has_something_to_go_on_with(run):
+            resume_run(self.cluster, record, self.now())
+            log.info("resuming", run=run.name, attempt=run.attempt)
+            return
+        manifest = await asyncio.to_thread(self._find_beginning, record)
+        if manifest is None:
             log.warning(
                 "there is nothing to resume: neither a run nor a checkpoint; a new run begins", place=self.place.url
             )
             return
-        manifest = found[0]
         self.cluster.beginning = manifest
         log.info("resuming from a checkpoint", run=manifest.run, round=manifest.round)
+
+    def _has_something_to_go_on_with(self, run: RunRecord) -> bool:
+        """Whether it is on its pservers' disks, or about to get there."""
+        return (run.has_begun or run.state == "gathering") and self._is_cut_alike(run)
+
+    def _find_beginning(self, record: ClusterRecord | None) -> Manifest | None:
+        """The newest checkpoint of the recorded run, or of the one that it began with, or was to begin with.
+
+        Other runs' count only if that has not trained: they may be another experiment's in the same place. Raises
+        StorageFailed if it has trained, and has no checkpoint.
+        """
+        run = None if record is None else record.run
+        names = [] if run is None else [run.name, run.source]
+        if record is not None and record.beginning is not None:
+            names.append(record.beginning.run)
+        for name in names:
+            if name is not None and (newest := complete_checkpoints(self.place, name)):
+                return newest[0]
+        if run is not None and run.has_trained:
+            text = f"run {run.name} has no checkpoint in {self.place.url} with which others could begin"
+            raise StorageFailed(f"{text}: resume it with the pservers and settings that it had")
+        return next(iter(all_checkpoints(self.place)), None)
 
     def _is_cut_alike(self, run: RunRecord) -> bool:
         """Whether the settings make the plan of a recorded run again."""
@@ -304,12 +326,23 @@ class Coordinator:
         try:
             async with asyncio.timeout(RESULT_SECONDS):
                 round_ = max(state.round for state in await self.ask_pservers(self._state_of) if state.run == run)
-                members = self.cluster.registry.members.values()
-                await asyncio.gather(*(want_checkpoint(self.http, m, run, round_, is_over=True) for m in members))
+                while (newer := await self._write_result(run, round_)) is not None:
+                    round_ = newer
                 async with self._condition:  # they tell of it in their heartbeats
                     await self._condition.wait_for(lambda: round_ in self.cluster.complete_checkpoints)
         except (TimeoutError, httpx.HTTPError, GradpostError, ValueError) as error:
             log.error("there is no checkpoint of the run's last round", error=repr(error))
+
+    async def _write_result(self, run: str, round_: Round) -> Round | None:
+        """Have the last checkpoint written; a later round if a pserver has got further than it had said."""
+        members = self.cluster.registry.members.values()
+        try:
+            await asyncio.gather(*(want_checkpoint(self.http, m, run, round_, is_over=True) for m in members))
+        except StaleRound as error:
+            if (current := error.facts.get("current")) is None or current <= round_:
+                raise
+            return int(current)
+        return None
 
     async def summary(self) -> RunSummary:
         """The current run in a few numbers. Once it is over, what stays of it is on the disk when this is answered."""

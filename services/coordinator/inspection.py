@@ -7,12 +7,13 @@ from typing import Any
 
 import httpx
 
-from ps_protocol.errors import NotFound, NotReady, TryAgain, error_from_problem
+from ps_protocol.errors import NotFound, NotReady, TryAgain
 from ps_protocol.frames import FrameLimits, encode_header, parse_frame
 from ps_protocol.messages import ClusterStatus, PserverStatus, TrainerStatus
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import BLOCKS
 from ps_protocol.vocabulary import DTYPE_BYTES, Block
+from services.runtime.peers import raise_for_problem
 
 from .coordinator import Coordinator
 
@@ -120,10 +121,9 @@ async def _read_block(coordinator: Coordinator, block: Block) -> tuple[str, byte
         response = await coordinator.http.get(
             member.info.address + BLOCKS, params={"name": block.name}, timeout=READ_TIMEOUT_SECONDS
         )
+        raise_for_problem(response)
     except httpx.HTTPError as error:
         raise TryAgain(f"pserver {block.pserver} did not answer: {error!r}") from error
-    if response.is_error:
-        raise error_from_problem(response.json())
     body = response.content
     frame = parse_frame(body, FrameLimits(max_body_bytes=len(body)))
     return frame.metadata["round"], body[frame.data_begin :]

@@ -207,7 +207,7 @@ class Installer:
             return False
         applied = max((answer.applied for answer in answers if answer is not None), default=0)
         round_ = newest_common(newest, ranges)
-        if round_ is None and (applied > 0 or run.has_trained):
+        if round_ is None and (applied > 0 or run.has_trained or run.resume is not None):
             empty = [member.info.index for member, one in zip(members, ranges, strict=True) if not one]
             text = f"pservers {empty} have lost their shards" if empty else "no round can be restored by all pservers"
             run.fail(PserverLost(f"{text}; the pservers can restore {ranges}", pserver=empty), self._now())

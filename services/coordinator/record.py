@@ -36,7 +36,7 @@ class TrainerRecord(Message):
     declared: bool
     why: str
     is_awaited: bool
-    resumed_from: TrainerState | None
+    is_resumed: bool = False
 
 
 class RunRecord(Message):
@@ -51,7 +51,8 @@ class RunRecord(Message):
     attempt: int
     resume: Round | None
     source: str | None
-    has_trained: bool
+    has_begun: bool = True
+    has_trained: bool = True
     number: int
     members: dict[Rank, Incarnation]
     starts: dict[Rank, Round]
@@ -81,7 +82,7 @@ class ClusterRecord(Message):
     pserver_incarnations: dict[PserverIndex, Incarnation]
     run_incarnations: dict[PserverIndex, Incarnation]
     pservers: tuple[PserverRecord, ...]
-    beginning: Beginning | None
+    beginning: Beginning | None = None
     run: RunRecord | None
 
 
@@ -114,6 +115,7 @@ def _describe_run(cluster: Cluster) -> RunRecord | None:
         attempt=decision.attempt,
         resume=decision.resume,
         source=run.source,
+        has_begun=run.has_begun,
         has_trained=run.has_trained,
         number=run.number,
         members=decision.membership.members,
@@ -130,7 +132,7 @@ def _describe_run(cluster: Cluster) -> RunRecord | None:
                 declared=t.declaration is not None,
                 why=t.why,
                 is_awaited=t.is_awaited,
-                resumed_from=t.resumed_from,
+                is_resumed=t.is_resumed,
             )
             for _, t in sorted(run.trainers.items())
         ),
@@ -144,23 +146,35 @@ def recall_numbers(cluster: Cluster, record: ClusterRecord) -> None:
 
 
 def resume_run(cluster: Cluster, record: ClusterRecord, now: float) -> None:
-    """Go on with the planned run that was recorded, whatever its end was: of its processes none lives any more.
+    """Go on with the planned run that was recorded, whatever its end was: its trainers have to be started again.
 
-    One that had not begun yet begins now, with what it was to begin with.
+    One that had not begun yet begins now, with what it was to begin with. Should somebody be heard who was there
+    before, it was the coordinator alone that was started again, and the run is what it was.
     """
     assert record.run is not None
-    cluster.run_incarnations.update(record.run_incarnations)
-    _recall_run(cluster, record.run, now)
+    recalled = record.run
+    recall_cluster(cluster, record, now)
     run = cluster.run
     if run.state != "gathering":
         run.state, run.source = "training", None
     run.failure, run.ended_at = None, None
     for rank, trainer in list(run.trainers.items()):
         if rank < run.defaults.num_trainers:
-            trainer.resumed_from = trainer.resumed_from or trainer.state
             trainer.lose("lost", f"trainer {rank} has to be started again", now, is_awaited=True)
+            trainer.is_resumed = True
         else:
             del run.trainers[rank]
+
+    def take_back(now: float) -> None:
+        for recorded in recalled.trainers:
+            if recorded.rank in run.trainers and run.trainers[recorded.rank].is_resumed:
+                run.trainers[recorded.rank] = _recall_trainer(recorded, recalled, now)
+        if recalled.state in ("finished", "failed"):
+            run.state, run.ended_at = recalled.state, now
+            run.failure = None if recalled.failure is None else error_from_problem(recalled.failure)
+        run.number += 1
+
+    cluster.take_back_resumption = take_back
 
 
 def recall_cluster(cluster: Cluster, record: ClusterRecord, now: float) -> None:
@@ -182,15 +196,19 @@ def _recall_run(cluster: Cluster, record: RunRecord, now: float) -> None:
         run.plan, run.declaration, run.uploader = SlicePlan.from_json(record.plan), record.declaration, record.uploader
         run.started_at = now
     run.attempt, run.resume, run.source, run.number = record.attempt, record.resume, record.source, record.number + 1
-    run.has_trained = record.has_trained
+    run.has_begun, run.has_trained = record.has_begun, record.has_trained
     run.membership = Membership(dict(record.members), dict(record.starts), dict(record.sets), dict(record.verdicts))
     run.ended_at = now if run.is_over else None
-    for t in record.trainers:
-        run.trainers[t.rank] = TrainerMember(
-            t.rank, t.incarnation, t.instance, now, t.metrics_address, t.state,
-            declaration=_declaration_of(t, record), joined_at=now, gone_at=now, why=t.why, is_awaited=t.is_awaited,
-            resumed_from=t.resumed_from,
-        )  # fmt: skip
+    for trainer in record.trainers:
+        run.trainers[trainer.rank] = _recall_trainer(trainer, record, now)
+
+
+def _recall_trainer(t: TrainerRecord, record: RunRecord, now: float) -> TrainerMember:
+    return TrainerMember(
+        t.rank, t.incarnation, t.instance, now, t.metrics_address, t.state,
+        declaration=_declaration_of(t, record), joined_at=now, gone_at=now, why=t.why, is_awaited=t.is_awaited,
+        is_resumed=t.is_resumed,
+    )  # fmt: skip
 
 
 def _declaration_of(trainer: TrainerRecord, record: RunRecord) -> DeclareModel | None:

@@ -51,6 +51,7 @@ class Run:
         self.pending: Decision | None = None  # takes effect once it is durable; nobody hears of it before
         self.rollback_to: Round | None = None  # pservers have lost what trainers have pulled: back to here at least
         self.pulled: Round = 0  # the newest round that a trainer has ended in this attempt, as far as was heard
+        self.has_begun = False  # every pserver had it once
         self.has_trained = False  # a trainer has ended a round: initial values would not do any more
         self.source: str | None = None  # the run whose checkpoint this one has begun with
         self.failure: GradpostError | None = None
@@ -239,7 +240,7 @@ class Run:
     def installed(self, now: float) -> None:
         """Every pserver has the run."""
         if self.state == "gathering":
-            self.state, self.started_at = "training", now
+            self.state, self.started_at, self.has_begun = "training", now, True
             self.source = None  # from now on what it has begun with is on the pservers' own disks
 
     # ------------------------------------------------------------------ heartbeats, losses
@@ -255,17 +256,7 @@ class Run:
             self.has_trained = True
         trainer.results = dict(message.results)
         if trainer.state == "lost" and self._may_return(trainer) and not trainer.is_stuck:
-            if trainer.resumed_from is not None:
-                self._take_back_resumption()
             self._revive(trainer)
-
-    def _take_back_resumption(self) -> None:
-        """A life from before is heard: only the coordinator was started again, and who was done is done."""
-        for trainer in self.trainers.values():
-            if trainer.resumed_from == "done" and trainer.is_awaited and not trainer.is_here:
-                trainer.state, trainer.is_awaited = "done", False
-                self.number += 1
-            trainer.resumed_from = None
 
     def _may_return(self, trainer: TrainerMember) -> bool:
         """Whether a life that was lost has its place back once it is heard: nobody has gone on without it."""
@@ -283,7 +274,7 @@ class Run:
         if self.plan is None or self.defaults.on_trainer_loss != "continue" or here < self.defaults.min_trainers:
             return
         for trainer in self.awaited:
-            if trainer.resumed_from is None:  # else all begin together, as they did at first
+            if not trainer.is_resumed:
                 trainer.is_awaited = False
                 self.number += 1
 
@@ -305,8 +296,8 @@ class Run:
     def leave(self, rank: Rank, message: Leave, now: float) -> None:
         """A trainer goes. One that is done is not waited for any more; one that failed is lost."""
         trainer = self.member(rank, message.run, message.incarnation)
-        if not trainer.is_here:
-            return
+        if not trainer.is_here and not (trainer.is_awaited and message.outcome == "done"):
+            return  # who counted as lost, and is awaited, has all that it was awaited for
         trainer.round = message.round
         if message.outcome == "failed":
             reason = message.reason or "no reason was given"
@@ -335,7 +326,7 @@ class Run:
         for trainer in self.awaited:
             if now - trainer.gone_at <= limit:
                 continue
-            trainer.resumed_from = None
+            trainer.is_resumed = False
             self._go_on_without_the_lost()
             if trainer.is_awaited:
                 text = f"{trainer.why}; it did not come back within the rejoin time-out of {limit:g} s"

@@ -28,7 +28,7 @@ class TrainerMember:
     gone_at: float = 0.0  # when it was lost or failed
     why: str = ""  # the same in words
     is_awaited: bool = False  # nobody goes on without it: it, or another life of its rank, is to come back
-    resumed_from: TrainerState | None = None  # the run was resumed: what this life was before, and nobody has been yet
+    is_resumed: bool = False  # awaited since the run was resumed, so that all begin together
     is_stuck: bool = False  # lost although it lives: it does not progress
 
     @property

@@ -7,7 +7,7 @@ import contextlib
 
 import httpx
 
-from ps_protocol.errors import GradpostError, StalePserver, error_from_problem
+from ps_protocol.errors import GradpostError, StalePserver
 from ps_protocol.messages import (
     Message,
     PserverHeartbeatReply,
@@ -18,6 +18,7 @@ from ps_protocol.messages import (
 from ps_protocol.routes import PSERVER_HEARTBEAT, REGISTER_PSERVER
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 from services.runtime.logs import get_logger
+from services.runtime.peers import raise_for_problem
 
 from .pserver import Pserver
 from .settings import PserverSettings
@@ -119,12 +120,7 @@ class Registration:
             self._coordinator + path, content=message.model_dump_json(), timeout=TIMEOUT_SECONDS,
             headers={"content-type": "application/json"},
         )  # fmt: skip
-        if response.is_error:
-            try:
-                raise error_from_problem(response.json())
-            except ValueError:  # a proxy's page, say
-                text = f"{self._coordinator}{path} answered {response.status_code} without a problem document"
-                raise httpx.RemoteProtocolError(text) from None
+        raise_for_problem(response)
         return response.content
 
 

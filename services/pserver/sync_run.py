@@ -250,7 +250,7 @@ class SyncRun(PserverRun):
             await self._checkpoint_now(storage)
 
     async def _finish_apply(self) -> None:
-        if self._apply_task is not None:
+        while self._apply_task is not None and not self._apply_task.done():  # one may have begun the next
             await asyncio.wait([self._apply_task])
 
     def _publish(self, reply: Reply) -> None:

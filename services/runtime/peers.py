@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 from ps_protocol.certificates import client_context
+from ps_protocol.errors import error_from_problem
 from ps_protocol.tokens import TokenPair
 
 from .logs import get_logger
@@ -23,6 +26,17 @@ def make_peer_client(settings: ServiceSettings) -> httpx.AsyncClient:
     """
     auth = None if settings.sent_token is None else BearerAuth(settings.sent_token)
     return httpx.AsyncClient(verify=client_context(settings.client_tls, with_system=True), auth=auth, trust_env=False)
+
+
+def raise_for_problem(response: httpx.Response) -> None:
+    """Raise the GradpostError that an answer stands for, if it is one; a gateway's page is an httpx.TransportError."""
+    if response.is_error:
+        document: Any = None
+        with suppress(ValueError):
+            document = response.json()
+        if isinstance(document, dict) and "code" in document:
+            raise error_from_problem(document)
+        raise httpx.RemoteProtocolError(f"{response.url} answered {response.status_code} without a problem document")
 
 
 class BearerAuth(httpx.Auth):

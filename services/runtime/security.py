@@ -136,7 +136,10 @@ class CheckAccess:
 
 
 def _check_origin(origin: str, authority: str) -> None:
-    url = urlsplit(origin)
+    try:
+        url = urlsplit(origin)
+    except ValueError:
+        raise BadOrigin("the origin is no URL", expected=authority, actual=origin[:300]) from None
     default = _DEFAULT_PORTS.get(url.scheme, "")
     # Of the scheme only the port counts: a proxy may end TLS before us.
     theirs, ours = split_port(url.netloc), split_port(authority)

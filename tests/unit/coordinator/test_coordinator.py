@@ -24,6 +24,7 @@ from ps_protocol.errors import (
     NotReady,
     PserverLost,
     StalePserver,
+    StaleRound,
     StorageFailed,
     TrainerLost,
     TryAgain,
@@ -320,6 +321,23 @@ async def test_a_checkpoint_needs_every_pserver():
             await create_checkpoint(coordinator)
 
 
+async def test_the_last_checkpoint_holds_what_pservers_have_taken_meanwhile(monkeypatch):
+    """Asynchronous pushes that nobody waited for: they are applied after the trainer has gone."""
+    asked: list[int] = []
+
+    async def want(http: object, member: object, run: str, round_: int, *, is_over: bool) -> None:
+        asked.append(round_)
+        if round_ < 95:
+            raise StaleRound("contribution 90 was taken before others", current=95)
+
+    monkeypatch.setattr("services.coordinator.coordinator.want_checkpoint", want)
+    async with coordinating(FakePservers(), lease_seconds=30) as coordinator:
+        [trainer, _] = begin(coordinator)
+        assert await coordinator._write_result(trainer[1], 90) == 95
+        assert await coordinator._write_result(trainer[1], 95) is None
+        assert asked == [90, 90, 95, 95]
+
+
 async def test_a_place_that_hangs_holds_up_no_change_of_members(monkeypatch):
     """Neither that of a checkpoint's manifest, nor the end of the process."""
     pservers, is_let_go = FakePservers(), threading.Event()
@@ -415,7 +433,11 @@ async def test_a_pserver_that_is_short_rounds_takes_everybody_back_though_nobody
         [trainer, _] = begin(coordinator)
         await coordinator.wait_for_plan(*trainer, 5)
         pservers.short.add("0")
-        pservers.pages += [httpx.Response(502, content=b"<h1>Bad Gateway</h1>"), httpx.Response(200, content=b"?")]
+        pservers.pages += [
+            httpx.Response(502, content=b"<h1>Bad Gateway</h1>"),
+            httpx.Response(502, json={"message": "upstream connect error"}),
+            httpx.Response(200, content=b"?"),
+        ]
         coordinator.cluster.register_pserver(registration("0", index=0), coordinator.now())
         coordinator.cluster.run.number += 1
         coordinator.changed()
@@ -510,6 +532,37 @@ async def test_those_who_cut_the_model_another_way_begin_with_a_checkpoint(tmp_p
         beginning = coordinator.cluster.beginning
         assert beginning is not None
         assert (beginning.run, beginning.round, coordinator.cluster.run.plan) == ("run0", 7, None)
+
+
+async def test_a_resumption_that_has_failed_begins_with_the_same_checkpoint_next_time(tmp_path):
+    """The run had a plan and had not begun: nothing of it is on any disk."""
+    run = await planned(tmp_path)
+    place = open_place(str(tmp_path / "checkpoints"))
+    for name, round_ in (("run0", 7), ("another experiment", 9)):
+        assert run.plan is not None
+        manifest = Manifest(
+            run=name, attempt=0, round=round_, consistency=Consistency(), plan=run.plan.to_json(), shards=(),
+            created=f"2026-11-22T05:34:2{round_}Z",
+        )  # fmt: skip
+        write_manifest(place, manifest)
+    coordinator = await recalled(tmp_path)
+    run = coordinator.cluster.run
+    run.resume, run.source = 7, "run0"
+    run.fail(TrainerLost("somebody has pressed Ctrl-C", ranks=[0]), 1.0)
+    await coordinator.keep()
+    for _ in range(2):
+        beginning = (await recalled(tmp_path, resume=True)).cluster.beginning
+        assert beginning is not None
+        assert (beginning.run, beginning.round) == ("run0", 7)
+
+
+async def test_who_cannot_take_over_what_was_trained_does_not_begin_with_something_else(tmp_path):
+    run = await planned(tmp_path)
+    coordinator = await recalled(tmp_path)
+    coordinator.cluster.run.has_trained = True
+    await coordinator.keep()
+    with pytest.raises(StorageFailed, match=f"run {run.name} has no checkpoint"):
+        await recalled(tmp_path, resume=True, num_pservers=3)
 
 
 async def test_a_run_that_is_to_begin_with_a_checkpoint_gathers_on(tmp_path):

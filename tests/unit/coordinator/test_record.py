@@ -92,6 +92,8 @@ def test_a_run_is_resumed_whatever_its_end_was(tmp_path):
     resume_run(after, through_the_disk(before, tmp_path), 100.0)
     assert (after.run.state, after.run.failure, after.run.attempt) == ("training", None, 1)
     assert [t.rank for t in after.run.awaited] == [0, 1]
+    assert after.waiting_for == ["trainer 0", "trainer 1"]
+    after.expire(100.0 + LEASE + 1)  # until then a pserver might be alive
     assert after.waiting_for == ["pserver 0", "pserver 1", "trainer 0", "trainer 1"]
 
 
@@ -127,18 +129,58 @@ def resumed(tmp_path: Path, **changes: Any) -> Cluster:
 
 
 def test_everybody_is_awaited_when_a_run_is_resumed_even_who_was_done(tmp_path):
-    run = resumed(tmp_path, on_trainer_loss="wait").run
-    assert [t.rank for t in run.awaited] == [0, 1, 2]
-    run.join(joining("new", 0), 101.0)
-    assert [t.rank for t in run.awaited] == [1, 2]
+    cluster = resumed(tmp_path, on_trainer_loss="wait")
+    assert [t.rank for t in cluster.run.awaited] == [0, 1, 2]
+    cluster.join_trainer(joining("new", 0), 101.0)
+    cluster.trainer_heartbeat(1, alive(), 102.0)  # the others' machines live
+    assert [t.rank for t in cluster.run.awaited] == [2]
 
 
-def test_who_was_done_stays_done_if_only_the_coordinator_was_started_again(tmp_path):
-    run = resumed(tmp_path, on_trainer_loss="wait").run
-    run.heartbeat(0, alive(), 101.0)
-    assert [t.rank for t in run.awaited] == [1]
-    run.heartbeat(1, alive(), 101.0)
-    assert (run.members, run.trainers[2].state) == ({0: 1, 1: 1}, "done")
+@pytest.mark.parametrize("policy", ["wait", "continue"])
+@pytest.mark.parametrize("heard", ["pserver", "trainer", "trainer joins", "trainer is done"])
+def test_a_run_is_what_it_was_if_only_the_coordinator_was_started_again(tmp_path, heard, policy):
+    cluster = resumed(tmp_path, on_trainer_loss=policy)
+    if heard == "pserver":
+        cluster.pserver_heartbeat(0, beat(run="run1"), 101.0)
+    elif heard == "trainer joins":  # the answer was lost
+        cluster.join_trainer(joining("0", 0), 101.0)
+    elif heard == "trainer is done":
+        cluster.leave_trainer(0, leaving(), 101.0)
+    else:
+        cluster.trainer_heartbeat(0, alive(), 101.0)
+    run = cluster.run
+    assert run.awaited == []
+    assert {t.rank: t.state for t in run.trainers.values()} == {
+        0: "done" if heard == "trainer is done" else "declared",
+        1: "declared",
+        2: "done",
+    }
+    cluster.trainer_heartbeat(1, alive(), 102.0)
+    assert run.state == "training"
+
+
+@pytest.mark.parametrize("end", ["finished", "failed"])
+def test_a_run_that_was_over_stays_so_if_only_the_coordinator_was_started_again(tmp_path, end):
+    before, after = make_cluster(on_trainer_loss="fail"), make_cluster(on_trainer_loss="fail")
+    train(before)
+    for rank in (0, 1):
+        before.leave_trainer(rank, leaving("done" if end == "finished" else "failed"), 1.0)
+    resume_run(after, through_the_disk(before, tmp_path), 100.0)
+    assert after.run.state == "training"
+    after.pserver_heartbeat(0, beat(run="run1"), 101.0)
+    assert (after.run.state, after.run.failure is None, after.run.is_deserted) == (end, end == "finished", True)
+
+
+def test_who_is_done_is_so_though_it_counted_as_lost(tmp_path):
+    """Its farewell is all that still comes: the heartbeats have ended before it."""
+    cluster = training()
+    cluster.expire(LEASE + 2)
+    assert [t.rank for t in cluster.run.awaited] == [0, 1]
+    cluster.leave_trainer(0, leaving(), LEASE + 3)
+    assert [t.rank for t in cluster.run.awaited] == [1]
+    assert cluster.run.trainers[0].state == "done"
+    cluster.leave_trainer(1, leaving(), LEASE + 3)
+    assert cluster.run.state == "finished"
 
 
 def test_all_begin_together_when_a_run_is_resumed_that_goes_on_without_the_lost(tmp_path):

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.asyncio
 async def test_a_page_of_a_proxy_is_no_answer(tmp_path: Path) -> None:
     answers: list[object] = [
         "<h1>Bad Gateway</h1>",
+        httpx.Response(502, json={"message": "upstream connect error"}),
         {"index": 0, "incarnation": 1, "lease_seconds": 0.03},
         "<h1>Bad Gateway</h1>",
         {"complete": None, "notice": "", "stop": True, "exit_code": 0},
@@ -30,6 +31,8 @@ async def test_a_page_of_a_proxy_is_no_answer(tmp_path: Path) -> None:
 
     def answer(request: httpx.Request) -> httpx.Response:
         one = answers.pop(0) if answers else {}
+        if isinstance(one, httpx.Response):
+            return one
         return httpx.Response(200, text=one) if isinstance(one, str) else httpx.Response(200, json=one)
 
     async with (

@@ -226,7 +226,15 @@ async def test_pages_of_other_sites_change_nothing(server: str, http: httpx.Asyn
     async with running(Sample().make_app(), server=server) as service:
         url = f"{service.address}/raw/fine"
         own = service.address
-        for origin in ("http://evil.example", "null", "http://127.0.0.1:1", own + ".evil.example", "http://", "x"):
+        for origin in (
+            "http://evil.example",
+            "null",
+            "http://127.0.0.1:1",
+            own + ".evil.example",
+            "http://",
+            "x",
+            "http://[",
+        ):
             response = await http.post(url, headers={"origin": origin})
             assert await refusal(response) == (403, "bad_origin"), origin
             assert (await http.get(f"{own}/healthz", headers={"origin": origin})).status_code == 200

@@ -318,11 +318,11 @@ async def test_who_is_done_says_so_until_it_is_heard():
     assert coordinator.num_heard("leave") == 3
 
 
-async def test_nobody_waits_for_ever_to_say_farewell():
+async def test_nobody_waits_for_ever_to_say_farewell(capsys):
     coordinator = FakeCoordinator(leave=[httpx.ConnectError("refused")])
-    async with asyncio.timeout(3), member(coordinator) as membership:
-        with pytest.raises(Unreachable):  # which has consequences for others
-            await membership.leave("done")
+    async with asyncio.timeout(3), member(coordinator):
+        pass
+    assert "counts it as lost" in capsys.readouterr().err  # which has consequences for others
     assert coordinator.num_heard("leave") > 3
 
 

@@ -12,6 +12,7 @@ from ps_protocol.errors import (
     FutureRound,
     GradpostError,
     NotReady,
+    Overloaded,
     RoundPending,
     StalePserver,
     StaleRun,
@@ -78,6 +79,31 @@ async def test_a_round_that_has_been_pending_for_long_uses_up_nobodys_patience()
         client = PserverClient(
             INFO, FENCE, lambda _: http, TrainerMetrics(), News(),
             retry_seconds=60, deadline_seconds=0.3, max_delay=0,
+        )  # fmt: skip
+        await client.barrier(1, "batch")
+    assert answers == []
+
+
+@pytest.mark.asyncio
+async def test_what_an_earlier_life_has_answered_uses_up_nobodys_patience() -> None:
+    """It said that it stops, and was away for longer than a request may take; the next life is busy for a moment."""
+    news = News()
+    answers = [TryAgain("this pserver stops"), None, Overloaded("too many requests"), None]
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        error = answers.pop(0)
+        await asyncio.sleep(0.2)
+        if len(answers) == 2:
+            news.pservers[0] = INFO.model_copy(update={"incarnation": 2})
+            raise httpx.ConnectError("refused")
+        if error is None:
+            return httpx.Response(200, json={"round": 1})
+        return httpx.Response(error.status, json=error.to_problem(), headers={"retry-after": "0"})
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        client = PserverClient(
+            INFO, FENCE, lambda _: http, TrainerMetrics(), news,
+            retry_seconds=60, deadline_seconds=0.25, max_delay=0,
         )  # fmt: skip
         await client.barrier(1, "batch")
     assert answers == []

@@ -38,4 +38,4 @@ def test_who_is_done_has_longer_to_say_so(
     session.io, session.client, session._is_open, session._pid = IoThread(), SlowCoordinator(), True, os.getpid()
     session.close(outcome)
     assert session.client.has_heard == (outcome == "done")
-    assert ("counts it as lost" in capsys.readouterr().err) == (outcome == "failed")
+    assert ("counts as lost" in capsys.readouterr().err) == (outcome == "failed")

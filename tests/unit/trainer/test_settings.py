@@ -36,6 +36,12 @@ def test_an_argument_that_is_no_setting_is_refused(name: str, message: str) -> N
         ParameterClient(**{name: 1})
 
 
+def test_whose_certificates_readers_of_metrics_must_show_needs_tls(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").touch()
+    with pytest.raises(ValueError, match="without TLS nobody shows a certificate"):
+        ParameterClient(tls_client_ca=tmp_path / "ca.pem")
+
+
 @pytest.mark.asyncio
 async def test_what_was_decided_by_joining_cannot_be_set_any_more() -> None:
     client = ParameterClient("http://127.0.0.1:9", metrics_port=None)
