@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ps_protocol.errors import (
     ModelMismatch,
@@ -40,6 +41,14 @@ from .pservers import PserverRegistry
 from .run import Run
 
 
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """How a run that was resumed becomes again what it was recorded as."""
+
+    was_over: bool
+    take_back: Callable[[float], None]
+
+
 class Cluster:
     """Decides who takes part; the shell around it carries the decisions to the pservers."""
 
@@ -63,7 +72,7 @@ class Cluster:
         self.checkpoints_known_for: tuple[str, int] | None = None  # the run and the attempt whose they are
         self.installed_members: dict[Rank, Incarnation] = {}  # whom every pserver counts on
         self.beginning: Manifest | None = None  # what the next run begins with, instead of initial values
-        self.take_back_resumption: Callable[[float], None] | None = None  # until it is clear who is there
+        self.resumption: Resumption | None = None  # until it is clear who is there
         self._recorded_run = ""
         self._told_to_stop: set[PserverIndex] = set()
         self.run = self._new_run()
@@ -71,11 +80,15 @@ class Cluster:
     def _new_run(self) -> Run:
         return Run(self._name_run(), self._defaults, self.trainer_incarnations)
 
-    def _meet_again(self, now: float) -> None:
-        """Somebody is heard who was there before this process: what was resumed goes on, everybody as it was."""
-        take_back, self.take_back_resumption = self.take_back_resumption, None
-        if take_back is not None:
-            take_back(now)
+    def _meet_again(self, now: float, *, is_trainer: bool = True) -> None:
+        """Somebody is heard who was there before this process: what was resumed goes on, everybody as it was.
+
+        Of a run that was over a script may still be there that has not heard of it; that proves nothing.
+        """
+        resumption = self.resumption
+        if resumption is not None and not (is_trainer and resumption.was_over):
+            self.resumption = None
+            resumption.take_back(now)
 
     # ------------------------------------------------------------------ pservers
 
@@ -101,7 +114,8 @@ class Cluster:
     def pserver_heartbeat(self, index: PserverIndex, message: PserverHeartbeat, now: float) -> PserverHeartbeatReply:
         """Renew a pserver's lease; those for whom its barrier has waited beyond the round time-out count as lost."""
         self.registry.heartbeat(index, message, now)
-        self._meet_again(now)
+        if self.registry.members[index].is_recalled:
+            self._meet_again(now, is_trainer=False)
         if message.run == self.run.name and message.failure is not None:
             self.run.fail(error_from_problem(message.failure), now)
         if message.run == self.run.name:
@@ -159,7 +173,7 @@ class Cluster:
             self.complete_checkpoints.clear()
         if request.instance in {trainer.instance for trainer in self.run.trainers.values()}:
             self._meet_again(now)
-        self.take_back_resumption = None  # somebody new takes part
+        self.resumption = None  # somebody new takes part
         trainer = self.run.join(request, now)
         return TrainerJoined(
             run=self.run.name,
@@ -173,9 +187,9 @@ class Cluster:
 
     def trainer_heartbeat(self, rank: Rank, message: TrainerHeartbeat, now: float) -> TrainerHeartbeatReply:
         """Renew a trainer's lease. What it says of pservers that lost a round, or that it cannot reach, has effect."""
-        self.run.member(rank, message.run, message.incarnation)
-        self._meet_again(now)
         run = self.run
+        if run.member(rank, message.run, message.incarnation).is_resumed:
+            self._meet_again(now)
         run.heartbeat(rank, message, now)
         if run.state == "training":
             self._go_back_for(message)
@@ -209,8 +223,8 @@ class Cluster:
 
     def leave_trainer(self, rank: Rank, message: Leave, now: float) -> None:
         """A trainer goes. If it fails because it waited too long for others, it is those who ended the run."""
-        self.run.member(rank, message.run, message.incarnation)
-        self._meet_again(now)
+        if self.run.member(rank, message.run, message.incarnation).is_resumed:
+            self._meet_again(now)
         if message.outcome == "failed" and self.run.plan is not None:
             for pserver in self.registry.members.values():
                 # The pserver has told the trainer of the time-out before its next heartbeat tells us.

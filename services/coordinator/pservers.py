@@ -32,6 +32,7 @@ class PserverMember:
     is_stopping: bool = False  # it has said that it will be back
     held: HeldRun | None = None  # what it brought along when it registered
     here_since: float = 0.0
+    is_recalled: bool = False  # known from the coordinator's record, and not registered since
 
 
 class PserverRegistry:

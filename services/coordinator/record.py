@@ -17,7 +17,7 @@ from services.runtime.locks import lock_folder
 from services.runtime.places import map_file, write_file
 from services.runtime.sealed import seal, unseal
 
-from .cluster import Cluster
+from .cluster import Cluster, Resumption
 from .decision import Membership
 from .pservers import PserverMember
 from .trainers import TrainerMember, TrainerState
@@ -169,12 +169,13 @@ def resume_run(cluster: Cluster, record: ClusterRecord, now: float) -> None:
         for recorded in recalled.trainers:
             if recorded.rank in run.trainers and run.trainers[recorded.rank].is_resumed:
                 run.trainers[recorded.rank] = _recall_trainer(recorded, recalled, now)
-        if recalled.state in ("finished", "failed"):
+        if was_over:
             run.state, run.ended_at = recalled.state, now
             run.failure = None if recalled.failure is None else error_from_problem(recalled.failure)
         run.number += 1
 
-    cluster.take_back_resumption = take_back
+    was_over = recalled.state in ("finished", "failed")
+    cluster.resumption = Resumption(was_over, take_back)
 
 
 def recall_cluster(cluster: Cluster, record: ClusterRecord, now: float) -> None:
@@ -183,7 +184,9 @@ def recall_cluster(cluster: Cluster, record: ClusterRecord, now: float) -> None:
     cluster.run_incarnations.update(record.run_incarnations)
     for pserver in record.pservers:
         if pserver.info.index < cluster.registry.num_pservers:
-            cluster.registry.members[pserver.info.index] = PserverMember(pserver.info, pserver.instance, now)
+            cluster.registry.members[pserver.info.index] = PserverMember(
+                pserver.info, pserver.instance, now, is_recalled=True
+            )
     if record.run is not None:
         _recall_run(cluster, record.run, now)
 

@@ -287,9 +287,10 @@ class Run:
             return
         policy = self.defaults.on_trainer_loss
         enough = len(self.members) - trainer.is_here >= self.defaults.min_trainers
-        is_awaited = not self.is_over and (policy == "wait" or (policy == "continue" and not enough))
-        trainer.lose(state, failure.detail, now, is_awaited=is_awaited)
-        if policy == "fail":
+        is_newcomer = trainer.is_awaited and trainer.declaration is None  # another one may come in its place
+        is_awaited = is_newcomer or policy == "wait" or (policy == "continue" and not enough)
+        trainer.lose(state, failure.detail, now, is_awaited=is_awaited and not self.is_over)
+        if policy == "fail" and not is_newcomer:
             self.fail(failure, now)
         self._end_if_deserted(now)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ps_protocol.errors import TrainerLost
+from ps_protocol.messages import FrozenRounds, HeldRun
 from services.coordinator.cluster import Cluster
 from services.coordinator.decision import Membership
 from services.coordinator.record import (
@@ -159,6 +160,26 @@ def test_a_run_is_what_it_was_if_only_the_coordinator_was_started_again(tmp_path
     assert run.state == "training"
 
 
+def test_new_processes_resume_what_was_over(tmp_path):
+    before, after = make_cluster(on_trainer_loss="fail", durability="log"), make_cluster(durability="log")
+    train(before)
+    before.leave_trainer(0, leaving("failed"), 1.0)  # and the other has not heard of it
+    record = through_the_disk(before, tmp_path)
+    recall_numbers(after, record)
+    resume_run(after, record, 100.0)
+    held = HeldRun(
+        run="run1", attempt=0, plan=before.run.plan.digest, rounds=FrozenRounds(applied=4), restorable=((0, 4),)
+    )  # fmt: skip
+    for index in (0, 1):
+        answer = after.register_pserver(registration(f"new{index}", index=index, previous=1, held=held), 101.0)
+        after.pserver_heartbeat(index, beat(answer.incarnation), 102.0)
+    after.trainer_heartbeat(1, alive(), 102.0)
+    assert after.run.state == "training"
+    joined = after.join_trainer(joining("new", 0), 103.0)
+    after.trainer_heartbeat(0, alive(joined.incarnation), 104.0)
+    assert (after.run.name, after.run.state, after.run.awaited) == ("run1", "training", [])
+
+
 @pytest.mark.parametrize("end", ["finished", "failed"])
 def test_a_run_that_was_over_stays_so_if_only_the_coordinator_was_started_again(tmp_path, end):
     before, after = make_cluster(on_trainer_loss="fail"), make_cluster(on_trainer_loss="fail")
@@ -169,6 +190,19 @@ def test_a_run_that_was_over_stays_so_if_only_the_coordinator_was_started_again(
     assert after.run.state == "training"
     after.pserver_heartbeat(0, beat(run="run1"), 101.0)
     assert (after.run.state, after.run.failure is None, after.run.is_deserted) == (end, end == "finished", True)
+
+
+def test_who_comes_when_a_run_is_resumed_and_is_silent_before_it_takes_part_ends_nothing(tmp_path):
+    """Its machine is busy with imports; the policy is for those who have taken part."""
+    cluster = resumed(tmp_path, on_trainer_loss="fail")
+    joined = cluster.join_trainer(joining("new", 0), 101.0)
+    cluster.expire(102.0 + LEASE)
+    assert (cluster.run.is_over, [t.rank for t in cluster.run.awaited]) == (False, [0, 1, 2])
+    cluster.trainer_heartbeat(0, alive(joined.incarnation), 103.0 + LEASE)
+    cluster.run.declare(0, model(joined.incarnation))
+    assert [t.rank for t in cluster.run.awaited] == [1, 2]
+    cluster.expire(104.0 + 3 * LEASE)
+    assert isinstance(cluster.run.failure, TrainerLost)
 
 
 def test_who_is_done_is_so_though_it_counted_as_lost(tmp_path):
