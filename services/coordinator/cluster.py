@@ -229,8 +229,9 @@ class Cluster:
             for pserver in self.registry.members.values():
                 # The pserver has told the trainer of the time-out before its next heartbeat tells us.
                 waits = pserver.run == self.run.name and pserver.waiting_seconds > 0 and rank not in pserver.missing
-                waited = pserver.waiting_seconds + now - pserver.seen_at
-                if waits and waited > self._defaults.round_timeout_seconds:
+                waited = pserver.waiting_seconds + now - pserver.seen_at  # less than it was by what a heartbeat takes
+                says_so = message.reason.startswith(RoundTimeout.__name__)
+                if waits and (says_so or waited > self._defaults.round_timeout_seconds):
                     self._time_out(pserver.round + 1, pserver.missing, now)
         self.run.leave(rank, message, now)
 
