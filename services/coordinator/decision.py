@@ -77,8 +77,8 @@ def decide(
     >>> decide(two, {0: 1}, [lost, FrozenRounds(applied=7, participants={7: (0, 1)})])
     Rollback(newest=6)
     """
-    first = min(answer.applied for answer in answers) + 1
-    last = max(answer.applied for answer in answers) + 1 + max_delay
+    newest_applied = max(answer.applied for answer in answers)
+    first, last = min(answer.applied for answer in answers) + 1, newest_applied + 1 + max_delay
     if last - first > 2 * max_delay + 1:
         return Rollback(first - 1)  # a pserver has lost rounds that no trainer holds any more
     stay = {rank for rank, incarnation in members.items() if before.members.get(rank) == incarnation}
@@ -98,7 +98,8 @@ def decide(
         sets = {round_: ranks for round_, ranks in sets.items() if round_ <= newest}
     starts = {rank: before.starts[rank] for rank in stay if rank in before.starts}  # who waits may not know it yet
     for rank in come:
-        open_to_it = [r for r in sets if rank not in sets[r]] if rank in take_over else []
+        # Not a round that somebody has applied without it: only others are open everywhere.
+        open_to_it = [r for r in sets if r > newest_applied and rank not in sets[r]] if rank in take_over else []
         starts[rank] = min(open_to_it, default=last + 1)
         for round_ in range(starts[rank], last + 1):
             sets[round_].add(rank)

@@ -233,8 +233,10 @@ class Rounds(Generic[Payload]):
         for round_, ranks in (verdicts or {}).items():
             if round_ > self.applied:
                 self._nonfinite.setdefault(round_, set()).update(ranks)
-        for rank in [rank for rank, incarnation in before.items() if members.get(rank) != incarnation]:
-            self._remove(rank)
+        staged = {rank for ranks in (*self._staged.values(), *self._batch_barriers.values()) for rank in ranks}
+        for rank in before.keys() | staged:  # the latter: gone long ago, with a part in a round that may have ended now
+            if rank not in before or members.get(rank) != before[rank]:
+                self._remove(rank)
         held, self._held = self._held, {}
         for (rank, round_), (incarnation, is_finite) in held.items():
             if members.get(rank) == incarnation and rank in self.required(round_):

@@ -85,15 +85,15 @@ class Sent:
 
 
 class Faults(RuleBasedStateMachine):
-    """`take_over` is policy `wait`; without it `continue`."""
+    """`take_over` is policy `wait`; without it `continue`, where fewer than `min_trainers` wait for who was lost."""
 
     @initialize(
         num_trainers=st.integers(1, MAX_TRAINERS), num_pservers=st.integers(1, 3), max_delay=st.integers(0, 1),
-        take_over=st.booleans(),
+        take_over=st.booleans(), min_trainers=st.integers(1, MAX_TRAINERS),
     )  # fmt: skip
-    def begin(self, num_trainers: int, num_pservers: int, max_delay: int, take_over: bool) -> None:
+    def begin(self, num_trainers: int, num_pservers: int, max_delay: int, take_over: bool, min_trainers: int) -> None:
         members = dict.fromkeys(range(num_trainers), 1)
-        self.max_delay, self.take_over = max_delay, take_over
+        self.max_delay, self.take_over, self.min_trainers = max_delay, take_over, min_trainers
         self.membership = Membership(dict(members))
         self.attempt, self.resume, self.number = 0, 0, 0
         self.pservers = [Pserver(Rounds(members, max_delay)) for _ in range(num_pservers)]
@@ -202,9 +202,13 @@ class Faults(RuleBasedStateMachine):
     def _lose(self, trainer: Trainer) -> None:
         del self.trainers[trainer.rank]
         self.silent.append(trainer)
-        if self.take_over:
+        if self.take_over or len(self.trainers) < self.min_trainers:
             self.awaited.add(trainer.rank)
         self.is_dirty = True
+
+    def _go_on_without_the_lost(self) -> None:
+        if not self.take_over and len(self.trainers) >= self.min_trainers:
+            self.awaited &= self.trainers.keys()
 
     @rule(which=st.integers(0, 9))
     def hear_trainer(self, which: int) -> None:
@@ -217,6 +221,7 @@ class Faults(RuleBasedStateMachine):
             self.silent.remove(trainer)
             self.trainers[trainer.rank] = trainer
             self.awaited.discard(trainer.rank)
+            self._go_on_without_the_lost()
             self.is_dirty = True
 
     @rule(rank=st.integers(0, MAX_TRAINERS - 1))
@@ -226,6 +231,7 @@ class Faults(RuleBasedStateMachine):
             return
         self.lives[rank] = self.lives.get(rank, 0) + 1
         self.trainers[rank] = Trainer(rank, self.lives[rank], -1, self.attempt, has_begun=False)
+        self._go_on_without_the_lost()
         self.is_dirty = True
 
     # ------------------------------------------------------------ pservers
@@ -341,8 +347,8 @@ class Faults(RuleBasedStateMachine):
         if self.is_dirty:  # a pserver has died meanwhile, so that its answer is worth nothing: once more
             self.change = None
             return
-        take_over = set(self.awaited) if self.take_over else set()
-        decision = decide(self.membership, change.targets, answers, max_delay=self.max_delay, take_over=take_over)
+        awaited = set(self.awaited)
+        decision = decide(self.membership, change.targets, answers, max_delay=self.max_delay, take_over=awaited)
         if isinstance(decision, Rollback):
             ranges = [[(0, p.rounds.applied)] for p in self.pservers]
             round_ = newest_common(decision.newest, ranges)
@@ -448,7 +454,8 @@ def walk(seed: int) -> None:
     """Many more rounds and changes than hypothesis makes, which leaves rules out and begins small."""
     chance = random.Random(seed)
     faults = Faults()
-    faults.begin(chance.randint(2, 3), chance.randint(1, 3), chance.choice((0, 0, 1)), chance.random() < 0.5)
+    max_delay, take_over, min_trainers = chance.choice((0, 0, 1)), chance.random() < 0.5, chance.choice((1, 1, 2, 3))
+    faults.begin(chance.randint(2, 3), chance.randint(1, 3), max_delay, take_over, min_trainers)
 
     def which() -> int:
         return chance.randrange(10)

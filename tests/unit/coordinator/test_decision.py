@@ -52,6 +52,15 @@ def test_what_a_former_life_has_put_into_an_open_round_is_not_forgotten_at_the_n
     assert decide(first, {0: 2, 1: 2}, [holds, lost]) == Rollback(60)
 
 
+def test_nobody_takes_over_a_round_that_was_applied_without_its_rank():
+    """Its former life had come in besides, and was to begin with the round after."""
+    before = Membership({0: 1, 1: 1, 2: 1}, starts={2: 8}, sets={7: (0, 1)})
+    answers = [FrozenRounds(applied=7, participants={7: (0, 1)}), FrozenRounds(applied=6, complete={7: (0, 1)})]
+    decided = decide(before, {0: 1, 1: 1, 2: 2}, answers, take_over=[2])
+    assert isinstance(decided, Membership)
+    assert (decided.starts, decided.sets) == ({2: 8}, {7: (0, 1), 8: (0, 1, 2)})
+
+
 def test_when_nobody_is_left_all_pservers_still_end_at_the_same_round():
     """A pserver has applied round 7 with both, another holds it: whoever joins next must find the same on both."""
     applied = FrozenRounds(applied=7, participants={7: (0, 1)})
