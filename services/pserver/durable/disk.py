@@ -112,7 +112,6 @@ class Disk:
             self._storage.close()
         if self.held is None or self.held.run != install.run:
             self.held = self._storage = self._restored = None
-        before, restored = self._storage, self._restored
         known = self.folder.identity.run
         taken = (
             self._restore_from(install, install.source) if install.source is not None else None
@@ -120,7 +119,22 @@ class Disk:
         if install.restore is None or install.source is not None or known is None or known.run != install.run:
             self.folder.forget_log()  # it is another run's
         storage = RunStorage(install, self.folder.index, self.folder.log_path, self._place)
-        if install.restore is None or taken is not None:
+        try:
+            restored = self._go_on(storage, install, taken)
+            self.folder.write_identity(self.folder.identity.incarnation, install)
+        except BaseException:
+            storage.close()  # it may be tried again and again
+            raise
+        self.held = self._storage = self._restored = None
+        return storage, restored
+
+    def _go_on(self, storage: RunStorage, install: InstallRun, taken: Restored | None) -> Restored | None:
+        """Bring storage to where the run begins, and give its shard, if it does not begin with initial values."""
+        before, restored = self._storage, self._restored
+        if install.restore is None:
+            storage.forget_checkpoints()  # other initial values, of an attempt that was given up
+            return None
+        if taken is not None:
             restored = taken
         elif before is not None and restored is not None and restored.round == install.restore:
             storage.checkpoints = dict(before.checkpoints)
@@ -130,13 +144,10 @@ class Disk:
             if restored is None:
                 raise StorageFailed(f"round {install.restore} of run {install.run} cannot be restored here")
             restored.is_short = True  # it is not all that was here once
-        if restored is not None:
-            storage.resume(restored.round, install)
-            if not storage.checkpoints:
-                storage.snapshot(restored.shard, restored.history)()
-        self.folder.write_identity(self.folder.identity.incarnation, install)
-        self.held = self._storage = self._restored = None
-        return storage, restored
+        storage.resume(restored.round, install)
+        if not storage.checkpoints:
+            storage.snapshot(restored.shard, restored.history)()
+        return restored
 
     def _restore_from(self, install: InstallRun, source: str) -> Restored:
         """This pserver's part of another run's checkpoint, whatever plan it was made with."""

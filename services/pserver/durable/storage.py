@@ -155,6 +155,23 @@ class RunStorage:
             except OSError as error:
                 log.warning("a checkpoint is damaged", round=round_, error=str(error))
 
+    def forget_checkpoints(self) -> None:
+        """Delete those of this shard: the run begins anew."""
+        self.find_checkpoints()
+        for round_ in self.checkpoints:
+            self._delete(round_)
+        self.checkpoints.clear()
+
+    def _delete_leftovers(self) -> None:
+        """Delete what an earlier life of this pserver had begun to write, and what nobody would find again."""
+        for round_ in list_rounds(self._place, self._install.run):
+            folder = round_folder(self._install.run, round_)
+            names = self._place.list(folder)
+            for name in names:
+                is_half = name == f"{self._name}.safetensors" and f"{self._name}.json" not in names
+                if is_half or name.startswith(f".{self._name}."):
+                    self._place.delete(f"{folder}/{name}")
+
     def restore(self, newest: Round | None = None) -> Restored | None:
         """The shard after round `newest`, or the newest that can be had; None if there is none at all.
 
@@ -228,6 +245,10 @@ class RunStorage:
             self._delete(later)
         if self.has_log:
             self._log.resume(round_)
+        try:
+            self._delete_leftovers()
+        except OSError as error:
+            log.warning("what is left of checkpoints could not be deleted", error=str(error))
 
     def close(self) -> None:
         """Close the log."""

@@ -155,3 +155,66 @@ def test_a_later_life_fences_off_an_earlier_one(tmp_path):
     folder.write_identity(2, None)
     with pytest.raises(FolderTaken, match="belongs to a later life of pserver 0"):
         folder.write_identity(1, None)
+
+
+def reopened(folder: Path) -> Disk:
+    disk = Disk(folder / "state", str(folder / "shared"))
+    disk.open(0)
+    disk.register(0, 2)
+    return disk
+
+
+def test_what_was_not_written_to_its_end_is_deleted_in_the_next_life(tmp_path):
+    """Killed before the rename, or before the digest: nobody would ever find it again."""
+    train(tmp_path, 6, (0, 4))
+    shared = tmp_path / "shared"
+    whole = shared / round_folder("run1", 4)
+    for round_ in (2, 6):
+        (shared / round_folder("run1", round_)).mkdir(exist_ok=True)
+        shutil.copy(whole / "pserver-0-of-1.safetensors", shared / round_folder("run1", round_))
+    (whole / ".pserver-0-of-1.safetensors.123").write_bytes(b"half")
+    others = shared / round_folder("run1", 6) / "pserver-1-of-2.safetensors"
+    others.write_bytes(b"another's")
+    before = {path for path in whole.iterdir() if not path.name.startswith(".")}
+    disk = reopened(tmp_path)
+    storage, restored = disk.open_run(install_for(PLAN, restore=6))
+    assert restored is not None
+    assert restored.round == 6
+    storage.close()
+    assert set(whole.iterdir()) == before
+    assert not list((shared / round_folder("run1", 2)).iterdir())
+    assert list(others.parent.iterdir()) == [others]
+
+
+def test_initial_values_of_an_attempt_that_was_given_up_do_not_come_back(tmp_path):
+    train(tmp_path, 0, (0,))
+    disk = reopened(tmp_path)
+    storage, restored = disk.open_run(install_for(PLAN, attempt=1, restore=None, uploader=1))
+    assert restored is None
+    storage.close()
+    assert disk.folder is not None
+    disk.folder.close()  # it dies before there are others
+    again = Disk(tmp_path / "state", str(tmp_path / "shared"))
+    again.open(0)
+    assert again.held is None
+
+
+def test_a_run_that_cannot_be_opened_leaves_no_file_open(tmp_path, monkeypatch):
+    """A full disk is tried until it has room, five times a second."""
+    train(tmp_path, 2, (0,))
+    disk = reopened(tmp_path)
+    assert disk.folder is not None
+
+    def fill(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(disk.folder, "write_identity", fill)
+        num_open = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(5):
+            with pytest.raises(OSError, match="No space"):
+                disk.open_run(install_for(PLAN, restore=2))
+        assert len(list(Path("/proc/self/fd").iterdir())) == num_open
+    storage, restored = disk.open_run(install_for(PLAN, restore=2))
+    assert restored is not None
+    storage.close()
