@@ -90,6 +90,14 @@ class ChaosCluster(LocalCluster):
                 return child.name
         return "another"
 
+    def lost_its_port(self, child: Child) -> bool:
+        """Whether another program on this machine took its port while it was importing: then it gets another one."""
+        role, _, index = child.name.partition(" ")
+        if role != "pserver":
+            return False
+        text = f"cannot listen on 127.0.0.1:{self.proxies[int(index)].target}: another process"
+        return any(text in line for line in self.output)
+
     def _spawn_service(self, name: str, module: str, *, pass_fds: Sequence[int] = (), **env: Any) -> Child:
         if name.startswith("pserver"):
             proxy = self.proxies[int(name.split()[1])]

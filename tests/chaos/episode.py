@@ -169,7 +169,7 @@ class Episode:
         self.cluster.start_rank(rank)
 
     def _check_end(self, child: Child, why: str) -> None:
-        if child.pid not in self._condemned:
+        if child.pid not in self._condemned and not self.cluster.lost_its_port(child):
             self.complain(f"{child.name} has ended by itself, exit code {child.exit_code}{why}")
 
     def _newest(self, what: str, rank: int) -> int:
