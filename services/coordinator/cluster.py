@@ -43,9 +43,15 @@ from .run import Run
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """How a run that was resumed becomes again what it was recorded as."""
+    """How a run that was resumed becomes again what it was recorded as, should somebody of before be heard.
+
+    That may be up to the time `until`, when whoever has not been heard is lost. `had_trainers` says whether any were
+    there.
+    """
 
     was_over: bool
+    had_trainers: bool
+    until: float
     take_back: Callable[[float], None]
 
 
@@ -74,6 +80,7 @@ class Cluster:
         self.beginning: Manifest | None = None  # what the next run begins with, instead of initial values
         self.resumption: Resumption | None = None  # until it is clear who is there
         self._recorded_run = ""
+        self._asked_to_stop: set[PserverIndex] = set()
         self._told_to_stop: set[PserverIndex] = set()
         self.run = self._new_run()
 
@@ -90,6 +97,15 @@ class Cluster:
             self.resumption = None
             resumption.take_back(now)
 
+    def _check_met(self, now: float) -> None:
+        """Raise NotReady while somebody of before may yet be heard, whose place nobody else may have."""
+        resumption = self.resumption
+        if resumption is None or now >= resumption.until:
+            return
+        if resumption.had_trainers or any(member.is_recalled for member in self.registry.members.values()):
+            text = f"run {self.run.name} is resumed; those of its processes that still live have to be heard first"
+            raise NotReady(text, waiting_for="the processes from before, for their lease")
+
     # ------------------------------------------------------------------ pservers
 
     def register_pserver(self, request: RegisterPserver, now: float) -> PserverRegistered:
@@ -97,7 +113,8 @@ class Cluster:
         _check_protocol(request.protocol)
         answer = self.registry.register(request, now)
         run = self.run
-        if run.plan is None or run.is_over or answer.incarnation == self.run_incarnations.get(answer.index):
+        is_known = answer.incarnation == self.run_incarnations.get(answer.index)
+        if run.plan is None or is_known or not self.serves_run:
             return answer
         run.number += 1  # all agree anew on who is how far
         if not self._may_come_back(request.held):
@@ -124,13 +141,19 @@ class Cluster:
                 self._time_out(message.round + 1, message.missing, now)
         stop = self.exit_when_done and self.run.is_deserted and self._recorded_run == self.run.name
         if stop:
-            self._told_to_stop.add(index)
+            self._tell_to_stop(index, message)
         return PserverHeartbeatReply(
             complete=tuple(self.complete_checkpoints) if self.knows_checkpoints else None,
             notice=self.notice(),
             stop=stop,
             exit_code=self.exit_code,
         )
+
+    def _tell_to_stop(self, index: PserverIndex, message: PserverHeartbeat) -> None:
+        """It knows it when it says goodbye, or is heard again: one answer may be lost."""
+        if message.is_stopping or index in self._asked_to_stop:
+            self._told_to_stop.add(index)
+        self._asked_to_stop.add(index)
 
     def _time_out(self, round_: Round, missing: Sequence[Rank], now: float) -> None:
         if missing:
@@ -166,13 +189,14 @@ class Cluster:
                     f"run {self.run.name} is over, but not all of its trainers have left",
                     waiting_for=", ".join(f"trainer {rank} to leave" for rank in sorted(self.run.members)),
                 )
-            if self._result_is_being_kept:
+            if self.is_keeping_result:
                 text = f"run {self.run.name} is over, and its last checkpoint is being written"
                 raise NotReady(text, waiting_for="its checkpoint")
             self.run = self._new_run()
             self.complete_checkpoints.clear()
         if request.instance in {trainer.instance for trainer in self.run.trainers.values()}:
             self._meet_again(now)
+        self._check_met(now)
         self.resumption = None  # somebody new takes part
         trainer = self.run.join(request, now)
         return TrainerJoined(
@@ -355,14 +379,16 @@ class Cluster:
 
     def plan_ready(self, rank: Rank, incarnation: Incarnation) -> PlanReady | None:
         """What a trainer needs to begin, once the pservers count on it."""
-        run = self.run
+        run, pservers = self.run, self.pserver_infos
         if run.plan is None or run.state == "gathering" or self.installed_members.get(rank) != incarnation:
+            return None
+        if len(pservers) < run.plan.num_pservers:  # one has come back, and does not hold the run yet
             return None
         return PlanReady(
             run=run.name,
             attempt=run.attempt,
             plan=run.plan.to_json(),
-            pservers=self.pserver_infos,
+            pservers=pservers,
             uploader=run.uploader,
             start=run.membership.starts.get(rank, (run.resume or 0) + 1),
         )
@@ -401,7 +427,12 @@ class Cluster:
         run.expire(now, self.lease_seconds)
 
     @property
-    def _result_is_being_kept(self) -> bool:
+    def serves_run(self) -> bool:
+        """Whether pservers have to be brought to where the run stands."""
+        return not self.run.is_over or self.is_keeping_result
+
+    @property
+    def is_keeping_result(self) -> bool:
         """Whether the pservers are still writing down what was trained; another run would end that."""
         run = self.run
         has_checkpoints = run.plan is not None and self._defaults.checkpoint_interval(run.plan) > 0

@@ -34,6 +34,7 @@ log = get_logger()
 T = TypeVar("T")
 
 RETRY_SECONDS = 0.2
+RESULT_RETRY_SECONDS = 1.0
 
 
 class Coordinator:
@@ -118,7 +119,8 @@ class Coordinator:
         if record is not None and run is not None and run.state == "gathering" and run.plan is None:
             recall_cluster(self.cluster, record, self.now())
         elif record is not None and run is not None and self._has_something_to_go_on_with(run):
-            resume_run(self.cluster, record, self.now())
+            beginning = await self._find_successor(record) if run.state == "failed" else None
+            resume_run(self.cluster, record, self.now(), beginning=beginning)
             log.info("resuming", run=run.name, attempt=run.attempt)
             return
         manifest = await asyncio.to_thread(self._find_beginning, record)
@@ -129,6 +131,12 @@ class Coordinator:
             return
         self.cluster.beginning = manifest
         log.info("resuming from a checkpoint", run=manifest.run, round=manifest.round)
+
+    async def _find_successor(self, record: ClusterRecord) -> Manifest | None:
+        """What the next run begins with if this one, which failed, turns out to be served still."""
+        with contextlib.suppress(StorageFailed):
+            return await asyncio.to_thread(self._find_beginning, record)
+        return None
 
     def _has_something_to_go_on_with(self, run: RunRecord) -> bool:
         """Whether it is on its pservers' disks, or about to get there."""
@@ -288,7 +296,7 @@ class Coordinator:
     async def _keep_summary_and_result(self, run: Run) -> None:
         await self._take_summary()
         if run.state == "finished" and run.plan is not None and run.defaults.checkpoint_interval(run.plan):
-            await self._keep_result()
+            await self._keep_result(run)
         if self.cluster.run is run:  # else the next one has begun meanwhile
             self._recorded = run
             self.cluster.run_recorded()
@@ -321,17 +329,34 @@ class Coordinator:
 
     # ------------------------------------------------------------------ summary
 
-    async def _keep_result(self) -> None:
-        run = self.cluster.run.name
+    async def _keep_result(self, run: Run) -> None:
+        """Have the run's last checkpoint written; who dies meanwhile has the rejoin time-out to come back."""
+        deadline = self.now() + run.defaults.rejoin_timeout_seconds
+        said = ""
+        while (problem := await self._try_to_keep_result(run.name)) is not None:
+            if self.now() > deadline:
+                log.error("there is no checkpoint of the run's last round", error=problem)
+                return
+            if problem != said:
+                log.warning("the checkpoint of the run's last round has to wait", error=problem)
+            said = problem
+            await asyncio.sleep(RESULT_RETRY_SECONDS)
+
+    async def _try_to_keep_result(self, run: str) -> str | None:
+        """What was in the way, if something was."""
         try:
             async with asyncio.timeout(RESULT_SECONDS):
-                round_ = max(state.round for state in await self.ask_pservers(self._state_of) if state.run == run)
+                rounds = [state.round for state in await self.ask_pservers(self._state_of) if state.run == run]
+                if len(rounds) < self.cluster.registry.num_pservers:
+                    return f"{len(rounds)} of {self.cluster.registry.num_pservers} pservers have the run"
+                round_ = max(rounds)
                 while (newer := await self._write_result(run, round_)) is not None:
                     round_ = newer
                 async with self._condition:  # they tell of it in their heartbeats
                     await self._condition.wait_for(lambda: round_ in self.cluster.complete_checkpoints)
         except (TimeoutError, httpx.HTTPError, GradpostError, ValueError) as error:
-            log.error("there is no checkpoint of the run's last round", error=repr(error))
+            return repr(error)
+        return None
 
     async def _write_result(self, run: str, round_: Round) -> Round | None:
         """Have the last checkpoint written; a later round if a pserver has got further than it had said."""

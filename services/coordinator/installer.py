@@ -75,18 +75,19 @@ class Installer:
         if run.plan is None:
             return True
         members = [member for _, member in sorted(cluster.registry.members.items())]
-        if run.is_over:
+        if not cluster.serves_run:
             told = [self._tell(run, member) for member in members if self._serves(run, member)]
             return all(await asyncio.gather(*told))
         if len(members) < cluster.registry.num_pservers:
             return True  # what is lost comes back, or ends the run
         number = run.number
         if any(self._taken.get(m.info.index) != self._state(run, m, number) for m in members):
-            if run.state == "training" and not await self._decide(run, members, number):
+            has_begun = run.state != "gathering"
+            if has_begun and not await self._decide(run, members, number):
                 return False
             results = await asyncio.gather(*(self._install(run, member, number) for member in members))
             if not all(results):
-                if run.state == "training":
+                if has_begun:
                     run.number += 1  # another try is another change
                 return False
         if cluster.run is run and run.state == "gathering":
@@ -124,7 +125,7 @@ class Installer:
             self._say("a pserver did not answer before a change of members", error)
             run.number += 1
             return False
-        if run.is_over or self._cluster.run is not run:
+        if not self._cluster.serves_run or self._cluster.run is not run:
             return False
         outcome = self._judge(run, targets, answers)
         if isinstance(outcome, Rollback):

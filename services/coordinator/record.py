@@ -13,7 +13,9 @@ from ps_protocol.errors import error_from_problem
 from ps_protocol.messages import DeclareModel, Message, PserverInfo, RunState
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
+from services.runtime.checkpoints import Manifest
 from services.runtime.locks import lock_folder
+from services.runtime.logs import get_logger
 from services.runtime.places import map_file, write_file
 from services.runtime.sealed import seal, unseal
 
@@ -21,6 +23,8 @@ from .cluster import Cluster, Resumption
 from .decision import Membership
 from .pservers import PserverMember
 from .trainers import TrainerMember, TrainerState
+
+log = get_logger()
 
 FILE = "coordinator.json"
 
@@ -145,11 +149,12 @@ def recall_numbers(cluster: Cluster, record: ClusterRecord) -> None:
     cluster.registry.incarnations.update(record.pserver_incarnations)
 
 
-def resume_run(cluster: Cluster, record: ClusterRecord, now: float) -> None:
+def resume_run(cluster: Cluster, record: ClusterRecord, now: float, *, beginning: Manifest | None = None) -> None:
     """Go on with the planned run that was recorded, whatever its end was: its trainers have to be started again.
 
     One that had not begun yet begins now, with what it was to begin with. Should somebody be heard who was there
-    before, it was the coordinator alone that was started again, and the run is what it was.
+    before, it was the coordinator alone that was started again, and the run is what it was; `beginning` is the
+    checkpoint with which the next run begins if it had failed.
     """
     assert record.run is not None
     recalled = record.run
@@ -173,9 +178,19 @@ def resume_run(cluster: Cluster, record: ClusterRecord, now: float) -> None:
             run.state, run.ended_at = recalled.state, now
             run.failure = None if recalled.failure is None else error_from_problem(recalled.failure)
         run.number += 1
+        log.warning("not resumed: processes of the run are there that were there before", run=run.name, state=run.state)
+        if run.state != "failed":
+            return
+        cluster.beginning = beginning
+        if beginning is not None:
+            log.warning("the next run begins with a checkpoint of the one that failed", round=beginning.round)
+        else:
+            advice = "to go on with it stop its pservers, too, and start all again"
+            log.error(f"there is no checkpoint of the run that failed, and the next one begins anew; {advice}")
 
     was_over = recalled.state in ("finished", "failed")
-    cluster.resumption = Resumption(was_over, take_back)
+    had_trainers = any(trainer.state in ("joined", "declared") for trainer in recalled.trainers)
+    cluster.resumption = Resumption(was_over, had_trainers, now + cluster.lease_seconds, take_back)
 
 
 def recall_cluster(cluster: Cluster, record: ClusterRecord, now: float) -> None:
@@ -252,5 +267,6 @@ class RecordFile:
         """Write it, unless it is what was written last."""
         data = seal(record)
         if data != self._written:
+            self._written = b""  # if this fails, nobody knows which of the two is there
             write_file(self._path, [data])
             self._written = data

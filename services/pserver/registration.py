@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 import httpx
 
@@ -16,7 +17,7 @@ from ps_protocol.messages import (
     heartbeat_period,
 )
 from ps_protocol.routes import PSERVER_HEARTBEAT, REGISTER_PSERVER
-from ps_protocol.vocabulary import PROTOCOL_VERSION
+from ps_protocol.vocabulary import PROTOCOL_VERSION, Round
 from services.runtime.logs import get_logger
 from services.runtime.peers import raise_for_problem
 
@@ -95,6 +96,7 @@ class Registration:
     async def _send_heartbeats(self, registered: PserverRegistered, stop: asyncio.Event) -> None:
         path = PSERVER_HEARTBEAT.format(index=registered.index)
         is_silent = False
+        alone = Loneliness(asyncio.get_running_loop().time)
         while not stop.is_set():
             self._pserver.has_news.clear()
             try:
@@ -107,8 +109,13 @@ class Registration:
                 if not is_silent:
                     log.warning("heartbeats fail; training goes on without the coordinator", error=repr(error))
                 is_silent = True
+                if self._settings.exit_when_done and alone.is_too_long(self._pserver):
+                    log.error("the coordinator does not come back, and nobody trains (exit_when_done)")
+                    self.exit_code = 1
+                    stop.set()
             else:
                 is_silent = False
+                alone.ends()
                 self._pserver.heard(reply)
                 if reply.stop and self._settings.exit_when_done:
                     self.exit_code = reply.exit_code
@@ -122,6 +129,26 @@ class Registration:
         )  # fmt: skip
         raise_for_problem(response)
         return response.content
+
+
+class Loneliness:
+    """How long a pserver with a run has heard neither of its coordinator nor of a trainer: both may have gone."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._since: float | None = None
+        self._round: Round = 0
+
+    def ends(self) -> None:
+        """The coordinator is there."""
+        self._since = None
+
+    def is_too_long(self, pserver: Pserver) -> bool:
+        """Whether it has lasted for as long as anybody waits for anybody. Without a run it is just early."""
+        state = pserver.heartbeat()
+        if self._since is None or state.round != self._round:
+            self._since, self._round = self._now(), state.round
+        return state.run is not None and self._now() - self._since > pserver.run.install.round_timeout_seconds
 
 
 async def _wait(seconds: float, *events: asyncio.Event) -> None:

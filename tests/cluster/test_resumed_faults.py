@@ -1,14 +1,19 @@
-"""A resumed run whose processes die before it trains, and after that: nothing of the run before is lost."""
+"""A run whose processes die around its end, or when it is resumed: nothing of it is lost, and nobody gets its place."""
 
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from .faulty_run import FaultyRun, expected_result
+from trainer_client.testing.environment import find_our_packages
+
+from .faulty_run import SCRIPT, FaultyRun, expected_result
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(180)]
 
@@ -78,3 +83,53 @@ def test_a_run_without_anything_to_go_back_to_ends(tmp_path: Path) -> None:
         run.cluster.start_pserver(0)
         assert [child.wait(60) for child in run.cluster.trainers] == [1, 1]
         run.wait_for_line("PserverLost: pservers [0] have lost their shards", of="trainer 0")
+
+
+def start_stranger(run: FaultyRun, rounds: int) -> subprocess.Popen[str]:
+    """A script that does not say which rank it has."""
+    return subprocess.Popen(
+        [sys.executable, "-u", str(SCRIPT), str(rounds)], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=find_our_packages(run.cluster.environment(), first=False),
+    )  # fmt: skip
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> list[str]:
+    lines = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if text in line:
+            return lines
+    raise AssertionError(f"{text!r} was not in {lines}")
+
+
+def test_a_script_that_waits_for_the_next_run_takes_nobodys_place(tmp_path: Path) -> None:
+    """It asks four times a second, and whoever trains says once a second that it lives."""
+    with FaultyRun(300, trainers=1, pservers=1, state_dir=str(tmp_path), lease_seconds=4) as run:
+        run.wait_for_round(5)
+        with start_stranger(run, 5) as stranger:
+            try:
+                read_until(stranger, "under way")
+                run.kill(run.cluster.coordinator)
+                run.cluster.restart_coordinator(GRADPOST_RESUME="true")
+                assert run.results() == [expected_result(300, trainers=1)]
+                assert read_until(stranger, "result")[-1] == f"result {expected_result(5, trainers=1)}"
+                assert stranger.wait(20) == 0
+            finally:
+                stranger.kill()
+
+
+def test_the_result_of_a_run_is_kept_though_its_pservers_die_while_they_write_it(tmp_path: Path) -> None:
+    """The scripts have been told that all is well, and the next run would begin by deleting the log."""
+    with FaultyRun(20, state_dir=str(tmp_path), failpoints="checkpoint.shard=kill@2") as run:
+        assert run.results() == [expected_result(20)] * 2
+        for index, pserver in enumerate(list(run.cluster.pservers)):
+            pserver.wait(30)
+            run.cluster.start_pserver(index, GRADPOST_FAILPOINTS="")
+        with start_stranger(run, 0) as stranger:  # it is to wait for this
+            try:
+                assert run.cluster.summary().state == "finished"
+                listed = httpx.get(f"{run.cluster.address}/v1/checkpoints").json()
+                assert [checkpoint["round"] for checkpoint in listed] == [20, 0]
+            finally:
+                stranger.kill()

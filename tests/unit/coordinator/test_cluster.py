@@ -12,6 +12,7 @@ from ps_protocol.errors import (
     UnsupportedProtocol,
     WorldMismatch,
 )
+from ps_protocol.messages import FrozenRounds, HeldRun
 from ps_protocol.plan import SlicePlan
 
 from .support import LEASE, alive, beat, join_all, joining, leaving, make_cluster, model, registration, train
@@ -262,6 +263,22 @@ def test_successive_runs_on_the_same_pservers():
         cluster.members_installed()
 
 
+def test_who_joins_when_a_pserver_has_just_come_back_waits_until_that_holds_the_run():
+    """It needs every pserver, and each in the life that the run was installed in."""
+    cluster = make_cluster(durability="log")
+    train(cluster)
+    assert cluster.plan_ready(0, 1) is not None
+    held = HeldRun(
+        run="run1", attempt=0, plan=cluster.run.plan.digest, rounds=FrozenRounds(applied=4), restorable=((0, 4),)
+    )  # fmt: skip
+    answer = cluster.register_pserver(registration("new1", index=1, previous=1, held=held), 1.0)
+    assert cluster.plan_ready(0, 1) is None
+    cluster.run_incarnations[1] = answer.incarnation
+    ready = cluster.plan_ready(0, 1)
+    assert ready is not None
+    assert [info.incarnation for info in ready.pservers] == [1, 2]
+
+
 # ---------------------------------------------------------------- exit when done
 
 
@@ -276,8 +293,10 @@ def test_with_exit_when_done_every_pserver_is_told_to_stop():
     assert not cluster.may_exit
     reply = cluster.pserver_heartbeat(0, beat(run="run1"), 2)
     assert (reply.stop, reply.exit_code) == (True, 0)
-    assert not cluster.may_exit
     cluster.pserver_heartbeat(1, beat(run="run1"), 2)
+    assert not cluster.may_exit  # the answers may be lost
+    cluster.pserver_heartbeat(0, beat(run="run1").model_copy(update={"is_stopping": True}), 3)
+    cluster.pserver_heartbeat(1, beat(run="run1"), 3)
     assert (cluster.may_exit, cluster.exit_code) == (True, 0)
     with pytest.raises(RunOver):
         cluster.join_trainer(joining("new"), 3)
@@ -295,6 +314,7 @@ def test_with_exit_when_done_a_dead_pserver_is_not_waited_for():
     cluster.run_recorded()
     reply = cluster.pserver_heartbeat(0, beat(run="run1"), 12)
     assert (reply.stop, reply.exit_code) == (True, 1)
+    cluster.pserver_heartbeat(0, beat(run="run1"), 13)
     assert (cluster.may_exit, cluster.exit_code) == (True, 1)
 
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from ps_protocol.errors import TrainerLost
+from ps_protocol.consistency import Consistency
+from ps_protocol.errors import NotReady, TrainerLost
 from ps_protocol.messages import FrozenRounds, HeldRun
 from services.coordinator.cluster import Cluster
 from services.coordinator.decision import Membership
 from services.coordinator.record import (
     FILE,
+    Beginning,
     ClusterRecord,
     RecordFile,
     describe_cluster,
@@ -20,9 +22,13 @@ from services.coordinator.record import (
     recall_numbers,
     resume_run,
 )
+from services.runtime import places
+from services.runtime.checkpoints import Manifest
 from services.runtime.sealed import DamagedFile
 
 from .support import LEASE, alive, beat, join_all, joining, leaving, make_cluster, model, registration, train
+
+NO_LEASE = 100.0 + LEASE  # when nobody has a lease any more from before a coordinator that came back at 100
 
 
 def training() -> Cluster:
@@ -132,9 +138,60 @@ def resumed(tmp_path: Path, **changes: Any) -> Cluster:
 def test_everybody_is_awaited_when_a_run_is_resumed_even_who_was_done(tmp_path):
     cluster = resumed(tmp_path, on_trainer_loss="wait")
     assert [t.rank for t in cluster.run.awaited] == [0, 1, 2]
-    cluster.join_trainer(joining("new", 0), 101.0)
-    cluster.trainer_heartbeat(1, alive(), 102.0)  # the others' machines live
+    cluster.join_trainer(joining("new", 0), NO_LEASE)
+    cluster.trainer_heartbeat(1, alive(), NO_LEASE + 1)  # the others' machines live
     assert [t.rank for t in cluster.run.awaited] == [2]
+
+
+@pytest.mark.parametrize("heard", ["pserver", "trainer"])
+def test_a_stranger_gets_nobodys_place_while_those_of_before_may_live(tmp_path, heard):
+    """Scripts that wait for the next run ask four times a second; who trains is heard once."""
+    cluster = resumed(tmp_path, on_trainer_loss="wait")
+    with pytest.raises(NotReady, match="still live have to be heard first"):
+        cluster.join_trainer(joining("stranger"), 101.0)
+    if heard == "pserver":
+        cluster.pserver_heartbeat(0, beat(run="run1"), 102.0)
+    else:
+        cluster.trainer_heartbeat(0, alive(), 102.0)
+    with pytest.raises(NotReady, match="run1 is under way"):
+        cluster.join_trainer(joining("stranger"), NO_LEASE)
+    cluster.trainer_heartbeat(1, alive(), NO_LEASE)
+    assert cluster.run.awaited == []
+
+
+def test_nobody_is_waited_for_who_is_known_to_be_gone(tmp_path):
+    """All scripts have left, and other pservers have the folders of those that were there."""
+    before, after = make_cluster(durability="log"), make_cluster(durability="log")
+    train(before)
+    for rank in (0, 1):
+        before.leave_trainer(rank, leaving("failed"), 1.0)
+    record = through_the_disk(before, tmp_path)
+    resume_run(after, record, 100.0)
+    for index in (0, 1):
+        with pytest.raises(NotReady):
+            after.join_trainer(joining("new", 0), 100.5)
+        after.register_pserver(registration(f"new{index}", index=index, previous=1), 101.0)
+    assert after.join_trainer(joining("new", 0), 101.0).run == "run1"
+
+
+def test_after_a_run_that_failed_and_is_served_still_the_next_begins_with_its_checkpoint(tmp_path):
+    before, after = make_cluster(durability="log"), make_cluster(durability="log")
+    train(before)
+    for rank in (0, 1):
+        before.leave_trainer(rank, leaving("failed"), 1.0)
+    record = through_the_disk(before, tmp_path)
+    assert record.run is not None
+    manifest = Manifest(
+        run="run1", attempt=0, round=20, consistency=Consistency(), plan=record.run.plan or {}, shards=(),
+        created="2026-11-22T10:00:00+00:00",
+    )  # fmt: skip
+    resume_run(after, record, 100.0, beginning=manifest)
+    after.pserver_heartbeat(0, beat(run="run1"), 101.0)
+    assert after.run.state == "failed"
+    joined = after.join_trainer(joining("new", 0), 102.0)
+    assert joined.run != "run1"
+    assert after.beginning == manifest
+    assert describe_cluster(after).beginning == Beginning(run="run1", round=20)
 
 
 @pytest.mark.parametrize("policy", ["wait", "continue"])
@@ -175,8 +232,8 @@ def test_new_processes_resume_what_was_over(tmp_path):
         after.pserver_heartbeat(index, beat(answer.incarnation), 102.0)
     after.trainer_heartbeat(1, alive(), 102.0)
     assert after.run.state == "training"
-    joined = after.join_trainer(joining("new", 0), 103.0)
-    after.trainer_heartbeat(0, alive(joined.incarnation), 104.0)
+    joined = after.join_trainer(joining("new", 0), NO_LEASE)
+    after.trainer_heartbeat(0, alive(joined.incarnation), NO_LEASE)
     assert (after.run.name, after.run.state, after.run.awaited) == ("run1", "training", [])
 
 
@@ -195,13 +252,13 @@ def test_a_run_that_was_over_stays_so_if_only_the_coordinator_was_started_again(
 def test_who_comes_when_a_run_is_resumed_and_is_silent_before_it_takes_part_ends_nothing(tmp_path):
     """Its machine is busy with imports; the policy is for those who have taken part."""
     cluster = resumed(tmp_path, on_trainer_loss="fail")
-    joined = cluster.join_trainer(joining("new", 0), 101.0)
-    cluster.expire(102.0 + LEASE)
+    joined = cluster.join_trainer(joining("new", 0), NO_LEASE)
+    cluster.expire(NO_LEASE + 1 + LEASE)
     assert (cluster.run.is_over, [t.rank for t in cluster.run.awaited]) == (False, [0, 1, 2])
-    cluster.trainer_heartbeat(0, alive(joined.incarnation), 103.0 + LEASE)
+    cluster.trainer_heartbeat(0, alive(joined.incarnation), NO_LEASE + 2 + LEASE)
     cluster.run.declare(0, model(joined.incarnation))
     assert [t.rank for t in cluster.run.awaited] == [1, 2]
-    cluster.expire(104.0 + 3 * LEASE)
+    cluster.expire(NO_LEASE + 3 + 3 * LEASE)
     assert isinstance(cluster.run.failure, TrainerLost)
 
 
@@ -286,6 +343,25 @@ def test_it_is_written_only_when_something_has_changed(tmp_path):
     cluster.run.attempt += 1
     file.write(describe_cluster(cluster))
     assert (tmp_path / FILE).exists()
+
+
+def test_what_may_have_been_written_is_written_over(tmp_path, monkeypatch):
+    """The new record is there, though the disk said that it is not."""
+    file, cluster = RecordFile(tmp_path), training()
+    before = describe_cluster(cluster)
+    file.write(before)
+    cluster.run.attempt += 1
+
+    def fail(folder: Path) -> None:
+        raise OSError(f"{folder} is broken")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(places, "sync_folder", fail)
+        with pytest.raises(OSError, match="is broken"):
+            file.write(describe_cluster(cluster))
+    recorded = RecordFile(tmp_path).read()
+    file.write(before)
+    assert recorded != RecordFile(tmp_path).read() == ClusterRecord.model_validate_json(before.model_dump_json())
 
 
 @pytest.mark.parametrize("accident", ["a digit", "cut", "empty"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import httpx
 import pytest
 import structlog
 
+from ps_protocol.messages import PserverRegistered
 from services.pserver import registration
 from services.pserver.registration import Registration
 from services.pserver.settings import PserverSettings
@@ -63,3 +65,27 @@ async def test_a_place_that_hangs_does_not_keep_a_pserver_from_stopping(
         assert "the last checkpoint was not written in time" in [line["event"] for line in logs]
         assert not is_let_go.is_set()
         is_let_go.set()
+
+
+@pytest.mark.parametrize("exits", [True, False])
+async def test_a_pserver_whose_coordinator_is_gone_for_good_does_not_wait_for_ever(tmp_path: Path, exits: bool) -> None:
+    """The answer that told it to stop was lost, say; nobody trains any more."""
+    stop = asyncio.Event()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if not request.url.path.endswith("heartbeat"):
+            return httpx.Response(200, json={"index": 0, "incarnation": 1, "lease_seconds": 0.03})
+        raise httpx.ConnectError("nobody listens")
+
+    async with (
+        bench(state_dir=tmp_path, round_timeout_seconds=0.3) as one,
+        httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http,
+    ):
+        await one.play_round(1)
+        settings = PserverSettings(state_dir=tmp_path, exit_when_done=exits)
+        staying = Registration(one.pserver, settings, http)
+        with structlog.testing.capture_logs() as logs, contextlib.suppress(TimeoutError):
+            registered = PserverRegistered(index=0, incarnation=1, lease_seconds=0.03)
+            await asyncio.wait_for(staying._send_heartbeats(registered, stop), 1.5)
+        said = [line["event"] for line in logs if "does not come back" in line["event"]]
+        assert (stop.is_set(), staying.exit_code, len(said)) == ((True, 1, 1) if exits else (False, 0, 0))
