@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from ps_protocol.errors import GradpostError
@@ -13,11 +17,62 @@ from ps_protocol.errors import GradpostError
 T = TypeVar("T")
 
 
+class IoLoop(asyncio.SelectorEventLoop):
+    """Looks names up on a thread of its own.
+
+    The usual threads take no work any more once the interpreter ends, and then a script that is done has to tell the
+    coordinator, which may be away, or be called by a name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._names: SimpleQueue[tuple[asyncio.Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        threading.Thread(target=self._look_up_names, name="gradpost names", daemon=True).start()
+
+    async def getaddrinfo(
+        self,
+        host: bytes | str | None,
+        port: bytes | str | int | None,
+        *,
+        family: int = 0,
+        type: int = 0,  # noqa: A002 - as asyncio calls it
+        proto: int = 0,
+        flags: int = 0,
+    ) -> list[Any]:
+        """See asyncio."""
+        future = self.create_future()
+        self._names.put((future, partial(socket.getaddrinfo, host, port, family, type, proto, flags)))
+        found: list[Any] = await future
+        return found
+
+    def close(self) -> None:
+        """See asyncio."""
+        self._names.put(None)
+        super().close()
+
+    def _look_up_names(self) -> None:
+        while (item := self._names.get()) is not None:
+            future, look_up = item
+            found: Any = None
+            error: Exception | None = None
+            try:
+                found = look_up()
+            except Exception as problem:  # whoever asked shall have it
+                error = problem
+            with suppress(RuntimeError):  # the loop has been closed
+                self.call_soon_threadsafe(_tell, future, found, error)
+
+
+def _tell(future: asyncio.Future[Any], found: Any, error: Exception | None) -> None:
+    if not future.done():
+        future.set_result(found) if error is None else future.set_exception(error)
+
+
 class IoThread:
     """An event loop on a daemon thread. Closing it cancels what is left and waits for the thread to end."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop: asyncio.AbstractEventLoop = IoLoop()
         self._thread = threading.Thread(target=self._serve, name="gradpost io", daemon=True)
         self._thread.start()
 
