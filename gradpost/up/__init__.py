@@ -12,6 +12,7 @@ from services.coordinator.settings import CoordinatorSettings
 from services.pserver.settings import PserverSettings
 
 from ..settings import read_settings
+from .command import resolve_command
 from .local_run import LocalRun
 from .state_folder import named_root, new_folder, resume_folder
 
@@ -36,6 +37,7 @@ def run_up(
     # The services would refuse them just the same, but in their own logs.
     read_settings(CoordinatorSettings, given)
     read_settings(PserverSettings, {"server": given.get("server")})
+    resolve_command(command)  # before there is a folder for its run
     root = Path(given.pop("state_dir", named_root()))
     given["state_dir"] = (resume_folder(root) if given.get("resume") else new_folder(root)).path
     run = LocalRun(

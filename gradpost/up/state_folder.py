@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ps_protocol.environment import PREFIX, read_settings_file
+from services.coordinator.record import RecordFile
 from services.runtime.locks import lock_folder
 
 from ..output import CommandError
@@ -29,8 +30,17 @@ def named_root() -> Path:
 
 
 def newest_folder(root: Path) -> Path | None:
-    """The folder of the newest run in `root`; None if there is none."""
-    return max(_folders(root), default=None)
+    """The folder of the newest run in `root` that has begun; None if there is none."""
+    return max(filter(holds_a_run, _folders(root)), default=None)
+
+
+def holds_a_run(folder: Path) -> bool:
+    """Whether a run has begun there: else its script could not be started, say, and there is nothing to go on with."""
+    try:
+        record = RecordFile(folder).read()
+    except OSError:  # damaged: there was something
+        return True
+    return record is not None and record.run is not None and record.run.has_begun
 
 
 class RunFolder(NamedTuple):
@@ -51,8 +61,14 @@ def resume_folder(root: Path) -> RunFolder:
 
 
 def new_folder(root: Path) -> RunFolder:
-    """A folder for a new run. Of the older ones those that are too many are deleted, unless their runs go on."""
-    for old in sorted(_folders(root))[: -KEPT_RUNS + 1]:
+    """A folder for a new run. Of the older ones those that are too many are deleted, unless their runs go on.
+
+    Those in which no run has begun do not count, and are deleted, too.
+    """
+    folders = sorted(_folders(root))
+    begun = [folder for folder in folders if holds_a_run(folder)]
+    kept = begun[-KEPT_RUNS + 1 :]
+    for old in [folder for folder in folders if folder not in kept]:
         with suppress(OSError):  # another user's
             if (lock := lock_folder(old)) is not None:
                 shutil.rmtree(old, ignore_errors=True)

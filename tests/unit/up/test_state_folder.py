@@ -11,6 +11,37 @@ from gradpost.output import CommandError
 from gradpost.up import state_folder
 from gradpost.up.state_folder import KEPT_RUNS, named_root, new_folder, newest_folder, resume_folder
 from ps_protocol.environment import SETTINGS_FILE_VARIABLE
+from services.coordinator.record import RecordFile, describe_cluster
+
+from ..coordinator.support import make_cluster, train
+
+
+def begin_run(folder: Path, *, has_begun: bool = True) -> None:
+    cluster = make_cluster()
+    train(cluster)
+    cluster.run.has_begun = has_begun
+    RecordFile(folder).write(describe_cluster(cluster))
+
+
+def test_a_script_that_could_not_be_started_pushes_nothing_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistyped command, or an import that fails: three of them, and then the good run is resumed."""
+    minutes = iter(range(10, 60))
+    monkeypatch.setattr(state_folder.time, "strftime", lambda _: f"20261121-10{next(minutes)}00")
+    good = new_folder(tmp_path)
+    begin_run(good.path)
+    (good.path / "checkpoints").mkdir()
+    os.close(good.lock)
+    failed = []
+    for _ in range(KEPT_RUNS + 1):
+        folder = new_folder(tmp_path)
+        begin_run(folder.path, has_begun=False)
+        os.close(folder.lock)
+        failed.append(folder.path)
+    assert [path for path in failed if path.exists()] == failed[-1:]
+    assert newest_folder(tmp_path) == good.path
+    resumed = resume_folder(tmp_path)
+    assert resumed.path == good.path
+    os.close(resumed.lock)
 
 
 def test_new_folders_push_the_oldest_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +51,7 @@ def test_new_folders_push_the_oldest_out(tmp_path: Path, monkeypatch: pytest.Mon
     for minute in range(KEPT_RUNS + 2):
         monkeypatch.setattr(state_folder.time, "strftime", lambda _, minute=minute: f"20261121-10{minute:02}00")
         folder = new_folder(tmp_path)
-        (folder.path / "coordinator.json").touch()
+        begin_run(folder.path)
         os.close(folder.lock)
         made.append(folder.path)
         os.close(resume_folder(tmp_path).lock)
@@ -36,6 +67,7 @@ def test_what_is_running_stays_and_is_not_resumed(tmp_path: Path, monkeypatch: p
     for minute in range(KEPT_RUNS + 2):
         monkeypatch.setattr(state_folder.time, "strftime", lambda _, minute=minute: f"20261121-10{minute:02}00")
         running.append(new_folder(tmp_path))
+        begin_run(running[-1].path)
     assert all(folder.path.exists() for folder in running)
     with pytest.raises(CommandError, match="still running"):
         resume_folder(tmp_path)
