@@ -76,7 +76,8 @@ class AsyncRun(PserverRun):
             self._rules,
             applied=restored.round if restored else 0,
             steps=restored.history.steps if restored else None,
-            is_short=restored is not None and (restored.is_short or not (storage and storage.has_log)),
+            # Its log may have lost its end, even if it looks whole; and no trainer is at a step before it was taken.
+            is_short=restored is not None,
         )
         self._pulls = Pulls(self._rules.max_delay, self._as_restored() if restored else None)
         self._pause: asyncio.Task[None] | None = None  # nothing is taken, and no members change, until it is done
@@ -199,8 +200,8 @@ class AsyncRun(PserverRun):
                             self._take(fence.rank)
                         break
                     if loop.time() >= begin + HOLD_SECONDS:
-                        names = full or sorted(blocks)
-                        raise QueueFull(f"the queue of block {names[0]!r} is full; send this again", blocks=names[:10])
+                        what = f"the queue of block {full[0]!r} is full" if full else "this pserver is busy"
+                        raise QueueFull(f"{what}; send this again", blocks=full[:10])
                     with self._metrics.held_pushes.track_inprogress(), contextlib.suppress(TimeoutError):
                         async with asyncio.timeout_at(begin + HOLD_SECONDS):
                             await self._condition.wait()

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import ContributionMissing, StorageFailed, TryAgain
+from ps_protocol.errors import ContributionMissing, QueueFull, StorageFailed, TryAgain
+from services.pserver import async_run
 from services.runtime.failpoints import arm_failpoints
 
 from .oracle import make_options
@@ -245,3 +246,20 @@ async def test_once_the_run_is_over_every_pserver_writes_the_same_number(tmp_pat
         assert pserver.run.round == 9
         await steps(pserver, 3, 3)
         assert pserver.run.round == 11
+
+
+@pytest.mark.asyncio
+async def test_a_contribution_without_any_block_waits_for_a_slow_disk_like_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer may have no gradient for anything on this pserver."""
+    monkeypatch.setattr(async_run, "HOLD_SECONDS", 0.05)
+    async with life(tmp_path) as pserver:
+        await steps(pserver, 1, 1)
+        with slow_log(pserver) as begun:
+            first = asyncio.create_task(pserver.push(0, 2))
+            await asyncio.to_thread(begun.wait)
+            with pytest.raises(QueueFull, match="this pserver is busy; send this again"):
+                await pserver.push(1, 2, {})
+        await first
+        await pserver.push(1, 2, {})
