@@ -93,7 +93,10 @@ class MetricsServer:
                 start_response(refusal, [("Content-Type", "text/plain; charset=utf-8"), *challenge])
                 return [f"{refusal[4:].lower()}\n".encode()]
             if path == "/metrics":
-                page: Iterable[bytes] = metrics_app(environ, start_response)
+                try:
+                    page: Iterable[bytes] = metrics_app(environ, start_response)
+                except Exception:  # it takes some Accept headers apart that it does not understand
+                    page = metrics_app({**environ, "HTTP_ACCEPT": ""}, start_response)
                 return page
             ok = path == "/healthz" or (path == "/readyz" and is_ready())
             status = "200 OK" if ok else ("503 Service Unavailable" if path == "/readyz" else "404 Not Found")

@@ -91,7 +91,10 @@ class ServiceMetrics:
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """All metrics in the text format that the Accept header asks for, with its content type."""
-        encode, content_type = choose_encoder(accept)
+        try:
+            encode, content_type = choose_encoder(accept)
+        except Exception:  # it takes some headers apart that it does not understand
+            encode, content_type = choose_encoder("")
         return encode(self.registry), content_type
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from ps_protocol.messages import RunSummary, TrainerHeartbeat
+from ps_protocol.messages import JoinTrainer, RegisterPserver, RunSummary, TrainerHeartbeat
 
 
 def test_a_loss_that_is_not_a_number_survives_the_wire() -> None:
@@ -37,3 +37,29 @@ def test_the_line_that_ends_a_training_script() -> None:
     assert summary.line() == "trained: mode=sync transport=HTTP/2 accuracy=0.98 rounds=120 seconds=8.1"
     failed = summary.model_copy(update={"state": "failed", "results": {}})
     assert failed.line() == "failed: mode=sync transport=HTTP/2 rounds=120 seconds=8.1"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://[",
+        "http://",
+        "ftp://a",
+        "a:1",
+        "http://a:x",
+        "http://a:99999",
+        "http://a/?b",
+        "http://a b",
+        "http://a:0",
+    ],
+)
+def test_an_address_that_nobody_could_call_is_refused(address: str) -> None:
+    with pytest.raises(ValidationError):
+        JoinTrainer(protocol=1, instance="a process", metrics_address=address)
+    with pytest.raises(ValidationError):
+        RegisterPserver(protocol=1, instance="a process", address=address, http2=True)
+
+
+@pytest.mark.parametrize("address", ["http://a", "https://[::1]:7071/prefix/", "http://10.0.0.7:80"])
+def test_an_address_may_have_a_path(address: str) -> None:
+    assert RegisterPserver(protocol=1, instance="a process", address=address, http2=True).address == address

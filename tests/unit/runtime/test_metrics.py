@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from prometheus_client import Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -56,3 +57,12 @@ def test_openmetrics_when_asked_for() -> None:
     body, content_type = ServiceMetrics("pserver").render("application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
     assert body.endswith(b"# EOF\n")
+
+
+@pytest.mark.parametrize(
+    "accept", ["text/plain; version=abc", "application/openmetrics-text; version=x.y", ";;", "text/plain;version="]
+)
+def test_a_strange_accept_header_is_no_failure(accept: str) -> None:
+    body, content_type = ServiceMetrics("pserver").render(accept)
+    assert b"gradpost_service_info" in body
+    assert "text" in content_type
