@@ -7,6 +7,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from granian.constants import HTTPModes, Interfaces
@@ -17,11 +18,14 @@ from starlette.types import ASGIApp
 
 from ps_protocol.certificates import WatchedFiles, server_context
 
+from .connections import Connections, Peer
+from .descriptors import bound_connections
 from .guarded_protocol import guard_protocol
 from .machine import usable_memory_bytes
 from .paced_replies import PaceReplies
 from .renewal import Backend, RenewedServer
 from .settings import ServiceSettings
+from .strangers import SWEEPS, Strangers
 
 BACKLOG = 1024
 KEEP_ALIVE_SECONDS = 75  # longer than most rounds: a connection that closes between two costs a failed request
@@ -42,12 +46,14 @@ def make_granian(app: ASGIApp, settings: ServiceSettings, bound: socket.socket) 
 
 def _make_granian(app: ASGIApp, settings: ServiceSettings, bound: socket.socket) -> Backend:
     host, port, *_ = bound.getsockname()
+    max_connections = bound_connections(settings.max_connections)
     paced = PaceReplies(
         app,
         port,
         max_untaken_bytes=settings.max_untaken_bytes or usable_memory_bytes() // 8,
         stall_seconds=settings.body_timeout_seconds,
         silent_seconds=settings.header_timeout_seconds,
+        max_connections=max_connections,
     )
     server = GranianServer(
         paced,
@@ -57,7 +63,7 @@ def _make_granian(app: ASGIApp, settings: ServiceSettings, bound: socket.socket)
         http=HTTPModes.auto,
         websockets=False,
         backlog=BACKLOG,
-        backpressure=settings.max_connections,
+        backpressure=max_connections,
         http1_settings=HTTP1Settings(header_read_timeout=int(settings.header_timeout_seconds * 1000)),
         # The application gets one frame at a time, so that large frames spare it work; a window must hold several
         # of them, or an upload stands still for a round trip each time it is used up.
@@ -101,7 +107,7 @@ def make_uvicorn(app: ASGIApp, settings: ServiceSettings, bound: socket.socket, 
         timeout_graceful_shutdown=grace_seconds,
         ssl_context_factory=(lambda *_: server_context(settings.server_tls)) if settings.tls_cert else None,
     )
-    return _Uvicorn(config, bound)
+    return _Uvicorn(config, bound, settings)
 
 
 class _Granian:
@@ -121,12 +127,33 @@ class _Granian:
 
 
 class _Uvicorn(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, bound: socket.socket) -> None:
+    def __init__(self, config: uvicorn.Config, bound: socket.socket, settings: ServiceSettings) -> None:
         super().__init__(config)
         self._bound = bound
+        self._period = settings.header_timeout_seconds / SWEEPS
+        self._connections = Connections(bound.getsockname()[1])
+        self._strangers = Strangers(
+            self._connections,
+            lambda peer: peer in self._known,
+            seconds=settings.header_timeout_seconds,
+            max_connections=bound_connections(settings.max_connections),
+        )
+        self._known: set[Peer] = set()
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().serve(sockets or [self._bound])
+        sweeping = asyncio.create_task(self._sweep_forever(), name="sweep connections")
+        try:
+            await super().serve(sockets or [self._bound])
+        finally:
+            sweeping.cancel()
+
+    async def _sweep_forever(self) -> None:
+        """Protocols are made when a TLS handshake is over; then they have limits of their own."""
+        while True:
+            await asyncio.sleep(self._period)
+            protocols: set[Any] = set(self.server_state.connections)
+            self._known = {protocol.client for protocol in protocols if protocol.client is not None}
+            self._strangers.sweep(self._connections.scan(), asyncio.get_running_loop().time())
 
     def stop(self) -> None:
         self.should_exit = True

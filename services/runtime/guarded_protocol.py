@@ -12,6 +12,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE, BodyTooLarge, GradpostError, Overloaded, SlowBody
 
+from .descriptors import bound_connections
 from .settings import ServiceSettings
 
 MAX_HEAD_BYTES = 64 * 1024  # the request line and all headers
@@ -22,6 +23,7 @@ def guard_protocol(settings: ServiceSettings) -> type[HttpToolsProtocol]:
 
     class Guarded(GuardedProtocol):
         limits = settings
+        max_connections = bound_connections(settings.max_connections)
 
     return Guarded
 
@@ -33,6 +35,7 @@ class GuardedProtocol(HttpToolsProtocol):
     """
 
     limits: ServiceSettings
+    max_connections: int
 
     def __init__(self, config: Config, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -44,8 +47,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for headers, or refuse if there are too many connections."""
         super().connection_made(transport)
-        if len(self.connections) > self.limits.max_connections:
-            self._refuse(Overloaded(f"{self.limits.max_connections} connections are open already"))
+        if len(self.connections) > self.max_connections:
+            self._refuse(Overloaded(f"{self.max_connections} connections are open already"))
         else:
             self._start_timer()
 

@@ -14,12 +14,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .connections import Connections, Peer, Traffic
 from .logs import get_logger
+from .strangers import SWEEPS, Strangers
 
 MAX_EACH_BYTES = 1024 * 1024  # of one connection, when all together have too many
 MIN_BYTES_PER_SECOND = 4 * 1024  # who takes less takes nothing
-SILENT_BYTES = 24  # fewer are no request: the shortest that is worth waiting for, and HTTP/2's preface, have as many
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.001, 0.05
-SWEEPS = 4  # in the time after which something is cut off
 
 log = get_logger()
 
@@ -51,21 +50,33 @@ class Flow:
 class PaceReplies:
     """ASGI middleware, the outermost; and every now and then, `sweep` cuts off connections that do nothing.
 
-    That is: who takes nothing of a reply for `stall_seconds`, and who has sent nothing for `silent_seconds`, counted
-    from the first sweep that saw the connection. No HTTP server can tell the latter from a client that is early.
+    That is: who takes nothing of a reply for `stall_seconds`, and who has asked for nothing in `silent_seconds`,
+    counted from the first sweep that saw the connection.
     """
 
     def __init__(
-        self, app: ASGIApp, port: int, *, max_untaken_bytes: int, stall_seconds: float, silent_seconds: float
+        self,
+        app: ASGIApp,
+        port: int,
+        *,
+        max_untaken_bytes: int,
+        stall_seconds: float,
+        silent_seconds: float,
+        max_connections: int,
     ) -> None:
         self._app = app
         self._max_untaken_bytes = max_untaken_bytes
         self._untaken_bytes = 0  # of all, as of the last look at them and what was given since
         self._connections = Connections(port)
         self._stall_seconds = stall_seconds
-        self._silent_seconds = silent_seconds
+        self._period = min(stall_seconds, silent_seconds) / SWEEPS
         self._flows: dict[Peer, Flow] = {}
-        self._silent_since: dict[Peer, float] = {}
+        self._strangers = Strangers(
+            self._connections,
+            self._flows.__contains__,
+            seconds=silent_seconds,
+            max_connections=max_connections,
+        )
         self._look_again_at = 0.0
 
     def __repr__(self) -> str:
@@ -122,17 +133,12 @@ class PaceReplies:
     async def sweep_forever(self) -> None:
         """Run it as a task and cancel it."""
         while True:
-            await asyncio.sleep(min(self._stall_seconds, self._silent_seconds) / SWEEPS)
+            await asyncio.sleep(self._period)
             self.sweep(asyncio.get_running_loop().time())
 
     def sweep(self, now: float) -> None:
         """Look at all connections once."""
-        open_now = self._look(now)
-        silent = {peer for peer, traffic in open_now.items() if traffic.received < SILENT_BYTES}
-        self._silent_since = {peer: self._silent_since.get(peer, now) for peer in silent}
-        for peer, since in self._silent_since.items():
-            if now - since >= self._silent_seconds:
-                self._connections.cut(peer)
+        self._strangers.sweep(self._look(now), now)
         for peer, flow in self._flows.items():
             if now - flow.progress_at >= self._stall_seconds:
                 log.warning("a client that takes nothing of its replies is cut off", client=peer[0], bytes=flow.untaken)

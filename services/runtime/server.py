@@ -19,6 +19,7 @@ from ps_protocol.environment import SettingsError
 from ps_protocol.errors import GradpostError, TryAgain
 
 from .backends import make_granian, make_uvicorn
+from .descriptors import allow_many_files
 from .listen import ListenError, advertised_address, announce, take_port, wait_until_listening
 from .logs import get_logger
 from .memory import keep_large_buffers
@@ -114,6 +115,7 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> NoReturn:
         os._exit(exit_code)
 
     keep_large_buffers()
+    allow_many_files()
     asyncio.run(run_and_exit())
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
+import sys
 from pathlib import Path
 
 import httpx
@@ -81,3 +83,27 @@ async def test_a_new_certificate_interrupts_nothing(
             assert (await http.get(f"{service.address}/healthz")).status_code == 200
         sample.slow_ends.set()
         assert (await slow).json() == "slow"  # it began with the old one
+
+
+@every_server
+@pytest.mark.asyncio
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who is connected")
+async def test_who_stops_in_the_middle_of_a_handshake_is_cut_off(server: str, authority: Authority) -> None:
+    """No HTTP server counts such connections, or gives them less than a minute."""
+    files = authority.issue("service")
+    app = Sample().make_app()
+    async with running(app, server=server, header_timeout_seconds=0.6, **serving(files)) as service:
+        host, port = service.address.removeprefix("https://").split(":")
+        settings = ServiceSettings(tls_ca=files.ca, tls_client_cert=files.cert, tls_client_key=files.key)
+        async with make_peer_client(settings) as peer:
+            assert (await peer.get(f"{service.address}/healthz")).status_code == 200
+            begun = [await asyncio.open_connection(host, int(port)) for _ in range(5)]
+            for _, writer in begun:
+                writer.write(bytes([22, 3, 1, 2, 0, 1, 0, 1, 252, 3, 3]) + bytes(80))  # of 512 that it says there are
+            async with asyncio.timeout(5):
+                for reader, writer in begun:
+                    with contextlib.suppress(ConnectionError):
+                        await reader.read()
+                    writer.close()
+            # A connection on which something was asked stays.
+            assert (await peer.get(f"{service.address}/healthz")).status_code == 200
