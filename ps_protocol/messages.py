@@ -5,9 +5,10 @@ Unknown members are refused, so that a misspelt one is noticed.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from .consistency import Consistency
 from .vocabulary import (
@@ -24,6 +25,18 @@ from .vocabulary import (
 PROGRESS = "loss"  # the reported number that shows how training goes; the others are results
 
 MAX_HEARTBEAT_PERIOD_SECONDS = 1.0  # progress and reported numbers travel with heartbeats; people watch them
+
+
+def _check_base_url(value: str) -> str:
+    url = urlsplit(value)  # raises ValueError, as `port` does
+    if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment or url.port == 0:
+        raise ValueError("not a base URL such as http://10.0.0.7:7071")
+    if any(character.isspace() for character in value):
+        raise ValueError("a URL has no spaces")
+    return value
+
+
+BaseUrl = Annotated[str, AfterValidator(_check_base_url)]
 
 RunState = Literal["gathering", "training", "finished", "failed"]
 
@@ -84,7 +97,7 @@ class RegisterPserver(Message):
 
     protocol: int
     instance: str = Field(min_length=8, max_length=64)
-    address: str = Field(pattern=r"^https?://[^\s?#]+$", description="base URL under which trainers reach it")
+    address: BaseUrl = Field(description="base URL under which trainers reach it")
     http2: bool = Field(description="whether it answers HTTP/2 with prior knowledge")
     index: PserverIndex | None = Field(default=None, ge=0, description="None: the coordinator chooses")
     previous: Incarnation = Field(default=0, description="the life that it follows, whose folder it has locked")
@@ -145,7 +158,7 @@ class JoinTrainer(Message):
     expects: dict[str, str | int | float | bool] = Field(
         default_factory=dict, description="settings of the mode that the trainer was started for"
     )
-    metrics_address: str | None = None
+    metrics_address: BaseUrl | None = None
 
 
 class TrainerJoined(Message):
@@ -190,6 +203,7 @@ class PlanReady(Message):
     pservers: tuple[PserverInfo, ...]
     uploader: Rank
     start: Round = Field(default=1, description="the first round, or step, that this trainer pushes for")
+    nonfinite: NonfinitePolicy = Field(default="reject", description="what becomes of a gradient with NaN or infinity")
 
 
 class TrainerHeartbeat(Message):

@@ -21,7 +21,7 @@ from ps_protocol.optimizers import HyperParameters, OptimizerSpec
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import COMPUTED_ON_KEY, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY
 from ps_protocol.tokens import TokenFolder, TokenPair
-from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec, Rank, Round
+from ps_protocol.vocabulary import PROTOCOL_VERSION, NonfinitePolicy, ParameterSpec, Rank, Round
 
 from .authorization import BearerAuth
 from .buckets import Bucket, make_buckets
@@ -76,6 +76,7 @@ class ParameterClient:
         self._control = make_control_client(self.settings.client_tls, self._auth)
         self._bulk: dict[bool, httpx.AsyncClient] = {}
         self.start: Round = 1  # the first round that this trainer pushes for
+        self.nonfinite: NonfinitePolicy = "reject"  # of the run
         self.must_upload = False  # the initial values are this trainer's to push
         self.membership = Membership(self.settings, self._control)
 
@@ -161,7 +162,7 @@ class ParameterClient:
         self.plan = SlicePlan.from_json(ready.plan)
         self.uploader = ready.uploader
         self.must_upload = ready.uploader == self.joined.rank and ready.start == 1
-        self.start = ready.start
+        self.start, self.nonfinite = ready.start, ready.nonfinite
         self.membership.round = ready.start - 1
         news = self.membership.news
         news.attempt = news.newest_attempt = ready.attempt

@@ -84,9 +84,18 @@ class Pipeline:
         self.newest = version
 
     def begin(
-        self, step: Round, gradients: Mapping[str, Tensor], numbers: list[HyperParameters], computed_on: Round
+        self,
+        step: Round,
+        gradients: Mapping[str, Tensor],
+        numbers: list[HyperParameters],
+        computed_on: Round,
+        *,
+        is_finite: bool = True,
     ) -> None:
-        """Copy flattened gradients (name -> shape (numel,)) and start to push them; a pull will follow."""
+        """Copy flattened gradients (name -> shape (numel,)) and start to push them; a pull will follow.
+
+        `is_finite` is the trainer's own verdict on them; the pservers have one each, too.
+        """
         layout = self._layout(step, frozenset(gradients))
         is_async = self._client.joined.consistency.is_async
         before, pushed = self._pushed, _Acknowledged()
@@ -102,7 +111,7 @@ class Pipeline:
             _cancel(pushes)
             raise
         self._pushed = pushed  # from here on: a step that could not begin is not waited for
-        pull = self._io.start(self._pull(step, pushes, pushed, self._newest_pull, perf_counter()))
+        pull = self._io.start(self._pull(step, pushes, pushed, self._newest_pull, perf_counter(), is_finite))
         self._pulls[step] = self._newest_pull = pull
 
     async def _push(self, step: Round, bucket: Bucket, frame: memoryview, before: _Acknowledged) -> bool:
@@ -117,6 +126,7 @@ class Pipeline:
         pushed: _Acknowledged,
         before: Future[None] | None,
         begun: float,
+        is_finite: bool,
     ) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -132,7 +142,7 @@ class Pipeline:
             await asyncio.wrap_future(before)
         is_sync = not self._client.joined.consistency.is_async
         destinations = self._destinations[self.slot(step)]
-        await self._client.pull(step, destinations, with_batch_barrier=is_sync, is_finite=all(verdicts))
+        await self._client.pull(step, destinations, with_batch_barrier=is_sync, is_finite=is_finite and all(verdicts))
         metrics, ended = self._client.metrics, perf_counter()
         metrics.push_seconds.observe(acknowledged - begun)
         metrics.pull_seconds.observe(ended - acknowledged)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ps_protocol.errors import BadModel, PserverLost, RolledBack
+from ps_protocol.errors import BadModel, NonFiniteGradient, PserverLost, RolledBack
 from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import ParameterSpec, Round
 
+from .grad_scaling import unscale_gradients
 from .local_steps import LocalSteps, check_outer
 from .optimizer_spec import describe_optimizer, read_hyper_parameters
 from .pipeline import Pipeline
@@ -51,6 +53,8 @@ class RemoteOptimizer(Optimizer):
 
     """
 
+    _step_supports_amp_scaling = True  # a GradScaler leaves scale and overflow to `step`
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -83,6 +87,7 @@ class RemoteOptimizer(Optimizer):
         self._num_steps = 0
         self._applied = 0  # contributions of all trainers, when it was counted last
         self._change_was_said = False
+        self._refused: NonFiniteGradient | None = None
         self._has_buffers = False  # those of the run, which no round changes
         self._start()
 
@@ -222,14 +227,32 @@ class RemoteOptimizer(Optimizer):
         With local steps the wrapped optimizer steps here, and only every so many steps there is such a round.
         A parameter whose `grad` is None is skipped, as torch does; anything done to `grad` before is honoured. A
         `closure` is called once, before, and its loss is returned.
+
+        With `GradScaler.step(optimizer)` the gradients are unscaled here. If they have overflowed, this trainer takes
+        part in the round without any, so that all stay in the same one; `nonfinite=skip_round` then skips it for all.
+
+        Raises:
+            NonFiniteGradient: under `nonfinite=reject`; then the script has to end, and may be started again.
+            Ended and its children: what has ended the run.
+
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._look_for_changes()
+        if self._refused is not None:
+            raise copy.copy(self._refused)
+        has_overflowed = unscale_gradients(self, self._named.values())
+        if has_overflowed and self._session.client.nonfinite == "reject" and not self._is_async:
+            text = f"the gradients of trainer {self._session.rank} have overflowed, and nonfinite is reject"
+            raise NonFiniteGradient(f"{text}: with a GradScaler it has to be skip_round, or allow")
+        if has_overflowed:  # takes part with nothing
+            for parameter in self._named.values():
+                parameter.grad = None
         if self._local is None:
-            self._exchange({name: _flat_gradient(name, p) for name, p in self._named.items() if p.grad is not None})
+            gradients = {name: _flat_gradient(name, p) for name, p in self._named.items() if p.grad is not None}
+            self._exchange(gradients, is_finite=not has_overflowed)
         else:
             if self._local.step():
                 self._exchange(self._local.outer_gradients())
@@ -244,11 +267,15 @@ class RemoteOptimizer(Optimizer):
         else:
             self._num_steps = 1
 
-    def _exchange(self, gradients: dict[str, Tensor]) -> None:
+    @property
+    def _is_async(self) -> bool:
+        return self._session.client.joined.consistency.is_async
+
+    def _exchange(self, gradients: dict[str, Tensor], *, is_finite: bool = True) -> None:
         started = time.perf_counter()
         numbers = read_hyper_parameters(self.spec, self._remote)
         step = self._begun + 1
-        self._pipeline.begin(step, gradients, numbers, computed_on=self._landed)
+        self._pipeline.begin(step, gradients, numbers, computed_on=self._landed, is_finite=is_finite)
         self._begun = step
         self._take(step - self._pipeline.max_delay)
         self._count_steps()
@@ -266,8 +293,10 @@ class RemoteOptimizer(Optimizer):
         except RolledBack as error:
             self._go_back(error)
             return
-        except BaseException:
+        except BaseException as error:
             self._begun = self._pipeline.newest  # a step that fails takes those behind it along
+            if isinstance(error, NonFiniteGradient):
+                self._refused = error  # what else of this step is staged cannot be taken back, so there is no other
             raise
         if newest > self._landed:
             self._landed = newest

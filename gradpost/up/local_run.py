@@ -94,6 +94,8 @@ class LocalRun:
             print_summary(summary, as_json=self._as_json)
         elif self._ending is None:
             self._screen.say("nothing was trained: no script joined the cluster (trainer_client.connect)", "yellow")
+        if self._ending is None and summary is not None and summary.state == "failed":
+            return EXIT_FAILED  # although every script has ended well: what they trained was lost then
         return self._ending.exit_code if self._ending else 0
 
     def _start(self) -> bool:

@@ -31,7 +31,7 @@ from ps_protocol.messages import (
     TrainerHeartbeatReply,
     TrainerJoined,
 )
-from ps_protocol.vocabulary import PROTOCOL_VERSION, Incarnation, PserverIndex, Rank, Round
+from ps_protocol.vocabulary import PROTOCOL_VERSION, Incarnation, NonfinitePolicy, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest
 
 from .decision import Membership
@@ -340,7 +340,7 @@ class Cluster:
             plan=run.plan.to_json(),
             incarnation=self.run_incarnations[index],
             consistency=defaults.consistency,
-            nonfinite=run.declaration.nonfinite or defaults.nonfinite,
+            nonfinite=self._nonfinite,
             round_timeout_seconds=patience,
             durability=defaults.durability,
             checkpoint_rounds=defaults.checkpoint_interval(run.plan),
@@ -354,6 +354,11 @@ class Cluster:
             sets=run.membership.sets,
             verdicts=run.membership.verdicts,
         )
+
+    @property
+    def _nonfinite(self) -> NonfinitePolicy:
+        declaration = self.run.declaration
+        return (declaration and declaration.nonfinite) or self._defaults.nonfinite
 
     def members_message(self, number: int) -> InstallMembers:
         """The members as they were decided, or the run's failure, for all pservers."""
@@ -391,6 +396,7 @@ class Cluster:
             pservers=pservers,
             uploader=run.uploader,
             start=run.membership.starts.get(rank, (run.resume or 0) + 1),
+            nonfinite=self._nonfinite,
         )
 
     @property

@@ -207,11 +207,17 @@ class Installer:
             run.number += 1
             return False
         applied = max((answer.applied for answer in answers if answer is not None), default=0)
+        applied = max(applied, run.pulled)  # all of them may have lost it
         round_ = newest_common(newest, ranges)
         if round_ is None and (applied > 0 or run.has_trained or run.resume is not None):
             empty = [member.info.index for member, one in zip(members, ranges, strict=True) if not one]
             text = f"pservers {empty} have lost their shards" if empty else "no round can be restored by all pservers"
             run.fail(PserverLost(f"{text}; the pservers can restore {ranges}", pserver=empty), self._now())
+            return False
+        if gone := run.find_done_after(round_ or 0):
+            names = ", ".join(f"trainer {rank}" for rank in gone)
+            text = f"rounds {(round_ or 0) + 1} to {applied} are lost, and {names} cannot take them again, being done"
+            run.lose_rounds(PserverLost(f"{text}; resume the run to train them once more"), self._now())
             return False
         uploader = run.uploader if round_ is not None else min(targets, default=run.uploader)
         decision = Decision(run.attempt + 1, round_, uploader, Membership(targets))

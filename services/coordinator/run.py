@@ -373,6 +373,21 @@ class Run:
             names = ", ".join(f"trainer {rank}" for rank in self.missing_ranks)
             self.fail(RoundTimeout(f"{names} {owed}", missing=self.missing_ranks), now)
 
+    def find_done_after(self, round_: Round) -> list[Rank]:
+        """Who has left with later rounds, in which it had a part that it will not have again.
+
+        Nobody in asynchronous modes, nor under `continue`, where rounds are made by those who are there.
+        """
+        if self.defaults.consistency.is_async or self.defaults.on_trainer_loss == "continue":
+            return []
+        return sorted(t.rank for t in self.trainers.values() if t.state == "done" and t.round > round_)
+
+    def lose_rounds(self, failure: GradpostError, now: float) -> None:
+        """What was trained is lost, although the run may have been finished already."""
+        if self.state == "finished":
+            self.state = "training"
+        self.fail(failure, now)
+
     def fail(self, failure: GradpostError, now: float) -> None:
         """End the run; the first failure stands."""
         if not self.is_over:

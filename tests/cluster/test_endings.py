@@ -1,0 +1,168 @@
+"""The end of a run, while something dies: who is done says so, and what is lost then is not passed over in silence."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+import time
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any
+
+import pytest
+import torch
+
+from services.pserver.durable.records import Record, read_records
+from services.pserver.durable.segments import list_segments
+from services.pserver.durable.update_log import Update
+from services.runtime.places import map_file
+from trainer_client.testing import LocalCluster
+
+from .faulty_run import SCRIPT, FaultyRun
+
+pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(180)]
+
+COUNTING = SCRIPT.with_name("counting_script.py")
+
+
+def lose_the_log_after(round_: int, state_dir: Path) -> None:
+    """As after a power loss under `log`: whole records are missing, so that nothing looks torn."""
+    for segment in list_segments(state_dir / "pserver-0" / "log"):
+        if segment.base >= round_:
+            segment.path.unlink()
+            continue
+        records = (item for item in read_records(map_file(segment.path), segment.mark) if isinstance(item, Record))
+        ends = {Update.from_record(record).round: record.end for record in records}
+        os.truncate(segment.path, ends[round_])
+
+
+def wait_for_output(cluster: LocalCluster, text: str) -> None:
+    deadline = time.monotonic() + 30
+    while not any(text in line for line in list(cluster.output)):
+        assert time.monotonic() < deadline, f"waited in vain for {text!r}: {list(cluster.output)[-20:]}"
+        time.sleep(0.01)
+
+
+def run_script(folder: Path, script: str, **settings: Any) -> LocalCluster:
+    """A cluster, not started yet, for a script that is written to the folder."""
+    (folder / "script.py").write_text(textwrap.dedent(script))
+    return LocalCluster(pservers=1, lease_seconds=2, **settings)
+
+
+QUICK = """
+    import time, torch
+    from trainer_client import RemoteOptimizer
+    model = torch.nn.Linear(4, 4)
+    optimizer = RemoteOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    print("trained", flush=True)
+    time.sleep(1.5)  # until the coordinator has been killed
+"""
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_a_script_that_ends_while_the_coordinator_is_away_is_not_lost(tmp_path: Path, host: str) -> None:
+    """It leaves when the interpreter ends, where no thread of a pool looks up a name any more."""
+    with run_script(tmp_path, QUICK, trainers=1, rejoin_timeout_seconds=10) as cluster:
+        address = cluster.address.replace("127.0.0.1", host)
+        child = cluster.start_trainer(
+            0, [sys.executable, str(tmp_path / "script.py")], {"GRADPOST_COORDINATOR": address}
+        )
+        wait_for_output(cluster, "trained")
+        cluster.coordinator.signal(SIGKILL)
+        cluster.coordinator.wait(10)
+        wait_for_output(cluster, "waiting for the coordinator")
+        cluster.restart_coordinator()
+        assert child.wait(30) == 0
+        assert cluster.summary().state == "finished"
+
+
+def test_rounds_that_are_lost_when_somebody_is_done_end_the_run(tmp_path: Path) -> None:
+    """The others would train them again without its part, or not at all: wrong numbers, or older ones."""
+    with FaultyRun(40, pservers=1, state_dir=str(tmp_path)) as run:
+        run.cluster.trainers[1].signal(SIGKILL)
+        run.rounds = 400
+        run.start_trainer(1)  # has more to do than the other
+        assert run.cluster.trainers[0].wait(60) == 0
+        run.kill(run.cluster.pservers[0])
+        lose_the_log_after(37, tmp_path)
+        run.cluster.start_pserver(0)
+        assert run.cluster.trainers[1].wait(60) == 1
+        said = run.wait_for_line("PserverLost: rounds", of="trainer 1")
+        assert "trainer 0 cannot take them again, being done" in said
+
+
+def test_a_finished_run_whose_last_rounds_are_lost_is_not_finished(tmp_path: Path) -> None:
+    with FaultyRun(20, pservers=1, state_dir=str(tmp_path), failpoints="checkpoint.shard=kill@2") as run:
+        assert [child.wait(60) for child in run.cluster.trainers] == [0, 0]
+        run.cluster.pservers[0].wait(30)
+        lose_the_log_after(17, tmp_path)
+        run.cluster.start_pserver(0, GRADPOST_FAILPOINTS="")
+        run.wait_for_line("rounds 18 to 20 are lost")
+        status = run.cluster.status()
+        assert (status.state, (status.failure or {})["code"]) == ("failed", "pserver_lost")
+
+
+def test_asynchronous_a_log_that_has_lost_its_end_is_gone_on_from(tmp_path: Path) -> None:
+    settings = {"mode": "async", "durability": "log", "round_timeout_seconds": 5}
+    with FaultyRun(60, pservers=1, state_dir=str(tmp_path), script=COUNTING, **settings) as run:
+        run.wait_for_round(20)
+        run.kill(run.cluster.pservers[0])
+        lose_the_log_after(30, tmp_path)
+        run.cluster.start_pserver(0)
+        for child in run.cluster.trainers:
+            assert child.wait(60) == 0
+        run.wait_for_line("an earlier life of this pserver has taken steps that it did not keep")
+
+
+AMP = """
+    import torch
+    from trainer_client import RemoteOptimizer, connect
+    session = connect()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = RemoteOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.5))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for iteration in range(1, 7):
+        optimizer.zero_grad()
+        factor = 1e38 if session.rank == 1 and iteration == 3 else 1.0
+        scaler.scale((model(torch.ones(3, 4)) * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.round == iteration, "the trainers are in different rounds"
+    print("bias", model.bias.tolist(), flush=True)
+"""
+
+
+def test_an_overflow_of_one_trainers_gradscaler_skips_the_round_for_all(tmp_path: Path) -> None:
+    with run_script(tmp_path, AMP, trainers=2, nonfinite="skip_round") as cluster:
+        assert cluster.run_trainers([sys.executable, str(tmp_path / "script.py")], timeout=60) == [0, 0]
+        printed = {line.partition("bias ")[2] for line in cluster.output if "bias" in line}
+        skipped = [line for line in cluster.output if "round 3 was skipped on all pservers" in line]
+        assert len(printed) == 1
+        assert len(skipped) == 2
+    torch_bias = expected_amp_bias()
+    assert printed == {str(torch_bias)}
+
+
+def expected_amp_bias() -> list[float]:
+    """Five steps of the six, in one process."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    bias: list[float] = model.bias.tolist()
+    return bias
+
+
+def test_under_reject_an_overflow_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    with run_script(tmp_path, AMP, trainers=2, on_trainer_loss="fail") as cluster:
+        assert cluster.run_trainers([sys.executable, str(tmp_path / "script.py")], timeout=60) == [1, 1]
+        assert any("NonFiniteGradient" in line and "it has to be skip_round" in line for line in cluster.output)
