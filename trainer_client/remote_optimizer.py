@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ps_protocol.errors import BadModel, NonFiniteGradient, PserverLost, RolledBack
+from ps_protocol.errors import BadModel, ContributionConflict, NonFiniteGradient, PserverLost, RolledBack
 from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import ParameterSpec, Round
 
@@ -232,7 +231,8 @@ class RemoteOptimizer(Optimizer):
         part in the round without any, so that all stay in the same one; `nonfinite=skip_round` then skips it for all.
 
         Raises:
-            NonFiniteGradient: under `nonfinite=reject`; then the script has to end, and may be started again.
+            NonFiniteGradient: under `nonfinite=reject`; what is staged already stays, so that only the same gradient,
+                mended where it was not finite, could be tried again.
             Ended and its children: what has ended the run.
 
         """
@@ -241,8 +241,6 @@ class RemoteOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._look_for_changes()
-        if self._refused is not None:
-            raise copy.copy(self._refused)
         has_overflowed = unscale_gradients(self, self._named.values())
         if has_overflowed and self._session.client.nonfinite == "reject" and not self._is_async:
             text = f"the gradients of trainer {self._session.rank} have overflowed, and nonfinite is reject"
@@ -295,9 +293,12 @@ class RemoteOptimizer(Optimizer):
             return
         except BaseException as error:
             self._begun = self._pipeline.newest  # a step that fails takes those behind it along
-            if isinstance(error, NonFiniteGradient):
-                self._refused = error  # what else of this step is staged cannot be taken back, so there is no other
+            if isinstance(error, ContributionConflict) and self._refused is not None:
+                text = "what was staged when an earlier try of this step was refused cannot be taken back; the script"
+                raise ContributionConflict(f"{text} has to end, and may be started again ({self._refused})") from error
+            self._refused = error if isinstance(error, NonFiniteGradient) else None
             raise
+        self._refused = None
         if newest > self._landed:
             self._landed = newest
             self._land(self._named, self._landing[self._pipeline.slot(newest)])

@@ -166,3 +166,38 @@ def test_under_reject_an_overflow_is_an_error_that_says_what_to_do(tmp_path: Pat
     with run_script(tmp_path, AMP, trainers=2, on_trainer_loss="fail") as cluster:
         assert cluster.run_trainers([sys.executable, str(tmp_path / "script.py")], timeout=60) == [1, 1]
         assert any("NonFiniteGradient" in line and "it has to be skip_round" in line for line in cluster.output)
+
+
+REFUSED = """
+    import torch
+    from ps_protocol.errors import ContributionConflict, NonFiniteGradient
+    from trainer_client import RemoteOptimizer
+    parameters = [(name, torch.nn.Parameter(torch.zeros(50_000))) for name in ("a", "b")]
+    optimizer = RemoteOptimizer(torch.optim.SGD(parameters, lr=1.0), bucket_bytes=4096)
+
+    def step(a, b):
+        for (_, parameter), value in zip(parameters, (a, b)):
+            parameter.grad = torch.full_like(parameter, value)
+        try:
+            optimizer.step()
+        except (NonFiniteGradient, ContributionConflict) as error:
+            print("error", type(error).__name__, error, flush=True)
+
+    step(1.0, float("nan"))
+    step(1.0, 2.0)  # the same, mended
+    print("round", optimizer.round, flush=True)
+    step(1.0, float("nan"))
+    step(3.0, 2.0)
+"""
+
+
+def test_after_a_refused_gradient_only_the_same_one_mended_can_follow(tmp_path: Path) -> None:
+    with run_script(tmp_path, REFUSED, trainers=1, nonfinite="reject", slice_parameters=False) as cluster:
+        cluster.run_trainers([sys.executable, str(tmp_path / "script.py")], timeout=60)
+        said = [line.partition("] ")[2] for line in cluster.output if "] error" in line or "] round" in line]
+    assert [line[:28].split()[:2] for line in said] == [
+        ["error", "NonFiniteGradient"], ["round", "1"], ["error", "NonFiniteGradient"],
+        ["error", "ContributionConflict"],
+    ]  # fmt: skip
+    assert "has to end" in said[-1]
+    assert "NaN or infinity in block 'b.block0'" in said[-1]
