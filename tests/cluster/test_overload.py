@@ -85,7 +85,7 @@ async def test_a_refused_push_comes_again_and_the_round_is_completed(server: str
 async def test_it_is_decided_before_the_body_is_sent(server: str) -> None:
     """A body that was announced and is on its way takes up the trainer's share."""
     with LocalCluster(pservers=1, trainers=1, server=server, max_inflight_bytes=1, lease_seconds=60) as cluster:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=30) as http:
             trainer = WireTrainer(http, cluster.address)
             await trainer.join("a", 0)
             await trainer.declare()
@@ -100,7 +100,7 @@ async def test_it_is_decided_before_the_body_is_sent(server: str) -> None:
             first = asyncio.create_task(http.post(send, headers=headers, content=crawl(begun, may_end, body)))
             await begun.wait()
             for transport in (httpx.AsyncHTTPTransport(), BulkTransport(http2=server == "granian")):
-                async with httpx.AsyncClient(transport=transport) as other:
+                async with httpx.AsyncClient(transport=transport, timeout=30) as other:
                     response = await other.post(send, headers=trainer.fence(1), content=body)
                     assert (response.status_code, response.json()["code"]) == (503, "overloaded")
                     assert response.headers["content-type"] == PROBLEM_CONTENT_TYPE
