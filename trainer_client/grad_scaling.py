@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -26,5 +25,5 @@ def unscale_gradients(optimizer: Optimizer, parameters: Iterable[Tensor]) -> boo
         inverse = scale.double().reciprocal().float()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         for gradient in gradients:
-            gradient.mul_(inverse.to(gradient.device, non_blocking=True).to(torch.float32))
+            gradient.mul_(inverse.to(gradient.device, non_blocking=True))
     return False

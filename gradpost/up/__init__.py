@@ -37,10 +37,10 @@ def run_up(
     # The services would refuse them just the same, but in their own logs.
     read_settings(CoordinatorSettings, given)
     read_settings(PserverSettings, {"server": given.get("server")})
-    resolve_command(command)  # before there is a folder for its run
+    resolved = resolve_command(command)  # before there is a folder for its run
     root = Path(given.pop("state_dir", named_root()))
     given["state_dir"] = (resume_folder(root) if given.get("resume") else new_folder(root)).path
     run = LocalRun(
-        command, num_pservers, num_trainers, given, max_restarts=max_restarts, verbose=verbose, as_json=as_json
+        resolved, num_pservers, num_trainers, given, max_restarts=max_restarts, verbose=verbose, as_json=as_json
     )
     return run.run()

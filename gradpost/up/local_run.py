@@ -16,7 +16,7 @@ from ps_protocol.errors import GradpostError
 from trainer_client.testing import Child, LocalCluster
 
 from ..output import EXIT_FAILED, count
-from .command import EXIT_NOT_EXECUTABLE, make_environment, resolve_command, trainer_environment
+from .command import EXIT_NOT_EXECUTABLE, make_environment, trainer_environment
 from .ending import (
     HOPELESS_GRACE_SECONDS,
     STOP_GRACE_SECONDS,
@@ -38,7 +38,7 @@ JOIN_GRACE_SECONDS = 3.0  # until a script that has ended is missed by the other
 
 
 class LocalRun:
-    """Starts the cluster and the scripts, and stays until all of it has ended."""
+    """Starts the cluster and the scripts, of a command that can be run as it is, and stays until all has ended."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class LocalRun:
         verbose: bool,
         as_json: bool,
     ) -> None:
-        self._command = resolve_command(command)
+        self._command = list(command)
         self._as_json = as_json
         self._signals: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
         self._screen = Screen(verbose=verbose, as_json=as_json, on_closed=lambda: self._signals.put(signal.SIGPIPE))

@@ -92,9 +92,10 @@ def _make_granian(app: ASGIApp, settings: ServiceSettings, bound: socket.socket)
 def make_uvicorn(app: ASGIApp, settings: ServiceSettings, bound: socket.socket, *, grace_seconds: int) -> Backend:
     """HTTP/1.1 only. It listens on `bound` itself and, once stopped, gives up on what takes over `grace_seconds`."""
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # else a line for whatever is no HTTP
+    max_connections = bound_connections(settings.max_connections)
     config = uvicorn.Config(
         app,
-        http=guard_protocol(settings),
+        http=guard_protocol(settings, max_connections),
         ws="none",
         loop="none",
         lifespan="off",
@@ -107,7 +108,7 @@ def make_uvicorn(app: ASGIApp, settings: ServiceSettings, bound: socket.socket, 
         timeout_graceful_shutdown=grace_seconds,
         ssl_context_factory=(lambda *_: server_context(settings.server_tls)) if settings.tls_cert else None,
     )
-    return _Uvicorn(config, bound, settings)
+    return _Uvicorn(config, bound, header_seconds=settings.header_timeout_seconds, max_connections=max_connections)
 
 
 class _Granian:
@@ -127,16 +128,18 @@ class _Granian:
 
 
 class _Uvicorn(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, bound: socket.socket, settings: ServiceSettings) -> None:
+    def __init__(
+        self, config: uvicorn.Config, bound: socket.socket, *, header_seconds: float, max_connections: int
+    ) -> None:
         super().__init__(config)
         self._bound = bound
-        self._period = settings.header_timeout_seconds / SWEEPS
+        self._period = header_seconds / SWEEPS
         self._connections = Connections(bound.getsockname()[1])
         self._strangers = Strangers(
             self._connections,
             lambda peer: peer in self._known,
-            seconds=settings.header_timeout_seconds,
-            max_connections=bound_connections(settings.max_connections),
+            seconds=header_seconds,
+            max_connections=max_connections,
         )
         self._known: set[Peer] = set()
 

@@ -12,18 +12,17 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE, BodyTooLarge, GradpostError, Overloaded, SlowBody
 
-from .descriptors import bound_connections
 from .settings import ServiceSettings
 
 MAX_HEAD_BYTES = 64 * 1024  # the request line and all headers
 
 
-def guard_protocol(settings: ServiceSettings) -> type[HttpToolsProtocol]:
+def guard_protocol(settings: ServiceSettings, connections: int) -> type[HttpToolsProtocol]:
     """The class of which uvicorn makes an object for each connection, without passing on settings of ours."""
 
     class Guarded(GuardedProtocol):
         limits = settings
-        max_connections = bound_connections(settings.max_connections)
+        max_connections = connections
 
     return Guarded
 

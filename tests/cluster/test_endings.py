@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-import time
+import threading
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
@@ -37,11 +37,22 @@ def lose_the_log_after(round_: int, state_dir: Path) -> None:
         os.truncate(segment.path, ends[round_])
 
 
-def wait_for_output(cluster: LocalCluster, text: str) -> None:
-    deadline = time.monotonic() + 30
-    while not any(text in line for line in list(cluster.output)):
-        assert time.monotonic() < deadline, f"waited in vain for {text!r}: {list(cluster.output)[-20:]}"
-        time.sleep(0.01)
+class Lines:
+    """What a cluster has printed; to be its `on_line`."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._more = threading.Condition()
+
+    def __call__(self, name: str, line: str) -> None:
+        with self._more:
+            self._lines.append(line)
+            self._more.notify_all()
+
+    def wait_for(self, text: str) -> None:
+        with self._more:
+            found = self._more.wait_for(lambda: any(text in line for line in self._lines), 30)
+            assert found, f"waited in vain for {text!r}: {self._lines[-20:]}"
 
 
 def run_script(folder: Path, script: str, **settings: Any) -> LocalCluster:
@@ -67,15 +78,16 @@ QUICK = """
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
 def test_a_script_that_ends_while_the_coordinator_is_away_is_not_lost(tmp_path: Path, host: str) -> None:
     """It leaves when the interpreter ends, where no thread of a pool looks up a name any more."""
-    with run_script(tmp_path, QUICK, trainers=1, rejoin_timeout_seconds=10) as cluster:
+    lines = Lines()
+    with run_script(tmp_path, QUICK, trainers=1, rejoin_timeout_seconds=10, on_line=lines) as cluster:
         address = cluster.address.replace("127.0.0.1", host)
         child = cluster.start_trainer(
             0, [sys.executable, str(tmp_path / "script.py")], {"GRADPOST_COORDINATOR": address}
         )
-        wait_for_output(cluster, "trained")
+        lines.wait_for("trained")
         cluster.coordinator.signal(SIGKILL)
         cluster.coordinator.wait(10)
-        wait_for_output(cluster, "waiting for the coordinator")
+        lines.wait_for("waiting for the coordinator")
         cluster.restart_coordinator()
         assert child.wait(30) == 0
         assert cluster.summary().state == "finished"

@@ -159,13 +159,18 @@ def test_a_stranger_gets_nobodys_place_while_those_of_before_may_live(tmp_path, 
     assert cluster.run.awaited == []
 
 
-def test_nobody_is_waited_for_who_is_known_to_be_gone(tmp_path):
-    """All scripts have left, and other pservers have the folders of those that were there."""
-    before, after = make_cluster(durability="log"), make_cluster(durability="log")
+def failed(tmp_path):
+    """The record of a run that was trained and that all scripts have left as failed."""
+    before = make_cluster(durability="log")
     train(before)
     for rank in (0, 1):
         before.leave_trainer(rank, leaving("failed"), 1.0)
-    record = through_the_disk(before, tmp_path)
+    return through_the_disk(before, tmp_path)
+
+
+def test_nobody_is_waited_for_who_is_known_to_be_gone(tmp_path):
+    """All scripts have left, and other pservers have the folders of those that were there."""
+    after, record = make_cluster(durability="log"), failed(tmp_path)
     resume_run(after, record, 100.0)
     for index in (0, 1):
         with pytest.raises(NotReady):
@@ -175,11 +180,7 @@ def test_nobody_is_waited_for_who_is_known_to_be_gone(tmp_path):
 
 
 def test_after_a_run_that_failed_and_is_served_still_the_next_begins_with_its_checkpoint(tmp_path):
-    before, after = make_cluster(durability="log"), make_cluster(durability="log")
-    train(before)
-    for rank in (0, 1):
-        before.leave_trainer(rank, leaving("failed"), 1.0)
-    record = through_the_disk(before, tmp_path)
+    after, record = make_cluster(durability="log"), failed(tmp_path)
     assert record.run is not None
     manifest = Manifest(
         run="run1", attempt=0, round=20, consistency=Consistency(), plan=record.run.plan or {}, shards=(),

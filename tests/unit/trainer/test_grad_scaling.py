@@ -16,8 +16,8 @@ class Scaled(torch.optim.SGD):
         self.has_overflowed = unscale_gradients(self, self.param_groups[0]["params"])
 
 
-def step_with(scale: float, gradient: float, *, unscales: bool = False, dtype: torch.dtype = torch.float32) -> Scaled:
-    parameter = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
+def step_with(scale: float, gradient: float, *, unscales: bool = False) -> Scaled:
+    parameter = torch.nn.Parameter(torch.zeros(3))
     optimizer = Scaled([parameter], lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     scaler.scale((parameter * gradient).sum()).backward()
