@@ -68,6 +68,17 @@ def _tell(future: asyncio.Future[Any], found: Any, error: Exception | None) -> N
         future.set_result(found) if error is None else future.set_exception(error)
 
 
+async def _end_tasks() -> None:
+    """Cancel until none is left: a task may begin meanwhile, or lose a cancellation that meets its result.
+
+    The latter is `asyncio.wait_for` before Python 3.12.
+    """
+    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=1)
+
+
 class IoThread:
     """An event loop on a daemon thread. Closing it cancels what is left and waits for the thread to end."""
 
@@ -79,10 +90,7 @@ class IoThread:
     def _serve(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
-        tasks = asyncio.all_tasks(self.loop)
-        for task in tasks:
-            task.cancel()
-        self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self.loop.run_until_complete(_end_tasks())
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
 

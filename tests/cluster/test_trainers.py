@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -230,31 +231,25 @@ def test_what_cannot_be_trained_is_refused_with_the_reason(cluster: LocalCluster
 
 
 def test_trainers_with_different_models_are_told_the_difference(cluster: LocalCluster) -> None:
-    declared = threading.Event()
+    refusal: Future[BaseException] = Future()
 
     def train(session: Session) -> None:
         weight = nn.Parameter(torch.zeros(2 + session.rank))
-        if session.rank == 1:
-            declared.wait(timeout=30)
-            with pytest.raises(ModelMismatch, match=r"differ in parameter 0 .*\[2\].*\[3\]"):
-                RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
-            return
-        client = session.client
-        message = client.membership.declare
+        with ThreadPoolExecutor(1) as thread:
+            made = thread.submit(RemoteOptimizer, torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
+            made.add_done_callback(tell)
+            # Whoever declares second is refused; the other waits until it leaves.
+            refusal.result(timeout=60)
+            session.close("failed", "enough")
+            assert made.exception(timeout=30) is not None
 
-        async def declare_and_tell(*args: object) -> object:
-            asyncio.get_running_loop().call_later(0.5, declared.set)
-            return await message(*args)  # type: ignore[arg-type]
-
-        client.membership.declare = declare_and_tell  # type: ignore[method-assign, assignment]
-        future = ThreadPoolExecutor(1).submit(
-            RemoteOptimizer, torch.optim.SGD([("weight", weight)], lr=1.0), session=session
-        )
-        declared.wait(timeout=30)
-        session.close("failed", "enough")
-        assert future.exception(timeout=30) is not None
+    def tell(made: Future[RemoteOptimizer]) -> None:
+        error = made.exception()
+        if isinstance(error, ModelMismatch):
+            refusal.set_result(error)
 
     run_trainers(cluster.address, [train, train])
+    assert re.search(r"differ in parameter 0 .*\[[23]\].*\[[23]\]", str(refusal.result()))
 
 
 def test_a_non_finite_gradient_names_the_block_and_ends_the_run(cluster: LocalCluster) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -39,3 +40,30 @@ def test_who_is_done_has_longer_to_say_so(
     session.close(outcome)
     assert session.client.has_heard == (outcome == "done")
     assert ("counts as lost" in capsys.readouterr().err) == (outcome == "failed")
+
+
+def test_closing_ends_what_loses_a_cancellation_and_what_begins_meanwhile() -> None:
+    io = IoThread()
+    ended = []
+
+    async def begin_late() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("late")
+
+    async def lose_the_first() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        late.append(asyncio.create_task(begin_late()))
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("first")
+
+    late: list[asyncio.Task[None]] = []
+    future = io.start(lose_the_first())
+    io.run(asyncio.sleep(0))
+    io.close()
+    assert future.done()
+    assert sorted(ended) == ["first", "late"]
