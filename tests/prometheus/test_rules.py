@@ -1,0 +1,119 @@
+"""Rules and scrape configuration, as promtool and a real Prometheus take them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+DEPLOY = Path(__file__).parent.parent.parent / "deploy"
+RULES = DEPLOY / "prometheus" / "rules.yml"
+
+pytestmark = pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian's package prometheus)")
+
+MINUTE = 60
+TRAINING = {'gradpost_run_state{state="training"}': "1"}
+
+# What makes each alert fire, by series, as a value that it has from the beginning on (`a+b` grows by b in 15 s), and
+# after how many seconds it does.
+ALERTS: dict[str, tuple[dict[str, str], int]] = {
+    "GradpostPserverDown": ({'gradpost_members{kind="pserver"}': "1", "gradpost_pservers_wanted": "2"}, MINUTE),
+    "GradpostBarrierStuck": ({"gradpost_barrier_waiting_seconds": "61", "gradpost_barrier_missing": "1"}, MINUTE),
+    "GradpostTrainerLost": ({"gradpost_trainers_gone": "1", **TRAINING}, MINUTE),
+    "GradpostStalenessHigh": (
+        {'gradpost_staleness_bucket{le="32"}': "0", 'gradpost_staleness_bucket{le="64"}': "0+9",
+         'gradpost_staleness_bucket{le="+Inf"}': "0+9"}, 10 * MINUTE),
+    "GradpostCheckpointOld": ({"gradpost_checkpoint_time_seconds": "1", **TRAINING}, 65 * MINUTE),
+    "GradpostNonFiniteGradients": ({"gradpost_nonfinite_pushes_total": "0+1"}, 15),
+    "GradpostRetriesHigh": (
+        {'gradpost_trainer_retries_total{reason="ReadError"}': "0+1",
+         'gradpost_trainer_requests_total{route="/v1/get"}': "0+15"}, 10 * MINUTE),
+    "GradpostDiskNearlyFull": ({"gradpost_disk_free_bytes": "9", "gradpost_disk_size_bytes": "100"}, 5 * MINUTE),
+}  # fmt: skip
+
+
+def rules() -> dict[str, dict[str, Any]]:
+    [group] = yaml.safe_load(RULES.read_text())["groups"]
+    return {rule["alert"]: rule for rule in group["rules"] if "alert" in rule}
+
+
+def promtool(*arguments: str | Path, folder: Path) -> None:
+    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, cwd=folder, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_rules_are_well_formed(tmp_path: Path) -> None:
+    promtool("check", "rules", RULES, folder=tmp_path)
+
+
+QUIET = {
+    'gradpost_members{kind="pserver"}': "2",
+    "gradpost_pservers_wanted": "2",
+    "gradpost_barrier_waiting_seconds": "1",
+    "gradpost_barrier_missing": "1",
+    "gradpost_trainers_gone": "0",
+    **TRAINING,
+    'gradpost_checkpoint_time_seconds{pserver="0"}': "0",
+    'gradpost_checkpoint_time_seconds{pserver="1"}': "1+15",
+    "gradpost_nonfinite_pushes_total": "3",
+    "gradpost_disk_free_bytes": "50",
+    "gradpost_disk_size_bytes": "100",
+    'gradpost_trainer_retries_total{reason="round_pending"}': "0+15",  # others are slow: that is no fault
+    'gradpost_trainer_requests_total{route="/v1/get"}': "0+15",
+    'gradpost_staleness_bucket{le="1"}': "0+9",
+    'gradpost_staleness_bucket{le="+Inf"}': "0+9",
+}
+
+
+def test_nothing_is_said_when_nothing_is_wrong(tmp_path: Path) -> None:
+    expected = [{"eval_time": "90m", "alertname": name, "exp_alerts": []} for name in rules()]
+    write_test(tmp_path / "quiet.yml", QUIET, expected)
+    promtool("test", "rules", "quiet.yml", folder=tmp_path)
+
+
+def write_test(path: Path, series: Mapping[str, str], expected: list[dict[str, Any]]) -> None:
+    tests = {
+        "rule_files": [str(RULES)],
+        "evaluation_interval": "15s",
+        "tests": [
+            {
+                "interval": "15s",
+                "input_series": [{"series": one, "values": f"{value}x400"} for one, value in series.items()],
+                "alert_rule_test": expected,
+            }
+        ],
+    }
+    path.write_text(yaml.safe_dump(tests))
+
+
+def test_every_alert_is_tried() -> None:
+    assert rules().keys() == ALERTS.keys()
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_an_alert_fires_in_time(name: str, tmp_path: Path) -> None:
+    """Not in half of that time; later promtool shows it, with labels and words, since it is told to expect none."""
+    series, seconds = ALERTS[name]
+    if seconds > 15:
+        early = {"eval_time": f"{seconds // 2}s", "alertname": name, "exp_alerts": []}
+        write_test(tmp_path / "early.yml", series, [early])
+        promtool("test", "rules", "early.yml", folder=tmp_path)
+    late = {"eval_time": f"{seconds + 2 * MINUTE}s", "alertname": name, "exp_alerts": []}  # which is wrong
+    write_test(tmp_path / "fires.yml", series, [late])
+    done = subprocess.run(
+        ["promtool", "test", "rules", "fires.yml"], capture_output=True, text=True, cwd=tmp_path, timeout=60
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode != 0, f"{name} did not fire"
+    assert f'severity="{rules()[name]["labels"]["severity"]}"' in said
+    assert rules()[name]["annotations"]["description"].strip()[:40] in said.replace("\\n", " ")
+
+
+def test_kubernetes_has_the_same_rules() -> None:
+    manifest = DEPLOY / "kubernetes" / "components" / "monitoring" / "rules.yaml"
+    assert yaml.safe_load(manifest.read_text())["spec"] == yaml.safe_load(RULES.read_text())
