@@ -1,0 +1,89 @@
+"""`docker compose up`, with no preparation, in real containers."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from .conftest import Compose
+
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(1800)]
+
+API = "http://127.0.0.1:7070"
+PROMETHEUS = "http://127.0.0.1:9090/api/v1/query"
+WAIT_SECONDS = 180.0
+LAST_LINE = r"trained: mode=sync transport=HTTP/2 accuracy=0\.9\d+ rounds=\d+ seconds=[\d.]+"
+
+
+def wait_for_results(compose: Compose, number: int) -> list[str]:
+    """The last lines of so many trainers, which have ended well."""
+    until = time.monotonic() + WAIT_SECONDS
+    while len(lines := re.findall(LAST_LINE, compose("logs", "trainer"))) < number:
+        assert time.monotonic() < until, compose("logs")
+        time.sleep(1)  # there is nothing to wait for but output
+    return lines
+
+
+def token(compose: Compose, scope: str = "read") -> str:
+    return compose("exec", "-T", "coordinator", "gradpost", "token", "show", "--scope", scope).strip()
+
+
+def status(compose: Compose) -> dict[str, Any]:
+    response = httpx.get(f"{API}/v1/status", headers={"authorization": f"Bearer {token(compose)}"})
+    return response.raise_for_status().json()  # type: ignore[no-any-return]
+
+
+def ask_prometheus(query: str) -> list[dict[str, Any]]:
+    response = httpx.get(PROMETHEUS, params={"query": query}).raise_for_status()
+    return response.json()["data"]["result"]  # type: ignore[no-any-return]
+
+
+def test_it_trains_and_what_stays_can_be_looked_at(compose: Compose) -> None:
+    began = time.monotonic()
+    compose("up", "-d")
+    while "loss" not in compose("logs", "trainer"):
+        assert time.monotonic() - began < WAIT_SECONDS, compose("logs")
+    print(f"from up to the first loss: {time.monotonic() - began:.1f} s")
+    lines = wait_for_results(compose, 2)
+    assert len(set(lines)) == 1, lines  # both print the same
+
+    first = status(compose)
+    assert (first["state"], first["num_trainers"], len(first["pservers"])) == ("finished", 2, 2)
+    assert httpx.get(f"{API}/v1/status").status_code == 401
+
+    until = time.monotonic() + 60
+    while {one["metric"].get("role") for one in ask_prometheus("up == 1")} != {"coordinator", "pserver"}:
+        assert time.monotonic() < until, ask_prometheus("up")
+        time.sleep(1)
+
+    compose("up", "-d")
+    wait_for_results(compose, 4)
+    second = status(compose)
+    assert second["state"] == "finished"
+    assert second["run"] != first["run"]
+
+
+def test_nobody_in_a_container_may_do_more_than_is_needed(compose: Compose) -> None:
+    compose("up", "-d")
+    for service in ("coordinator", "pserver-0", "prometheus"):
+        assert compose("exec", "-T", service, "id", "-u").strip() == "10001"
+        facts = compose("exec", "-T", service, "cat", "/proc/self/status")
+        assert re.search(r"CapEff:\s+0+\n", facts), facts
+        assert re.search(r"NoNewPrivs:\s+1\n", facts), facts
+        for path in ("/anything", "/var/lib/gradpost/tokens/anything"):
+            refusal = compose("exec", "-T", service, "sh", "-c", f"touch {path} 2>&1 || true")
+            assert "Read-only file system" in refusal, refusal
+    assert "gradpost_" not in compose("exec", "-T", "coordinator", "env")  # no token there
+
+
+def test_a_run_has_as_many_trainers_as_come(compose: Compose) -> None:
+    compose("down", "--volumes")
+    compose("up", "-d", "--scale", "trainer=4")
+    assert len(set(wait_for_results(compose, 1))) == 1  # not every tool shows the logs of all four
+    found = status(compose)
+    assert (found["state"], found["num_trainers"]) == ("finished", 4)
+    assert [trainer["state"] for trainer in found["trainers"]] == ["done"] * 4
