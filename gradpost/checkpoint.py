@@ -44,6 +44,16 @@ def create_checkpoint(coordinator: str | None, token_file: Path | None, *, as_js
         print_line(f"checkpoint of round {created.round:,} of run {created.run} in {created.place}")
 
 
+def restore_checkpoint(coordinator: str | None, token_file: Path | None, round_: int, *, as_json: bool) -> None:
+    """Take everybody back to a complete checkpoint of the run that trains."""
+    with open_view(coordinator, token_file, "admin") as view:
+        done = view.roll_back(round_)
+    if as_json:
+        print_json(done)
+    else:
+        print_line(f"run {done['run']} goes on from round {done['round']:,} (attempt {done['attempt']})")
+
+
 def list_checkpoints(place_url: str, *, as_json: bool) -> None:
     """Print every complete checkpoint in a place, newest first."""
     manifests = all_checkpoints(open_place(place_url), _pass_over)

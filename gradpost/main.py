@@ -249,6 +249,19 @@ def create(coordinator: Coordinator = None, token_file: TokenPath = None, as_jso
     create_checkpoint(coordinator, token_file, as_json=as_json)
 
 
+@checkpoint_app.command()
+def restore(
+    round_: Annotated[int, typer.Option("--round", metavar="N", min=0, help="Of a complete checkpoint.")],
+    coordinator: Coordinator = None,
+    token_file: TokenPath = None,
+    as_json: Json = False,
+) -> None:
+    """Take the run that trains back to a checkpoint; its trainers go on from there."""
+    from .checkpoint import restore_checkpoint
+
+    restore_checkpoint(coordinator, token_file, round_, as_json=as_json)
+
+
 @checkpoint_app.command("list")
 def list_(checkpoints: Place = None, as_json: Json = False) -> None:
     """List complete checkpoints, newest first."""
@@ -283,6 +296,35 @@ def status(
     from .status import show_status
 
     show_status(coordinator, token_file, watch=watch, as_json=as_json)
+
+
+@app.command()
+def params(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="One of them, in numbers.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write its values: .safetensors, .npy, .json.")
+    ] = None,
+    coordinator: Coordinator = None,
+    token_file: TokenPath = None,
+    as_json: Json = False,
+) -> None:
+    """Show the parameters of the run that trains, or one of them with a histogram."""
+    from .params import show_parameters
+
+    show_parameters(coordinator, token_file, name, output, as_json=as_json)
+
+
+@app.command()
+def events(
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="And those that come, until Ctrl-C.")] = False,
+    coordinator: Coordinator = None,
+    token_file: TokenPath = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document a line.")] = False,
+) -> None:
+    """Show what has happened: who came and went, checkpoints, rollbacks, what administrators did."""
+    from .events import show_events
+
+    show_events(coordinator, token_file, follow=follow, as_json=as_json)
 
 
 token_app = typer.Typer(help="Create and show the tokens of a cluster.", rich_markup_mode=None, no_args_is_help=True)

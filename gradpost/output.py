@@ -41,9 +41,9 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
-def print_line(text: str = "") -> None:
+def print_line(text: str = "", *, flush: bool = False) -> None:
     """Print one line of the answer for a person."""
-    print(printable(text))
+    print(printable(text), flush=flush)
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:

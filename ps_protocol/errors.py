@@ -224,6 +224,12 @@ class StaleRound(Conflict):
     code = "stale_round"
 
 
+class CannotEvict(Conflict):
+    """Without this trainer the run could not go on."""
+
+    code = "cannot_evict"
+
+
 class FutureRound(Conflict):
     """The round is not open yet."""
 

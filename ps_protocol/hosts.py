@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
+from contextlib import suppress
 
 LOOPBACK_NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback"})
 
@@ -37,6 +39,30 @@ def split_port(authority: str) -> tuple[str, str]:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     return host.lower().rstrip("."), port
+
+
+def authority(host: str, port: int) -> str:
+    """What stands between `//` and the path of a URL.
+
+    >>> authority("10.0.0.5", 80), authority("::1", 80)
+    ('10.0.0.5:80', '[::1]:80')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def reachable_host(host: str) -> str:
+    """What others reach that listens on `host`; for every interface the address with which this machine goes out.
+
+    Its name, if it reaches no other network. Sends nothing.
+    """
+    if host not in ("0.0.0.0", "::"):
+        return host
+    # Connecting a UDP socket only makes the kernel pick the route. The targets are the documentation's.
+    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))
+            return str(probe.getsockname()[0])
+    return socket.gethostname()
 
 
 def check_listening(host: str, setting: str, *, has_tokens: bool, insecure: bool) -> None:

@@ -248,6 +248,18 @@ class Leave(Message):
     reason: str = Field(default="", max_length=2000)
 
 
+class Controls(Message):
+    """What an administrator has set, from round `since` on, until the controls of a later round."""
+
+    since: Round = 0
+    rates: dict[int, float] = Field(default={}, description="learning rate by parameter group")
+    frozen: tuple[str, ...] = Field(default=(), description="parameters that are not stepped, as if without a gradient")
+    is_paused: bool = Field(default=False, description="no such round is applied")
+    replaced: dict[str, str] = Field(
+        default={}, description="parameters that have other values after round `since`: digests of these"
+    )
+
+
 class InstallRun(Message):
     """The coordinator starts a run on a pserver: what it will hold, and for whom.
 
@@ -275,6 +287,7 @@ class InstallRun(Message):
     starts: dict[Rank, Round] = {}
     sets: dict[Round, tuple[Rank, ...]] = {}
     verdicts: dict[Round, tuple[Rank, ...]] = {}
+    controls: tuple[Controls, ...] = Field(default=(), description="what an administrator has set, oldest first")
 
 
 class WantCheckpoint(Message):
@@ -308,7 +321,7 @@ class Freeze(Message):
 class InstallMembers(Message):
     """A numbered change of members; an older number changes nothing. `failure` ends every wait.
 
-    `starts`, `sets` and `verdicts` are those of InstallRun.
+    `starts`, `sets`, `verdicts` and `controls` are those of InstallRun.
     """
 
     run: str
@@ -318,6 +331,7 @@ class InstallMembers(Message):
     starts: dict[Rank, Round] = {}
     sets: dict[Round, tuple[Rank, ...]] = {}
     verdicts: dict[Round, tuple[Rank, ...]] = {}
+    controls: tuple[Controls, ...] = ()
     failure: dict[str, Any] | None = None
 
 

@@ -62,6 +62,14 @@ class SlicePlan:
             shards[block.pserver].append(block)
         return tuple(map(tuple, shards))
 
+    @cached_property
+    def blocks_of(self) -> dict[str, tuple[Block, ...]]:
+        """The blocks of each parameter, by its name, in order; none of one without elements."""
+        blocks: dict[str, list[Block]] = {spec.name: [] for spec in self.parameters}
+        for block in self.blocks:
+            blocks[block.parameter].append(block)
+        return {name: tuple(its) for name, its in blocks.items()}
+
     def block_bytes(self, block: Block) -> int:
         """Size of a block's values on the wire."""
         return block.num_elements * DTYPE_BYTES[self.parameter[block.parameter].dtype]

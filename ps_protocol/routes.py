@@ -16,8 +16,12 @@ FREEZE = "/v1/freeze"
 MEMBERS = "/v1/members"
 RESTORABLE = "/v1/restorable"
 WANT_CHECKPOINT = "/v1/checkpoint"
+REPLACEMENT = "/v1/replacement"
 STATE = "/v1/state"
 BLOCKS = "/v1/blocks"
+SHARD = "/v1/shard"
+SLOTS = "/v1/slots"
+BLOCK_STATISTICS = "/v1/statistics"
 BUFFERS = "/v1/buffers"
 
 # coordinator: membership
@@ -33,6 +37,21 @@ STATUS = "/v1/status"
 SUMMARY = "/v1/summary"
 PARAMETERS = "/v1/parameters"
 PARAMETER = "/v1/parameters/{name:path}"
+STATISTICS = "/v1/statistics/{name:path}"
+PARAMETER_SLOTS = "/v1/slots/{name:path}"
+MODEL = "/v1/model"
+CURVES = "/v1/curves"
+EVENTS = "/v1/events"
+EVENT_STREAM = "/v1/events/stream"
+AUDIT = "/v1/audit"
+# coordinator: administration, besides PUT of a parameter and POST of a checkpoint
+CONTROLS = "/v1/controls"
+PAUSE = "/v1/controls/pause"
+RESUME = "/v1/controls/resume"
+RATE = "/v1/controls/rate"
+FROZEN = "/v1/controls/frozen/{name:path}"
+EVICT = "/v1/trainers/{rank}/evict"
+ROLL_BACK = "/v1/rollback"
 TARGETS = "/v1/targets"
 CHECKPOINTS = "/v1/checkpoints"
 
@@ -45,6 +64,7 @@ WAIT_HEADER = "gradpost-wait-seconds"
 
 # metadata of an answer in the asynchronous modes: how many contributions, of all trainers, are applied there
 APPLIED_KEY = "applied"
+HISTORY_KEY = "history"  # of a cut of a shard: the newest step of each trainer in it
 # the same in the synchronous mode: the round stepped nothing, because these trainers' gradients were not finite
 SKIPPED_KEY = "skipped_for"
 
@@ -52,3 +72,6 @@ SKIPPED_KEY = "skipped_for"
 NUM_BLOCKS_KEY = "num_blocks"
 HYPER_PARAMETERS_KEY = "hyper_parameters"
 COMPUTED_ON_KEY = "computed_on"  # asynchronous modes: the step after which the parameters were pulled
+
+# metadata of a frame of slots: how often each block was stepped
+STEPS_KEY = "steps"

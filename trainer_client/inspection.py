@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
+from urllib.parse import quote
 
 import httpx
 from pydantic import ValidationError
@@ -21,7 +23,19 @@ from ps_protocol.messages import (
     RunSummary,
     TrainerStatus,
 )
-from ps_protocol.routes import CHECKPOINTS, LEAVE, STATE, STATUS, SUMMARY
+from ps_protocol.routes import (
+    CHECKPOINTS,
+    EVENT_STREAM,
+    EVENTS,
+    LEAVE,
+    PARAMETER,
+    PARAMETERS,
+    ROLL_BACK,
+    STATE,
+    STATISTICS,
+    STATUS,
+    SUMMARY,
+)
 from ps_protocol.tokens import TokenPair
 
 from .authorization import BearerAuth
@@ -32,6 +46,8 @@ M = TypeVar("M", bound=Message)
 TIMEOUT_SECONDS = 10.0
 SUMMARY_SECONDS = 75.0  # the last checkpoint of a finished run is awaited
 CHECKPOINT_SECONDS = 300.0  # the coordinator ends the wait before that
+READ_SECONDS = 60.0  # of what the pservers are asked for
+STREAM_SECONDS = 60.0  # of silence; there is a sign of life every fifteen
 OPENAPI = "/openapi.json"
 
 
@@ -68,6 +84,54 @@ class ClusterView:
         """Make a checkpoint of the whole model; blocks until it is complete."""
         body = self._request("POST", self.coordinator + CHECKPOINTS, timeout=CHECKPOINT_SECONDS)
         return CheckpointCreated.model_validate_json(body)
+
+    def parameters(self) -> dict[str, Any]:
+        """All parameters of the run with their shapes and blocks."""
+        found: dict[str, Any] = self._get_json(PARAMETERS)
+        return found
+
+    def statistics(self, name: str) -> dict[str, Any]:
+        """Norm, mean, histogram, … of one parameter, not older than a second."""
+        found: dict[str, Any] = self._get_json(STATISTICS.replace("{name:path}", quote(name)))
+        return found
+
+    def parameter(self, name: str, form: str = "safetensors") -> bytes:
+        """One parameter as a file: `safetensors`, `npy` or `json`."""
+        path = PARAMETER.replace("{name:path}", quote(name))
+        return self._request("GET", f"{self.coordinator}{path}?format={form}", timeout=READ_SECONDS)
+
+    def events(self, after: int = 0) -> list[dict[str, Any]]:
+        """What has happened behind this event, oldest first."""
+        found: list[dict[str, Any]] = self._get_json(f"{EVENTS}?after={after}&limit=1000")
+        return found
+
+    def follow_events(self, after: int = 0) -> Iterator[dict[str, Any]]:
+        """The same as they happen; waits for them, and ends when the coordinator does."""
+        url = f"{self.coordinator}{EVENT_STREAM}?after={after}"
+        try:
+            with self._http.stream("GET", url, timeout=httpx.Timeout(STREAM_SECONDS)) as response:
+                if response.is_error:
+                    response.read()
+                    raise read_problem(response)
+                for line in response.iter_lines():
+                    if line.startswith("data: "):
+                        yield json.loads(line.removeprefix("data: "))
+        except httpx.TransportError as error:
+            raise Unreachable(f"the events of {self.coordinator} broke off: {error!r}") from error
+
+    def roll_back(self, round_: int) -> dict[str, Any]:
+        """Take everybody back to a complete checkpoint; returns where they go on."""
+        message = {"round": round_}
+        done: dict[str, Any] = json.loads(
+            self._request("POST", self.coordinator + ROLL_BACK, json.dumps(message), timeout=CHECKPOINT_SECONDS)
+        )
+        return done
+
+    def _get_json(self, path: str) -> Any:
+        try:
+            return json.loads(self._request("GET", self.coordinator + path, timeout=READ_SECONDS))
+        except ValueError as error:
+            raise _something_else(self.coordinator + path) from error
 
     def protocol_version(self) -> str:
         """The version of the protocol that the coordinator speaks."""
@@ -117,8 +181,10 @@ class ClusterView:
         except ValidationError as error:
             raise _something_else(url) from error
 
-    def _request(self, method: str, url: str, message: Message | None = None, timeout: float | None = None) -> bytes:
-        body = None if message is None else message.model_dump_json()
+    def _request(
+        self, method: str, url: str, message: Message | str | None = None, timeout: float | None = None
+    ) -> bytes:
+        body = message.model_dump_json() if isinstance(message, Message) else message
         try:
             response = self._http.request(
                 method, url, content=body, headers={"content-type": "application/json"},

@@ -17,7 +17,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
 
 from ps_protocol.certificates import TlsFiles, server_context
-from ps_protocol.hosts import is_ip_literal, is_loopback, split_port
+from ps_protocol.hosts import authority, is_ip_literal, is_loopback, reachable_host, split_port
 from ps_protocol.tokens import TokenFolder, parse_authorization
 
 CLOSE_POLL_SECONDS = 0.05  # how soon the server notices that it is being closed
@@ -107,8 +107,7 @@ class MetricsServer:
         if tls.cert is not None:
             self._server.context = server_context(tls)
         self.port: int = self._server.server_port
-        name = f"[{host}]" if ":" in host else host
-        self.address = f"{'http' if tls.cert is None else 'https'}://{name}:{self.port}"
+        self.address = f"{'http' if tls.cert is None else 'https'}://{authority(reachable_host(host), self.port)}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(CLOSE_POLL_SECONDS,), name="gradpost metrics", daemon=True
         )

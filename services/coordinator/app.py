@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Query, Response
+from fastapi import FastAPI, Query
 
 from ps_protocol import routes
-from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import (
     CheckpointCreated,
-    ClusterStatus,
     DeclareModel,
     JoinTrainer,
     Leave,
@@ -26,13 +24,12 @@ from ps_protocol.messages import (
 )
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank
 from services.runtime.app import make_app
-from services.runtime.large_replies import LargeReplies, LargeReply
 from services.runtime.limits import RequestLimits
 from services.runtime.metrics import ServiceMetrics
 
-from .checkpointing import create_checkpoint
+from .administration_routes import add_administration_routes
 from .coordinator import Coordinator
-from .inspection import describe_parameters, describe_status, read_parameter
+from .inspection.routes import add_inspection_routes
 from .targets import describe_targets
 
 MAX_WAIT_SECONDS = 30.0
@@ -52,7 +49,6 @@ def make_coordinator_app(
         limits=limits,
     )
     cluster = coordinator.cluster
-    large = LargeReplies()
 
     @app.post(routes.REGISTER_PSERVER, tags=["membership"])
     async def register_pserver(request: RegisterPserver) -> PserverRegistered:
@@ -98,6 +94,7 @@ def make_coordinator_app(
     async def trainer_heartbeat(rank: Rank, message: TrainerHeartbeat) -> TrainerHeartbeatReply:
         """A trainer renews its lease and learns whether the run has failed."""
         reply = cluster.trainer_heartbeat(rank, message, coordinator.now())
+        coordinator.curves.add(message.run, rank, message.round, message.results)
         coordinator.changed()
         return reply
 
@@ -107,16 +104,6 @@ def make_coordinator_app(
         cluster.leave_trainer(rank, message, coordinator.now())
         coordinator.changed()
         await coordinator.keep()  # who is done is not awaited by another life of this process, either
-
-    @app.get(routes.STATUS, tags=["inspection"])
-    async def status() -> ClusterStatus:
-        """Who is here, how far they are, and what is being waited for."""
-        return describe_status(coordinator)
-
-    @app.post(routes.CHECKPOINTS, tags=["control"])
-    async def make_checkpoint() -> CheckpointCreated:
-        """Make a checkpoint of the whole model, and wait until it is complete."""
-        return await create_checkpoint(coordinator)
 
     @app.get(routes.CHECKPOINTS, tags=["inspection"])
     async def checkpoints() -> list[CheckpointCreated]:
@@ -129,28 +116,11 @@ def make_coordinator_app(
         """The run in a few numbers, as the servers saw it."""
         return await coordinator.summary()
 
-    @app.get(routes.PARAMETERS, tags=["inspection"])
-    async def parameters() -> dict[str, Any]:
-        """All parameters with their shapes and blocks."""
-        return describe_parameters(coordinator)
-
-    @app.get(
-        routes.PARAMETER,
-        tags=["inspection"],
-        response_class=Response,
-        responses={200: {"content": {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}}},
-    )
-    async def parameter(name: str) -> Response:
-        """One whole parameter, live, as a safetensors file; `round` in its metadata is the version."""
-
-        async def read() -> list[bytes]:
-            return [await read_parameter(coordinator, name)]
-
-        return LargeReply(large, read, CONTENT_TYPE)
-
     @app.get(routes.TARGETS, tags=["inspection"])
     async def targets() -> list[dict[str, Any]]:
         """All members for Prometheus' HTTP service discovery (`http_sd_configs`)."""
         return describe_targets(coordinator)
 
+    add_inspection_routes(app, coordinator)
+    add_administration_routes(app, coordinator)
     return app

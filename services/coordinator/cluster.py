@@ -199,10 +199,12 @@ class Cluster:
         self._check_met(now)
         self.resumption = None  # somebody new takes part
         trainer = self.run.join(request, now)
+        if self.run.num_trainers is None:
+            raise NotReady(f"run {self.run.name} waits for its trainers", waiting_for=self.waiting_for)
         return TrainerJoined(
             run=self.run.name,
             rank=trainer.rank,
-            world_size=self._defaults.num_trainers,
+            world_size=self.run.num_trainers,
             incarnation=trainer.incarnation,
             consistency=self._defaults.consistency,
             lease_seconds=self.lease_seconds,
@@ -272,6 +274,9 @@ class Cluster:
         if run.state == "training":
             waits += [f"trainer {trainer.rank}" for trainer in run.awaited]
             return waits + [f"trainer {trainer.rank} to declare its model" for trainer in run.undeclared]
+        if run.num_trainers is None:
+            missing = [f"trainer {rank}" for rank in run.missing_ranks if rank not in run.trainers]
+            return waits + (missing or ["the last call for trainers"])
         for rank in run.missing_ranks:
             joined = rank in run.trainers
             waits.append(f"trainer {rank} to declare its model" if joined else f"trainer {rank}")
@@ -353,6 +358,7 @@ class Cluster:
             starts=run.membership.starts,
             sets=run.membership.sets,
             verdicts=run.membership.verdicts,
+            controls=run.controls,
         )
 
     @property
@@ -371,12 +377,14 @@ class Cluster:
             starts=run.membership.starts,
             sets=run.membership.sets,
             verdicts=run.membership.verdicts,
+            controls=run.controls,
             failure=run.failure.to_problem() if run.failure else None,
         )
 
-    def members_installed(self) -> None:
-        """Every pserver has taken what was decided last, and the disk has it that the run has begun."""
+    def members_installed(self, number: int = 0) -> None:
+        """Every pserver has taken what was decided last, in this change; the disk has it that the run has begun."""
         run = self.run
+        run.installed_number = number
         self.installed_members = dict(run.membership.members)
         for rank, trainer in run.trainers.items():
             if trainer.state == "declared" and self.installed_members.get(rank) == trainer.incarnation:

@@ -20,13 +20,17 @@ from services.runtime.checkpoints import Manifest, all_checkpoints, complete_che
 from services.runtime.logs import bind_facts, get_logger
 from services.runtime.places import open_place
 
+from .audit import AuditLog
 from .cluster import Cluster
 from .control import RESULT_SECONDS, TIMEOUT_SECONDS, want_checkpoint
+from .curves import Curves
+from .events import Events
 from .installer import Installer
 from .manifests import Manifests
 from .model import plan_model
 from .pservers import PserverMember
 from .record import ClusterRecord, RecordFile, RunRecord, describe_cluster, recall_cluster, recall_numbers, resume_run
+from .replacements import Replacements
 from .run import Run
 from .settings import CoordinatorSettings
 
@@ -53,7 +57,12 @@ class Coordinator:
         self._condition = asyncio.Condition()
         self._wake = asyncio.Event()
         self._wake_manifests = asyncio.Event()
-        self._installer = Installer(self.cluster, http, self.now, self.keep)
+        self.is_stopping = False
+        self.events = Events()
+        self.curves = Curves()
+        self.replacements = Replacements(settings.state_dir / "replacements")
+        self.audit = AuditLog(settings.state_dir)
+        self._installer = Installer(self.cluster, http, self.now, self.keep, self.replacements)
         self._last_summary: RunSummary | None = None
         self._recording: asyncio.Task[None] | None = None
         self._recorded: Run | None = None  # its summary and its last checkpoint have been taken
@@ -197,6 +206,8 @@ class Coordinator:
                 for task in beside:
                     task.cancel()
         finally:
+            self.is_stopping = True
+            await self._tell_waiters()
             self._file.let_go()
 
     async def _expire_leases(self) -> None:
@@ -222,6 +233,7 @@ class Coordinator:
                 await self._tell_waiters()
 
     async def _tell_waiters(self) -> None:
+        self.events.look(self.cluster)
         async with self._condition:
             self._condition.notify_all()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from ps_protocol.messages import FrozenRounds
+from ps_protocol.messages import Controls, FrozenRounds
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 
@@ -41,12 +41,14 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a run goes by: its attempt, what this began with (None: initial values of `uploader`), and its members."""
+    """What a run goes by: its attempt, what this began with (None: initial values of `uploader`), its members, and what
+    an administrator has set."""
 
     attempt: int
     resume: Round | None
     uploader: Rank
     membership: Membership
+    controls: tuple[Controls, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

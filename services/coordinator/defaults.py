@@ -18,7 +18,7 @@ CONTRIBUTIONS = 1000  # between checkpoints in asynchronous modes, if nothing is
 class RunDefaults:
     """What a run is when its trainers do not say otherwise, and what becomes of it when something is lost."""
 
-    num_trainers: int
+    num_trainers: int  # at least
     consistency: Consistency
     min_block_size: int
     placement: Placement
@@ -26,6 +26,8 @@ class RunDefaults:
     nonfinite: NonfinitePolicy
     round_timeout_seconds: float
     on_trainer_loss: LossPolicy = "fail"
+    max_trainers: int | None = None  # none: `num_trainers`, no more and no fewer
+    last_call_seconds: float = 0.0
     min_trainers: int = 1
     rejoin_timeout_seconds: float = 300.0
     durability: Durability = "none"

@@ -16,17 +16,19 @@ from dataclasses import replace
 import httpx
 from pydantic import TypeAdapter
 
+from ps_protocol.controls import succeed
 from ps_protocol.errors import Conflict, GradpostError, NotReady, PserverLost, StaleRun
-from ps_protocol.messages import Freeze, FrozenRounds, Message
+from ps_protocol.messages import Controls, Freeze, FrozenRounds, Message
 from ps_protocol.routes import FREEZE, MEMBERS, RESTORABLE, RUN
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 
 from .cluster import Cluster
-from .control import TIMEOUT_SECONDS, call_pserver
+from .control import TIMEOUT_SECONDS, call_pserver, put_replacement
 from .decision import Decision, Membership, Rollback, decide, decide_steps, newest_common
 from .pservers import PserverMember
+from .replacements import Replacements, frame_blocks
 from .run import Run
 
 log = get_logger()
@@ -40,12 +42,18 @@ class Installer:
     """`keep` makes the cluster's state durable; a decision is carried out only after that."""
 
     def __init__(
-        self, cluster: Cluster, http: httpx.AsyncClient, now: Callable[[], float], keep: Callable[[], Awaitable[None]]
+        self,
+        cluster: Cluster,
+        http: httpx.AsyncClient,
+        now: Callable[[], float],
+        keep: Callable[[], Awaitable[None]],
+        replacements: Replacements,
     ) -> None:
         self._cluster = cluster
         self._http = http
         self._now = now
         self._keep = keep
+        self._replacements = replacements
         # What each pserver has taken: its incarnation, run, attempt, and the number of the members.
         self._taken: dict[PserverIndex, tuple[Incarnation, str, int, int]] = {}
         self._restore: dict[PserverIndex, Round | None] = {}  # where each one stands, as of the newest decision
@@ -96,7 +104,7 @@ class Installer:
             await self._keep()  # before anybody has the plan, and trains: another life of this process would begin anew
             reach_failpoint("begin.after")
         if cluster.run is run:
-            cluster.members_installed()
+            cluster.members_installed(number)
         return True
 
     def _say(self, text: str, error: Exception, **facts: object) -> None:
@@ -134,8 +142,21 @@ class Installer:
             member.info.index: answer.applied if answer is not None and answer.is_readable else None
             for member, answer in zip(members, answers, strict=True)
         }
-        await self._adopt(run, members, replace(run.decision, membership=outcome), restore)
+        controls = self._controls(run, [answer for answer in answers if answer is not None])
+        wanted, run.wanted = run.wanted, None
+        try:
+            await self._adopt(run, members, replace(run.decision, membership=outcome, controls=controls), restore)
+        except BaseException:
+            run.wanted = run.wanted or wanted  # it is tried again; what came meanwhile was made from it
+            raise
         return True
+
+    def _controls(self, run: Run, answers: list[FrozenRounds]) -> tuple[Controls, ...]:
+        """What is wanted counts from the first round on that nobody has applied: all stand still now."""
+        if run.wanted is None:
+            return run.controls
+        first, newest = min(answer.applied for answer in answers) + 1, max(answer.applied for answer in answers)
+        return succeed(run.controls, run.wanted.model_copy(update={"since": newest + 1}), first)
 
     def _judge(
         self, run: Run, targets: dict[Rank, Incarnation], answers: list[FrozenRounds | None]
@@ -220,7 +241,9 @@ class Installer:
             run.lose_rounds(PserverLost(f"{text}; resume the run to train them once more"), self._now())
             return False
         uploader = run.uploader if round_ is not None else min(targets, default=run.uploader)
-        decision = Decision(run.attempt + 1, round_, uploader, Membership(targets))
+        # What stands goes on standing, from the beginning; values that were set are undone like all others.
+        controls = tuple(now.model_copy(update={"since": 0, "replaced": {}}) for now in run.controls[-1:])
+        decision = Decision(run.attempt + 1, round_, uploader, Membership(targets), controls)
         await self._adopt(run, members, decision, {member.info.index: round_ for member in members})
         self._cluster.forget_checkpoints_after(round_ or 0)
         log.warning(
@@ -247,7 +270,22 @@ class Installer:
             restore = run.resume if run.state == "gathering" else self._restore.get(member.info.index)
             message = self._cluster.installation(member.info.index, number, restore)
             route = RUN
-        return await self._put(run, member, route, message, state)
+        return await self._send_values(run, member) and await self._put(run, member, route, message, state)
+
+    async def _send_values(self, run: Run, member: PserverMember) -> bool:
+        """What an administrator sets goes before the installation that says after which round it counts."""
+        assert run.plan is not None
+        try:
+            for controls in run.controls:
+                for name, digest in controls.replaced.items():
+                    values = await asyncio.to_thread(self._replacements.read, digest)
+                    if values is not None:  # else the round is over everywhere
+                        body = frame_blocks(run.plan, name, member.info.index, values)
+                        await put_replacement(self._http, member, run.name, name, digest, controls.since, body)
+        except (httpx.HTTPError, GradpostError, OSError) as error:
+            self._say("a pserver did not take the values that are to be set", error, pserver=member.info.index)
+            return False
+        return True
 
     async def _tell(self, run: Run, member: PserverMember) -> bool:
         state = self._state(run, member, run.number)

@@ -14,11 +14,17 @@ from .cluster import Cluster
 
 def measure_cluster(cluster: Cluster, registry: CollectorRegistry) -> None:
     """Add gauges that look at the cluster whenever they are read."""
-    members = Gauge("gradpost_members", "Living members.", ["role"], registry=registry)
+    members = Gauge("gradpost_members", "Living members.", ["kind"], registry=registry)
     members.labels("pserver").set_function(lambda: len(cluster.registry.members))
     members.labels("trainer").set_function(lambda: len(cluster.run.members))
     missing = Gauge("gradpost_members_missing", "Whom the run waits for before it can begin.", registry=registry)
     missing.set_function(lambda: len(cluster.waiting_for))
+    wanted = Gauge("gradpost_pservers_wanted", "Pservers that make the cluster complete.", registry=registry)
+    wanted.set_function(lambda: cluster.registry.num_pservers)
+    awaited = Gauge("gradpost_trainers_awaited", "Lost trainers that the others wait for.", registry=registry)
+    awaited.set_function(lambda: len(cluster.run.awaited))
+    gone = Gauge("gradpost_trainers_gone", "Trainers of the run that were lost or have failed.", registry=registry)
+    gone.set_function(lambda: sum(t.state in ("lost", "failed") for t in cluster.run.trainers.values()))
     round_ = Gauge("gradpost_run_round", "Newest round that every trainer has completed.", registry=registry)
     round_.set_function(lambda: cluster.run.round)
     state = Gauge("gradpost_run_state", "1 for the state that the run is in.", ["state"], registry=registry)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ps_protocol.errors import error_from_problem
-from ps_protocol.messages import DeclareModel, Message, PserverInfo, RunState
+from ps_protocol.messages import Controls, DeclareModel, Message, PserverInfo, RunState
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest
@@ -48,6 +48,7 @@ class RunRecord(Message):
 
     name: str
     state: RunState
+    num_trainers: int | None
     failure: dict[str, Any] | None
     plan: dict[str, Any] | None
     declaration: DeclareModel | None
@@ -62,6 +63,7 @@ class RunRecord(Message):
     starts: dict[Rank, Round]
     sets: dict[Round, tuple[Rank, ...]]
     verdicts: dict[Round, tuple[Rank, ...]]
+    controls: tuple[Controls, ...] = ()
     trainers: tuple[TrainerRecord, ...]
 
 
@@ -112,6 +114,7 @@ def _describe_run(cluster: Cluster) -> RunRecord | None:
     return RunRecord(
         name=run.name,
         state=run.state,
+        num_trainers=run.num_trainers,
         failure=run.failure.to_problem() if run.failure else None,
         plan=None if run.plan is None else run.plan.to_json(),
         declaration=run.declaration or next(declared, None),
@@ -126,6 +129,7 @@ def _describe_run(cluster: Cluster) -> RunRecord | None:
         starts=decision.membership.starts,
         sets=decision.membership.sets,
         verdicts=decision.membership.verdicts,
+        controls=decision.controls,
         trainers=tuple(
             TrainerRecord(
                 rank=t.rank,
@@ -164,7 +168,7 @@ def resume_run(cluster: Cluster, record: ClusterRecord, now: float, *, beginning
         run.state, run.source = "training", None
     run.failure, run.ended_at = None, None
     for rank, trainer in list(run.trainers.items()):
-        if rank < run.defaults.num_trainers:
+        if run.num_trainers is None or rank < run.num_trainers:
             trainer.lose("lost", f"trainer {rank} has to be started again", now, is_awaited=True)
             trainer.is_resumed = True
         else:
@@ -209,6 +213,9 @@ def recall_cluster(cluster: Cluster, record: ClusterRecord, now: float) -> None:
 def _recall_run(cluster: Cluster, record: RunRecord, now: float) -> None:
     run = cluster.run
     run.name, run.state = record.name, record.state
+    if record.num_trainers is not None:  # of a run that goes on with other settings it is as near as they allow
+        fewest, most = run.sizes
+        run.num_trainers = min(max(record.num_trainers, fewest), most)
     run.failure = None if record.failure is None else error_from_problem(record.failure)
     if record.plan is not None:
         run.plan, run.declaration, run.uploader = SlicePlan.from_json(record.plan), record.declaration, record.uploader
@@ -216,6 +223,7 @@ def _recall_run(cluster: Cluster, record: RunRecord, now: float) -> None:
     run.attempt, run.resume, run.source, run.number = record.attempt, record.resume, record.source, record.number + 1
     run.has_begun, run.has_trained = record.has_begun, record.has_trained
     run.membership = Membership(dict(record.members), dict(record.starts), dict(record.sets), dict(record.verdicts))
+    run.controls = record.controls
     run.ended_at = now if run.is_over else None
     for trainer in record.trainers:
         run.trainers[trainer.rank] = _recall_trainer(trainer, record, now)

@@ -13,9 +13,11 @@ from dataclasses import asdict
 from typing import Literal
 
 from ps_protocol.errors import (
+    CannotEvict,
     GradpostError,
     ModelMismatch,
     ModeMismatch,
+    NotFound,
     NotReady,
     RankTaken,
     RoundTimeout,
@@ -24,12 +26,13 @@ from ps_protocol.errors import (
     TrainerLost,
     WorldMismatch,
 )
-from ps_protocol.messages import DeclareModel, JoinTrainer, Leave, RunState, TrainerHeartbeat
+from ps_protocol.messages import Controls, DeclareModel, JoinTrainer, Leave, RunState, TrainerHeartbeat
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, Mode, Rank, Round
 
 from .decision import Decision, Membership
 from .defaults import RunDefaults
+from .last_call import end_last_call, settle
 from .model import check_same_model, plan_model
 from .trainers import TrainerMember
 
@@ -55,7 +58,11 @@ class Run:
         self.has_trained = False  # a trainer has ended a round: initial values would not do any more
         self.source: str | None = None  # the run whose checkpoint this one has begun with
         self.failure: GradpostError | None = None
+        self.controls: tuple[Controls, ...] = ()  # as decided last
+        self.wanted: Controls | None = None  # to be decided in the next change
         self.number = 0
+        self.installed_number = 0  # the newest change that every pserver has taken
+        self.num_trainers: int | None = defaults.num_trainers if defaults.max_trainers is None else None  # once settled
         self.started_at: float | None = None  # by the monotonic clock, when training began
         self.ended_at: float | None = None
         self._complete_since: float | None = None  # everybody has joined, and somebody waits for others to declare
@@ -65,6 +72,12 @@ class Run:
     def mode(self) -> Mode:
         """The mode of the servers, fixed for the run."""
         return self.defaults.consistency.mode
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many trainers it has, at least and at most: the same once that is settled."""
+        fewest = self.num_trainers or self.defaults.num_trainers
+        return fewest, self.num_trainers or self.defaults.max_trainers or fewest
 
     @property
     def members(self) -> dict[Rank, Incarnation]:
@@ -112,21 +125,21 @@ class Run:
     def is_declared(self) -> bool:
         """Whether all trainers are here and agree on the model."""
         declared = [t for t in self.trainers.values() if t.state == "declared"]
-        return len(declared) == self.defaults.num_trainers
+        return len(declared) == self.num_trainers
 
     @property
     def missing_ranks(self) -> list[Rank]:
         """Ranks that have not declared their model yet."""
         return [
             rank
-            for rank in range(self.defaults.num_trainers)
+            for rank in range(self.num_trainers or self.defaults.num_trainers)
             if rank not in self.trainers or self.trainers[rank].state != "declared"
         ]
 
     @property
     def decision(self) -> Decision:
         """What is to be on the disk: what was decided last, although it may not be in effect yet."""
-        return self.pending or Decision(self.attempt, self.resume, self.uploader, self.membership)
+        return self.pending or Decision(self.attempt, self.resume, self.uploader, self.membership, self.controls)
 
     def adopt(self, decision: Decision) -> None:
         """It is durable, and takes effect."""
@@ -134,7 +147,7 @@ class Run:
             self.source = self.rollback_to = None
             self.pulled = 0
         self.attempt, self.resume = decision.attempt, decision.resume
-        self.uploader, self.membership = decision.uploader, decision.membership
+        self.uploader, self.membership, self.controls = decision.uploader, decision.membership, decision.controls
 
     # ------------------------------------------------------------------ joining
 
@@ -149,31 +162,40 @@ class Run:
             if trainer.instance == request.instance and trainer.is_here:
                 trainer.seen_at = now
                 return trainer
+        if self.num_trainers is None and request.world_size is not None:
+            settle(self, request.world_size)
         rank = self._choose_rank(request.rank)
-        self._incarnations[rank] = self._incarnations.get(rank, 0) + 1
         before = self.trainers.get(rank)
         trainer = TrainerMember(
-            rank, self._incarnations[rank], request.instance, now, request.metrics_address, joined_at=now
+            rank, self.next_incarnation(rank), request.instance, now, request.metrics_address, joined_at=now
         )
         if before is not None:
             trainer.round, trainer.is_awaited = before.round, before.is_awaited
+        trainer.has_chosen = request.rank is not None
         self.trainers[rank] = trainer
         self.number += 1
+        end_last_call(self, now)
         return trainer
+
+    def next_incarnation(self, rank: Rank) -> Incarnation:
+        """Of the life of a rank that begins now."""
+        self._incarnations[rank] = self._incarnations.get(rank, 0) + 1
+        return self._incarnations[rank]
 
     def check_expectations(self, request: JoinTrainer) -> None:
         """Raise WorldMismatch or ModeMismatch if no run of this cluster can have such a trainer."""
-        world_size = self.defaults.num_trainers
-        if request.world_size not in (None, world_size):
+        fewest, most = self.sizes
+        if request.world_size is not None and not fewest <= request.world_size <= most:
             raise WorldMismatch(
                 "the trainer was started for another number of trainers than the coordinator",
-                expected=f"WORLD_SIZE {world_size}",
+                expected=f"WORLD_SIZE {fewest}" if fewest == most else f"WORLD_SIZE {fewest} to {most}",
                 actual=f"WORLD_SIZE {request.world_size}",
             )
-        if request.rank is not None and request.rank >= world_size:
+        most = request.world_size or most
+        if request.rank is not None and request.rank >= most:
             raise WorldMismatch(
                 f"rank {request.rank} is beyond this cluster",
-                expected=f"0 to {world_size - 1}",
+                expected=f"0 to {most - 1}",
                 actual=f"rank {request.rank}",
             )
         if actual := self.defaults.consistency.difference(request.expects):
@@ -186,12 +208,12 @@ class Run:
 
     def _choose_rank(self, wanted: Rank | None) -> Rank:
         taken = {rank for rank, t in self.trainers.items() if t.is_here or t.state == "done"}
-        free = [rank for rank in range(self.defaults.num_trainers) if rank not in taken]
+        free = [rank for rank in range(self.sizes[1]) if rank not in taken]
         if self.plan is not None and (not free or (wanted in taken and not self.trainers[wanted].is_here)):
             raise NotReady(f"run {self.name} is under way", waiting_for=f"run {self.name} to end")
         if wanted is None:
             if not free:
-                raise RankTaken(f"all {self.defaults.num_trainers} ranks are taken by living trainers")
+                raise RankTaken(f"all {self.sizes[1]} ranks are taken by living trainers")
             return free[0]
         if wanted not in free:
             raise RankTaken(f"a living trainer has rank {wanted}", current=self.trainers[wanted].incarnation)
@@ -323,6 +345,7 @@ class Run:
             if trainer.is_here and age > lease_seconds:
                 text = f"trainer {trainer.rank} was lost: no heartbeat for {age:.1f} s (lease {lease_seconds:g} s)"
                 self.lose(trainer, TrainerLost(text, ranks=[trainer.rank]), now)
+        end_last_call(self, now)
         limit = self.defaults.rejoin_timeout_seconds
         for trainer in self.awaited:
             if now - trainer.gone_at <= limit:
@@ -333,6 +356,18 @@ class Run:
                 text = f"{trainer.why}; it did not come back within the rejoin time-out of {limit:g} s"
                 self.fail(TrainerLost(text, ranks=[trainer.rank]), now)
         self._expire_declarations(now)
+
+    def evict(self, rank: Rank, now: float) -> None:
+        """The others go on without this trainer; another life of it may join. Raises NotFound, CannotEvict."""
+        trainer = self.trainers.get(rank)
+        if trainer is None or not (trainer.is_here or trainer.is_awaited):
+            raise NotFound(f"no trainer {rank} takes part", members=sorted(self.members))
+        others = len(self.members) - trainer.is_here
+        needed = self.defaults.min_trainers if self.defaults.on_trainer_loss == "continue" else 1
+        if others < needed:
+            raise CannotEvict(f"without trainer {rank} there would be too few", expected=f">= {needed}", actual=others)
+        trainer.lose("lost", f"trainer {rank} was evicted by an administrator", now, is_awaited=False)
+        self.number += 1
 
     def stuck(self, ranks: list[Rank], failure: GradpostError, now: float) -> None:
         """Others have waited for these for the round time-out: they count as lost, though they live.
@@ -364,7 +399,7 @@ class Run:
                     self._give_up(trainer, TrainerLost(f"trainer {trainer.rank} {owed}", ranks=[trainer.rank]), now)
             return
         declared = any(trainer.state == "declared" for trainer in self.trainers.values())
-        all_joined = len(self.members) == self.defaults.num_trainers
+        all_joined = len(self.members) == self.num_trainers
         if self.is_over or not (declared and all_joined and self.missing_ranks):
             self._complete_since = None
         elif self._complete_since is None:

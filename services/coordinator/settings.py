@@ -23,6 +23,10 @@ class CoordinatorSettings(ServiceSettings):
     port: int = Field(default=7070, ge=0, le=65535)
     num_pservers: int = Field(default=1, ge=1, description="how many pservers make the cluster complete")
     num_trainers: int = Field(default=1, ge=1, description="how many trainers make the cluster complete")
+    max_trainers: int | None = Field(default=None, ge=1, description="up to so many may take part; none: num_trainers")
+    last_call_seconds: float = Field(
+        default=5.0, ge=0, description="with max_trainers: a run begins when nobody has joined for so long"
+    )
     mode: Mode = Field(default="sync", description="how trainers wait for each other")
     max_delay: int = Field(default=0, ge=0, description="steps that pushes and pulls may run behind the computation")
     max_staleness: int | None = Field(default=None, ge=0, description="ssp: steps ahead of the slowest trainer")
@@ -64,6 +68,8 @@ class CoordinatorSettings(ServiceSettings):
             raise ValueError(error.detail) from None
         if self.mode != "sync" and self.nonfinite == "skip_round":
             raise ValueError("nonfinite skip_round belongs to the synchronous mode: there are no rounds in the others")
+        if self.max_trainers is not None and self.max_trainers < self.num_trainers:
+            raise ValueError(f"max_trainers {self.max_trainers} is less than num_trainers {self.num_trainers}")
         return self
 
     @property
@@ -71,6 +77,8 @@ class CoordinatorSettings(ServiceSettings):
         """The part that a run needs."""
         return RunDefaults(
             num_trainers=self.num_trainers,
+            max_trainers=self.max_trainers,
+            last_call_seconds=self.last_call_seconds,
             consistency=self.consistency,
             min_block_size=self.min_block_size,
             placement=self.placement,

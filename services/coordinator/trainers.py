@@ -29,6 +29,7 @@ class TrainerMember:
     why: str = ""  # the same in words
     is_awaited: bool = False  # nobody goes on without it: it, or another life of its rank, is to come back
     is_resumed: bool = False  # awaited since the run was resumed, so that all begin together
+    has_chosen: bool = False  # its rank, with RANK
     is_stuck: bool = False  # lost although it lives: it does not progress
 
     @property

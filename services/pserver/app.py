@@ -5,25 +5,22 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Query, Response
+from fastapi import FastAPI, Query, Request
 
 from ps_protocol import routes
-from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRun, PserverState, WantCheckpoint
 from ps_protocol.vocabulary import Round
 from services.runtime.app import add_raw_route, make_app
-from services.runtime.large_replies import LargeReplies, LargeReply
+from services.runtime.large_replies import LargeReplies
 from services.runtime.limits import RequestLimits
 from services.runtime.metrics import ServiceMetrics
 
 from .endpoints import TensorEndpoints
-from .openapi import BARRIER_OPENAPI, BUFFERS_OPENAPI, GET_OPENAPI, SEND_OPENAPI
+from .inspection_routes import add_inspection_routes
+from .openapi import BARRIER_OPENAPI, BUFFERS_OPENAPI, FRAME_BODY, GET_OPENAPI, SEND_OPENAPI
 from .pserver import Pserver
 
 _LIMITS = RequestLimits()
-BINARY: dict[int | str, dict[str, Any]] = {
-    200: {"content": {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
-}
 
 
 def make_pserver_app(
@@ -69,6 +66,13 @@ def make_pserver_app(
         """Write this shard's part of a checkpoint after a round."""
         await pserver.want_checkpoint(message)
 
+    @app.put(routes.REPLACEMENT, tags=["control"], status_code=204, openapi_extra=FRAME_BODY)
+    async def keep_replacement(
+        request: Request, run: str, parameter: str, digest: str, since: Annotated[Round, Query(ge=1)]
+    ) -> None:
+        """Values of a parameter's blocks here, which an installation of members is going to set after a round."""
+        await pserver.keep_replacement(run, parameter, digest, since, await request.body())
+
     @app.put(routes.MEMBERS, tags=["control"], status_code=204)
     async def install_members(message: InstallMembers) -> None:
         """The coordinator changes the members of the run, or ends it."""
@@ -80,9 +84,5 @@ def make_pserver_app(
         async with large.place() if digest else nullcontext():
             return await pserver.state(with_digest=digest)
 
-    @app.get(routes.BLOCKS, tags=["inspection"], response_class=Response, responses=BINARY)
-    async def blocks(name: Annotated[list[str], Query()]) -> Response:
-        """Blocks as they are now, all of one version, which stands in the metadata."""
-        return LargeReply(large, lambda: pserver.run.inspect(name), CONTENT_TYPE)
-
+    add_inspection_routes(app, pserver, large)
     return app

@@ -16,14 +16,16 @@ import itertools
 from collections.abc import Coroutine, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import xxhash
 
+from ps_protocol.controls import NONE, override_rates
 from ps_protocol.errors import GradpostError, ModeMismatch, QueueFull, RoundPending, StaleRound, TryAgain
 from ps_protocol.fence import Fence
 from ps_protocol.messages import BarrierAnswer, FrozenRounds, InstallMembers, InstallRun, PushAnswer
-from ps_protocol.routes import APPLIED_KEY
+from ps_protocol.optimizers import HyperParameters
+from ps_protocol.routes import APPLIED_KEY, HISTORY_KEY
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.failpoints import reach_failpoint
@@ -34,6 +36,7 @@ from .block_queue import BlockQueue, Update
 from .bodies import Body
 from .clocks import Clocks
 from .compensation import compensate_gradients, divide_rates
+from .contribution import Contribution
 from .durable.storage import Restored, RunStorage
 from .durable.update_log import Update as LoggedUpdate
 from .history import History
@@ -41,10 +44,12 @@ from .metrics import PserverMetrics
 from .pulls import Pull, Pulls
 from .pushes import read_blocks, read_completion, read_computed_on
 from .reading import Reader, make_reader
-from .run import BarrierKind, PserverRun, Reply, name_trainers
+from .run import BarrierKind, Look, PserverRun, Reply, name_trainers
 from .tensors import StagedBlock, digest_contribution, view_bytes
 
 log = get_logger()
+
+T = TypeVar("T")
 
 HOLD_SECONDS = 10.0  # how long a push waits for room before its sender is asked to send it again
 
@@ -84,6 +89,7 @@ class AsyncRun(PserverRun):
         self._log_fails_since: float | None = None
         self._queues: dict[str, BlockQueue] = {}  # none before version 0
         self._reader: Reader | None = None
+        self.controls = NONE
         self._held: list[KeysView[str]] = []  # blocks of each push that waits for room, the longest waiting first
         self._waits: dict[Rank, _Wait] = {}
         self.members_changed(install)
@@ -116,6 +122,8 @@ class AsyncRun(PserverRun):
         """How long it has been waiting."""
         if not self.is_readable:
             return super().waiting_seconds
+        if self.controls.is_paused:
+            return 0.0
         now = asyncio.get_running_loop().time()
         return max((now - since for since, _ in self._open_waits()), default=0.0)
 
@@ -193,13 +201,15 @@ class AsyncRun(PserverRun):
                 while self.admit_push(fence) == "open":  # else another try of this push has queued it meanwhile
                     self._check_stopped(blocks)
                     full = [name for name in blocks if not self._queues[name].has_room]
-                    if not full and self._pause is None and self._is_next(blocks):
+                    if not full and self._pause is None and not self.controls.is_paused and self._is_next(blocks):
                         if self.storage is not None and self.storage.has_log:
                             logging = self._begin_pause(self._log_and_take(fence.rank))
                         else:
                             self._take(fence.rank)
                         break
                     if loop.time() >= begin + HOLD_SECONDS:
+                        if self.controls.is_paused:
+                            raise RoundPending("the run is paused by an administrator; send this again")
                         what = f"the queue of block {full[0]!r} is full" if full else "this pserver is busy"
                         raise QueueFull(f"{what}; send this again", blocks=full[:10])
                     with self._metrics.held_pushes.track_inprogress(), contextlib.suppress(TimeoutError):
@@ -222,8 +232,13 @@ class AsyncRun(PserverRun):
         assert computed_on is not None  # a complete contribution has said so
         pull = self._pulls.find(rank, computed_on)
         taken = self.clocks.take(rank)
+        taken.contribution.hyper_parameters = self._numbers_of(taken.contribution)
         for name, block in taken.contribution.blocks.items():
-            self._queues[name].put(Update(taken, block, pull))
+            if self._is_frozen(name):
+                self.clocks.block_applied(taken)
+            else:
+                self._queues[name].put(Update(taken, block, pull))
+        self.shard.version = self.clocks.applied  # if all of its blocks are frozen
         if self.writer.is_due(taken.number):
             self._cut(taken.number)
 
@@ -251,16 +266,24 @@ class AsyncRun(PserverRun):
     async def _log_and_take(self, rank: Rank) -> None:
         """Write a complete contribution into the log, and only then into the queues."""
         contribution = self.clocks.staged(rank)
-        assert contribution.hyper_parameters is not None  # it is complete
-        names = tuple(place.name for place in self.shard.layout.places if place.name in contribution.blocks)
+        here = [place.name for place in self.shard.layout.places if place.name in contribution.blocks]
+        names = tuple(name for name in here if not self._is_frozen(name))
         life, step = self.clocks.members[rank], self.clocks.opens[rank]
-        update = LoggedUpdate(self.clocks.taken + 1, (rank,), contribution.hyper_parameters, names, origin=(life, step))
+        numbers = self._numbers_of(contribution)
+        update = LoggedUpdate(self.clocks.taken + 1, (rank,), numbers, names, origin=(life, step))
         try:
             await asyncio.to_thread(self._append, update, [contribution.blocks[name] for name in names])
         except OSError as error:
             await self._append_failed(self.storage_failed(f"log step {step} of trainer {rank}", error))
         self._log_fails_since = None
         self._take(rank)
+
+    def _numbers_of(self, contribution: Contribution[StagedBlock]) -> list[HyperParameters]:
+        assert contribution.hyper_parameters is not None  # it is complete
+        return override_rates(self.controls, contribution.hyper_parameters)
+
+    def _is_frozen(self, name: str) -> bool:
+        return self.shard.layout.place[name].block.parameter in self.controls.frozen
 
     def _append(self, update: LoggedUpdate, blocks: Sequence[StagedBlock]) -> None:
         assert self.storage is not None
@@ -322,6 +345,21 @@ class AsyncRun(PserverRun):
         elif round_ not in storage.checkpoints:
             self.writer.check_room()
             self._cut(round_)
+
+    async def look_after(self, round_: Round | None, make: Look[T], wait_seconds: float) -> T:
+        """See PserverRun; pushes wait until what was taken before is applied, and has been looked at."""
+        found: list[T] = []
+
+        async def drain_and_look() -> None:
+            await self._drain()
+            self.check_failure()
+            self._check_stopped(self._queues)
+            cut = {APPLIED_KEY: str(self.clocks.applied), HISTORY_KEY: self._history().to_json()}
+            found.append(await self.look(make, cut))
+
+        await self._end_of_pause()
+        await asyncio.shield(self._begin_pause(drain_and_look()))
+        return found[0]
 
     async def _finish_apply(self) -> None:
         await self._end_of_pause()
@@ -456,7 +494,9 @@ class AsyncRun(PserverRun):
         patience = since + self.install.round_timeout_seconds
         if others:
             self._waits[fence.rank] = _Wait(fence.round, since)
-            if now >= patience:
+            if self.controls.is_paused:
+                patience = deadline  # nobody is late
+            elif now >= patience:
                 raise self.timed_out(others, f"let trainer {fence.rank} go on after step {fence.round}")
         else:
             self._waits.pop(fence.rank, None)
@@ -495,6 +535,9 @@ class AsyncRun(PserverRun):
                 self._pulls.forget(rank)
                 self._waits.pop(rank, None)
         self.clocks.members_changed(members, message.starts)
+        was_paused, self.controls = self.controls.is_paused, message.controls[-1] if message.controls else NONE
+        if was_paused:
+            self._waits.clear()  # their patience begins anew
 
     async def end(self, reason: GradpostError) -> None:
         """End the workers, too; what is queued is dropped."""

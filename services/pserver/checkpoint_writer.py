@@ -85,6 +85,7 @@ class CheckpointWriter:
                 await asyncio.wait([before])
             with self._metrics.checkpoint_seconds.time():
                 await asyncio.to_thread(write)
+            self._metrics.checkpoint_time.set_to_current_time()
             await asyncio.to_thread(self._storage.prune, self.complete)
             self.has_news.set()
         except OSError as error:

@@ -68,6 +68,7 @@ class Rounds(Generic[Payload]):
         self.history = history or History()  # of the newest k + 1 applied rounds
         self.applying: Apply[Payload] | None = None
         self.is_frozen = False
+        self.paused_from: Round | None = None  # no such round is applied until somebody says so
         self._starts: dict[Rank, Round] = {}  # of those who have not been here from round 1
         self._sets: dict[Round, frozenset[Rank]] = {}  # of open rounds, where it was decided
         self._held: dict[tuple[Rank, Round], tuple[Incarnation, bool]] = {}  # batch barriers that came while frozen
@@ -108,9 +109,14 @@ class Rounds(Generic[Payload]):
             return decided
         return frozenset(rank for rank in self.members if self._starts.get(rank, 1) <= round_)
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether the open round is not to be applied."""
+        return self.paused_from is not None and self.open >= self.paused_from
+
     def __repr__(self) -> str:
         state = f"batch barriers: {len(self.batch_barriers)} of {len(self.required(self.open))}"
-        state = "applying" if self.applying else "frozen" if self.is_frozen else state
+        state = "applying" if self.applying else "frozen" if self.is_frozen else "paused" if self.is_paused else state
         waiting = ", ".join(f"trainer {rank}" for rank in self.missing) or "nobody"
         return f"<Round {self.open} [{state} | waiting for: {waiting}]>"
 
@@ -222,6 +228,7 @@ class Rounds(Generic[Payload]):
         starts: Mapping[Rank, Round] | None = None,
         sets: Mapping[Round, tuple[Rank, ...]] | None = None,
         verdicts: Mapping[Round, tuple[Rank, ...]] | None = None,
+        paused_from: Round | None = None,
     ) -> Apply[Payload] | None:
         """Install a set of members, for each decided round those whose contributions it takes, and end the freeze.
 
@@ -229,7 +236,7 @@ class Rounds(Generic[Payload]):
         """
         before, self.members, self._starts = self.members, dict(members), dict(starts or {})
         self._sets = {round_: frozenset(ranks) for round_, ranks in (sets or {}).items() if round_ > self.applied}
-        self.is_frozen = False
+        self.is_frozen, self.paused_from = False, paused_from
         for round_, ranks in (verdicts or {}).items():
             if round_ > self.applied:
                 self._nonfinite.setdefault(round_, set()).update(ranks)
@@ -268,7 +275,7 @@ class Rounds(Generic[Payload]):
         return self._start_apply()
 
     def _start_apply(self) -> Apply[Payload] | None:
-        if self.applying or self.is_frozen or self.missing:
+        if self.applying or self.is_frozen or self.is_paused or self.missing:
             return None
         ranks = tuple(sorted(self.required(self.open)))
         if not ranks and self.open not in self._sets:

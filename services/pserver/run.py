@@ -11,14 +11,15 @@ import asyncio
 import contextlib
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import xxhash
 
 from ps_protocol.errors import (
     GradpostError,
+    ModeMismatch,
     NonFiniteGradient,
     NotReady,
     RoundTimeout,
@@ -46,6 +47,9 @@ from .tensors import StagedBlock, find_nonfinite
 
 log = get_logger()
 
+T = TypeVar("T")
+
+Look: TypeAlias = Callable[[Mapping[str, str]], T]
 BarrierKind = Literal["batch", "fetch"]
 
 
@@ -337,6 +341,13 @@ class PserverRun(ABC):
         text = f"{name_trainers(ranks) or 'the coordinator'} did not {owed} within the round time-out of {limit:g} s"
         return RoundTimeout(text, missing=list(ranks), **facts)
 
+    def keep_replacement(self, parameter: str, digest: str, since: Round, body: bytes) -> None:
+        """Keep values of a parameter's blocks until controls say that they count after round `since`.
+
+        Raises ModeMismatch where there are no rounds, UnknownBlock, WrongDtype, WrongShape, MalformedFrame.
+        """
+        raise ModeMismatch("values can be set in the synchronous mode only: in the others there is no common round")
+
     # ------------------------------------------------------------------ checkpoints
 
     @abstractmethod
@@ -402,12 +413,17 @@ class PserverRun(ABC):
 
     # ------------------------------------------------------------------ inspection
 
-    async def inspect(self, names: Sequence[str]) -> Sequence[bytes]:
-        """Frame of these blocks as they are now, all of one version, which stands in the metadata."""
-        self.check_readable()
-        self.check_names(names)
-        _, chunks = await self._compute.run(self._encode_some, list(names))
-        return chunks
+    async def look(self, make: Look[T], more: Mapping[str, str] | None = None) -> T:
+        """What `make` finds between two updates, on the compute thread; it is given the metadata of the version."""
+        return await self._compute.run(lambda: make({**self._metadata(self.shard.version), **(more or {})}))
+
+    @abstractmethod
+    async def look_after(self, round_: Round | None, make: Look[T], wait_seconds: float) -> T:
+        """The same right after a round, waiting so long for it; without one, after some whole round.
+
+        Raises StaleRound if it is over, RoundPending. In asynchronous modes there are no rounds: it is a cut between
+        contributions, all of those before it being applied to all blocks, and none behind it.
+        """
 
     def _encode_some(self, names: list[str]) -> tuple[Round, Sequence[bytes]]:
         # The compute thread runs one job at a time, so the version belongs to the values.

@@ -9,6 +9,7 @@ Synchronous and not thread-safe: one thread computes. What happens in a round:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Hashable, Mapping, Sequence
 
 import torch
@@ -19,15 +20,19 @@ from ps_protocol.errors import UnknownBlock, UnsupportedOptimizer, WrongDtype, W
 from ps_protocol.frames import encode_header
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.plan import SlicePlan
+from ps_protocol.routes import STEPS_KEY
 from ps_protocol.vocabulary import PserverIndex
 
 from .aggregation import Aggregator
 from .layout import ShardLayout
 from .optimizer_blocks import OptimizerBlocks
 from .optimizer_rules import StepState
+from .probes import Probes
 from .reply_chunks import ChunkEncoder
 from .shard_state import ShardState
 from .tensors import TORCH_DTYPES, view_bytes
+
+MASTER_BYTES = 4  # of an element
 
 
 class Shard:
@@ -39,6 +44,7 @@ class Shard:
         self.version = 0  # rounds so far; in asynchronous modes contributions, which the run counts
         self.versions = dict.fromkeys(self.layout.place, 0)  # the same of each block; an absent gradient adds none
         self.optimizer = None if plan.optimizer is None else OptimizerBlocks(self.layout, plan.optimizer)
+        self.probes = Probes()
         self._aggregator = Aggregator(self.layout)
         self._encoder = ChunkEncoder(self.values)
         self._buffer_specs = {spec.name: spec for spec in plan.buffers if spec.pserver == pserver}
@@ -97,8 +103,10 @@ class Shard:
 
         After any other exception the shard is in an unknown state.
         """
+        probed = self.probes.take(present, self.block)
         self._step(gradient, present, hyper_parameters)
         self.version += 1
+        self.probes.tell(probed, self.block, self.version)
 
     def _step(
         self,
@@ -127,18 +135,35 @@ class Shard:
         `counter`: see `OptimizerBlocks.apply`.
         """
         gradient = self._aggregator.sum_block(name, gradients)
+        probed = self.probes.take((name,), self.block)
         self._step(gradient, (name,), hyper_parameters, counter=counter)
+        self.probes.tell(probed, self.block, self.version)
 
     def encode_gradient(self, present: Sequence[str] | None) -> list[memoryview]:
         """The bytes of the newest aggregate, for the log; see `Aggregator.encode`."""
         return self._aggregator.encode(present)
 
+    def replace_blocks(self, blocks: Mapping[str, Tensor]) -> None:
+        """Set the values of these blocks, flat tensors in any floating dtype; their slots stay as they are."""
+        for name, values in blocks.items():
+            self.block(name).copy_(values)
+            self.versions[name] += 1
+
     def replay(
-        self, gradient: memoryview, present: Sequence[str] | None, hyper_parameters: list[HyperParameters]
+        self,
+        data: memoryview,
+        present: Sequence[str] | None,
+        hyper_parameters: list[HyperParameters],
+        replaced: Sequence[str] = (),
     ) -> None:
-        """Apply a logged gradient, with the very same bits as the first time."""
+        """Apply a logged gradient, and the values behind it, with the very same bits as the first time."""
         names = tuple(place.name for place in self.layout.places) if present is None else present
-        self.apply(self._aggregator.decode(gradient, present), names, hyper_parameters)
+        sizes = [MASTER_BYTES * self.layout.place[name].block.num_elements for name in replaced]
+        begin = len(data) - sum(sizes)
+        self.apply(self._aggregator.decode(data[:begin], present), names, hyper_parameters)
+        for name, size in zip(replaced, sizes, strict=True):
+            self.replace_blocks({name: torch.frombuffer(data[begin : begin + size], dtype=torch.float32)})
+            begin += size
 
     def replay_blocks(
         self,
@@ -202,6 +227,28 @@ class Shard:
         specs = [spec for name, spec in self._buffer_specs.items() if name in self._buffers]
         header = encode_header([(spec.name, spec.dtype, spec.shape) for spec in specs], metadata)
         return [header, *(self._buffers[spec.name] for spec in specs)]
+
+    def encode_all(self, metadata: Mapping[str, str] | None = None) -> list[bytes]:
+        """A frame of everything that lives here: the blocks in plan order, then the buffers."""
+        places = list(self.layout.place.values())
+        specs = [spec for name, spec in self._buffer_specs.items() if name in self._buffers]
+        entries = [(place.name, place.dtype, (place.block.num_elements,)) for place in places]
+        header = encode_header([*entries, *((spec.name, spec.dtype, spec.shape) for spec in specs)], metadata)
+        return [header, *self._encoder.encode(places), *(self._buffers[spec.name] for spec in specs)]
+
+    def encode_slots(self, names: Collection[str], metadata: Mapping[str, str] | None = None) -> list[bytes]:
+        """A frame of the optimizer's slots of these blocks, float32: `{slot}/{block}`, all slots of a block together.
+
+        A slot that no update has needed yet is not in it. The metadata's `steps` counts each block's updates.
+        """
+        slots = self.optimizer.slots() if self.optimizer else {}
+        states = self.optimizer.states() if self.optimizer else {}
+        places = [self.layout.place[name] for name in names]
+        entries = [(f"{slot}/{p.name}", "F32", (p.block.num_elements,)) for p in places for slot in sorted(slots)]
+        steps = json.dumps({place.name: states[place.name].steps for place in places if place.name in states})
+        header = encode_header(entries, {**(metadata or {}), STEPS_KEY: steps})
+        data = [bytes(view_bytes(slots[slot][p.begin : p.end])) for p in places for slot in sorted(slots)]
+        return [header, *data]
 
     def digest(self) -> str:
         """XXH3 of values, slots, step states and buffers: equal exactly if two shards of a plan hold the same."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 import xxhash
 
+from ps_protocol.controls import NONE, controls_at, override_rates
 from ps_protocol.errors import ApplyFailed, GradpostError, NotReady, RoundPending, StaleRound
 from ps_protocol.fence import Fence
-from ps_protocol.messages import BarrierAnswer, FrozenRounds, InstallMembers, InstallRun, PushAnswer
+from ps_protocol.messages import BarrierAnswer, Controls, FrozenRounds, InstallMembers, InstallRun, PushAnswer
 from ps_protocol.routes import SKIPPED_KEY
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
@@ -21,16 +22,20 @@ from services.runtime.logs import get_logger
 
 from .admission import Admission
 from .bodies import Body
+from .captures import Captures
 from .durable.storage import Restored, RunStorage
 from .durable.update_log import Update
 from .history import History
 from .metrics import PserverMetrics
 from .pushes import read_blocks, read_completion
+from .replacements import Replacements
 from .rounds import Apply, Rounds
-from .run import BarrierKind, PserverRun, Reply, name_trainers
-from .tensors import StagedBlock, digest_contribution
+from .run import BarrierKind, Look, PserverRun, Reply, name_trainers
+from .tensors import StagedBlock, digest_contribution, view_bytes
 
 log = get_logger()
+
+T = TypeVar("T")
 
 LOG_RETRY_SECONDS = 0.5  # between tries to write to a full disk
 
@@ -54,8 +59,11 @@ class SyncRun(PserverRun):
             applied=restored.round if restored else 0,
             history=restored.history if restored else None,
         )
+        self.controls: tuple[Controls, ...] = ()
+        self.replacements = Replacements(self.shard.layout)
         self.members_changed(install)
         self._reply: Reply | None = None  # of the applied round, once it may be read
+        self._captures = Captures()
         self._apply_task: asyncio.Task[None] | None = None
         self._disagreement_was_said = False
         self._disk_trouble = ""  # why the log of the open round is not written yet
@@ -79,6 +87,11 @@ class SyncRun(PserverRun):
     def missing(self) -> list[Rank]:
         """Whom everybody waits for: at the open batch barrier or, before version 0, for its values."""
         return self.rounds.missing if self.is_readable else [self.install.uploader]
+
+    @property
+    def waiting_seconds(self) -> float:
+        """How long somebody has been waiting for the missing trainers; while the run is paused, for nobody."""
+        return 0.0 if self.rounds.is_paused else super().waiting_seconds
 
     def describe_trainers(self) -> dict[str, Any]:
         """Whose barriers are in."""
@@ -143,9 +156,15 @@ class SyncRun(PserverRun):
 
     def members_changed(self, message: InstallMembers | InstallRun) -> None:
         """Take over a newer set of members, which may complete the barrier."""
-        self._start(self.rounds.members_changed(message.members, message.starts, message.sets, message.verdicts))
-        if not self.rounds.batch_barriers:
-            self._waiting_since = None  # those who waited have left
+        was_paused = self.rounds.is_paused
+        self.controls = message.controls
+        newest = message.controls[-1] if message.controls else NONE
+        paused_from = newest.since if newest.is_paused else None
+        self._start(
+            self.rounds.members_changed(message.members, message.starts, message.sets, message.verdicts, paused_from)
+        )
+        if was_paused or not self.rounds.batch_barriers:
+            self._waiting_since = None  # those who waited have left, or waited for nobody
 
     # ------------------------------------------------------------------ apply
 
@@ -172,6 +191,8 @@ class SyncRun(PserverRun):
             return
         async with self._condition:
             following = self.rounds.round_applied()
+            self._captures.miss(apply.round)
+            self.replacements.forget(apply.round)
             self._reply = reply
             self._waiting_since = None
             if self.rounds.batch_barriers:
@@ -210,16 +231,27 @@ class SyncRun(PserverRun):
         """
         taken = () if apply.nonfinite else apply.contributions
         contributions = [{name: b.tensor() for name, b in c.blocks.items()} for c in taken]
+        controls = controls_at(self.controls, apply.round)
         gradient, present = self.shard.aggregate(contributions)
-        numbers = apply.hyper_parameters
+        replaced = self.replacements.blocks_for(apply.round, controls)
+        present = self._not_fixed(present, {*controls.frozen, *(controls.replaced if replaced else ())})
+        numbers = override_rates(controls, apply.hyper_parameters)
         if self.storage is not None:
             logged = None if len(present) == len(self.shard.layout.places) else present
-            update = Update(apply.round, apply.ranks, numbers, logged, apply.nonfinite)
-            self.storage.append(update, self.shard.encode_gradient(logged))
+            update = Update(apply.round, apply.ranks, numbers, logged, apply.nonfinite, replaced=tuple(replaced))
+            self.storage.append(update, [*self.shard.encode_gradient(logged), *map(view_bytes, replaced.values())])
         reach_failpoint("apply.before")
         self.shard.apply(gradient, present, numbers)
+        self.shard.replace_blocks(replaced)
         reach_failpoint("apply.after")
+        self._captures.take(apply.round)
         return self._encode(apply.round, self._outcome(apply)), self._snapshot_if_due(apply)
+
+    def _not_fixed(self, names: tuple[str, ...], fixed: Collection[str]) -> tuple[str, ...]:
+        """Those of these blocks that are stepped: not those of parameters that are frozen, or set in this round."""
+        if not fixed:
+            return names
+        return tuple(name for name in names if self.shard.layout.place[name].block.parameter not in fixed)
 
     def _outcome(self, apply: Apply[StagedBlock]) -> dict[str, str]:
         """What the reply's metadata says besides: for whom the round was skipped."""
@@ -255,6 +287,32 @@ class SyncRun(PserverRun):
 
     def _publish(self, reply: Reply) -> None:
         self._reply = reply
+
+    def keep_replacement(self, parameter: str, digest: str, since: Round, body: bytes) -> None:
+        """See PserverRun."""
+        self.check_failure()
+        self.replacements.add(parameter, digest, since, body)
+
+    async def look_after(self, round_: Round | None, make: Look[T], wait_seconds: float) -> T:
+        """See PserverRun; without a round, what there is now."""
+        rounds = self.rounds
+        if round_ is None or (round_ == rounds.applied and rounds.applying is None):  # then no update comes between
+            return await self.look(make)
+        if round_ <= rounds.applied:
+            raise StaleRound(f"round {round_} is over", current=rounds.applied)
+        self.check_failure()
+        metadata = self._metadata(round_)
+        try:
+            return await self._captures.wait(round_, lambda: make(metadata), wait_seconds, rounds.applied)
+        except TimeoutError:
+            waits = name_trainers(self.missing) or "its apply"
+            text = f"round {round_} waits for {waits}"
+            raise RoundPending(text, missing=self.missing, round=rounds.open) from None
+
+    async def end(self, reason: GradpostError) -> None:
+        """End the waits for a look, too."""
+        await super().end(reason)
+        self._captures.end(reason)
 
     def _warn_of_disagreement(self, apply: Apply[StagedBlock]) -> None:
         for rank, contribution in zip(apply.ranks, apply.contributions, strict=True):
@@ -316,7 +374,7 @@ class SyncRun(PserverRun):
         return version == fence.round or (version > fence.round and self.rounds.max_delay > 0)
 
     def _round_deadline(self) -> float:
-        if self._waiting_since is None or self.rounds.applying is not None:
+        if self._waiting_since is None or self.rounds.applying is not None or self.rounds.is_paused:
             return float("inf")
         return self._waiting_since + self.install.round_timeout_seconds
 
@@ -334,6 +392,8 @@ class SyncRun(PserverRun):
         waits = name_trainers(missing) or self._disk_trouble or "its apply"
         if self.rounds.is_frozen:
             waits = "the coordinator, in the middle of a change of members"
+        elif self.rounds.is_paused:
+            waits = "an administrator, who has paused the run"
         text = f"round {round_} waits for {waits}"
         notice = f" ({self.notice})" if self.notice else ""
         return RoundPending(text + notice, missing=missing, round=self.rounds.open)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 
 from fastapi import Response
 from starlette.requests import ClientDisconnect
@@ -15,6 +16,15 @@ from ps_protocol.errors import Overloaded
 PART_BYTES = 1024 * 1024
 MAX_AT_ONCE = 4
 PATIENCE_SECONDS = 10.0  # of who waits for a place
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A reply that is about to flow; `parts` can be read once, and are `num_bytes` in all."""
+
+    num_bytes: int
+    parts: AsyncIterator[bytes]
+    headers: Mapping[str, str]
 
 
 class LargeReplies:
@@ -58,9 +68,30 @@ class LargeReply(Response):
                 await asyncio.sleep(0)  # if its client has left meanwhile, let us hear of it
                 if left.done():
                     raise ClientDisconnect
-                await send_parts(send, await self._make(), str(self.media_type))
+                await self._send(send)
         finally:
             left.cancel()
+
+    async def _send(self, send: Send) -> None:
+        await send_parts(send, await self._make(), str(self.media_type))
+
+
+class StreamedReply(LargeReply):
+    """The same of something that is not in this process's memory: `open_it` gives its size and its parts."""
+
+    def __init__(
+        self, places: LargeReplies, open_it: Callable[[], AbstractAsyncContextManager[Stream]], media_type: str
+    ) -> None:
+        Response.__init__(self, media_type=media_type)
+        self._places = places
+        self._open = open_it
+
+    async def _send(self, send: Send) -> None:
+        async with self._open() as stream:
+            await send_start(send, stream.num_bytes, str(self.media_type), stream.headers)
+            async for part in stream.parts:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
 
 
 async def _wait_until_left(receive: Receive) -> None:
@@ -70,11 +101,16 @@ async def _wait_until_left(receive: Receive) -> None:
 
 async def send_parts(send: Send, chunks: Sequence[bytes], content_type: str) -> None:
     """Send a whole 200 reply in parts of `PART_BYTES` at most, each when the one before it was taken over."""
-    num_bytes = sum(map(len, chunks))
-    headers = [(b"content-type", content_type.encode()), (b"content-length", str(num_bytes).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send_start(send, sum(map(len, chunks)), content_type)
     for chunk in chunks:
         for begin in range(0, len(chunk), PART_BYTES):
             part = chunk if len(chunk) <= PART_BYTES else chunk[begin : begin + PART_BYTES]
             await send({"type": "http.response.body", "body": part, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
+
+
+async def send_start(send: Send, num_bytes: int, content_type: str, more: Mapping[str, str] | None = None) -> None:
+    """Begin a 200 reply."""
+    headers = {"content-type": content_type, "content-length": str(num_bytes), **(more or {})}
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": 200, "headers": raw})

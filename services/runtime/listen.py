@@ -9,6 +9,8 @@ import socket
 from contextlib import suppress
 from typing import Any
 
+from ps_protocol.hosts import authority, reachable_host
+
 from .settings import ServiceSettings
 
 
@@ -39,7 +41,7 @@ def take_port(host: str, port: int, *, share: bool) -> socket.socket:
             )
         else:
             reason = f"{error.strerror}; choose another address (--host or GRADPOST_HOST, --port or GRADPOST_PORT)"
-        raise ListenError(f"cannot listen on {_join(host, port)}: {reason}") from error
+        raise ListenError(f"cannot listen on {authority(host, port)}: {reason}") from error
 
 
 def _bind(family: int, address: Any, option: int) -> socket.socket:
@@ -73,9 +75,8 @@ def advertised_address(settings: ServiceSettings, port: int) -> str:
     """
     if settings.advertise_address is not None:
         return settings.advertise_address
-    host = _outgoing_host() if settings.host in ("0.0.0.0", "::") else settings.host
     scheme = "https" if settings.tls_cert else "http"
-    return f"{scheme}://{_join(host, port)}"
+    return f"{scheme}://{authority(reachable_host(settings.host), port)}"
 
 
 def announce(settings: ServiceSettings, address: str) -> None:
@@ -83,16 +84,3 @@ def announce(settings: ServiceSettings, address: str) -> None:
     if settings.ready_fd is not None:
         os.write(settings.ready_fd, f"{address}\n".encode())
         os.close(settings.ready_fd)
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _outgoing_host() -> str:
-    # Connecting a UDP socket sends nothing; the kernel only picks the route. The targets are the documentation's.
-    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
-        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((target, 9))
-            return str(probe.getsockname()[0])
-    return socket.gethostname()

@@ -11,16 +11,16 @@ from fastapi.routing import APIRoute
 from starlette.routing import Match, Route
 from starlette.types import Message, Receive, Scope, Send
 
-from ps_protocol.routes import DECLARE_MODEL, RUN
+from ps_protocol.routes import DECLARE_MODEL, PARAMETER, REPLACEMENT, RUN
 
 RawEndpoint: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_MESSAGE_BYTES = 1024 * 1024
-MAX_PLAN_BYTES = 64 * 1024 * 1024  # what names all parameters or blocks of a model
+MAX_PLAN_BYTES = 64 * 1024 * 1024  # what names all parameters or blocks of a model, or has the values of one
 MAX_MESSAGE_ITEMS = 4 * 1024 * 1024  # members and elements; each takes up some 60 bytes when it is parsed
 MAX_MESSAGES_BYTES = 2 * MAX_PLAN_BYTES  # of all messages that are being received or worked on
 
-_WITH_PLANS = frozenset({DECLARE_MODEL, RUN})
+_LARGE = frozenset({DECLARE_MODEL, RUN, PARAMETER, REPLACEMENT})
 
 
 class MessageRoute(APIRoute):
@@ -35,7 +35,7 @@ class MessageRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_limited(request: Request) -> Response:
-            most = MAX_PLAN_BYTES if self.path in _WITH_PLANS else MAX_MESSAGE_BYTES
+            most = MAX_PLAN_BYTES if self.path in _LARGE else MAX_MESSAGE_BYTES
             with _Message(request, most) as message:
                 return await handle(message)
 

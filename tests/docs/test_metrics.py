@@ -117,8 +117,8 @@ def test_they_count(pages: dict[str, Page]) -> None:
 
 def test_the_coordinator_knows_who_is_here(pages: dict[str, Page]) -> None:
     coordinator = pages["coordinator"]
-    assert coordinator.value("gradpost_members", role="pserver") == 2
-    assert coordinator.value("gradpost_members", role="trainer") == 2
+    assert coordinator.value("gradpost_members", kind="pserver") == 2
+    assert coordinator.value("gradpost_members", kind="trainer") == 2
     assert coordinator.value("gradpost_members_missing") == 0
     for state in ("gathering", "training", "finished", "failed"):
         assert coordinator.value("gradpost_run_state", state=state) == (state == "training")

@@ -7,7 +7,9 @@ For every installation:             open_run()  begins a run's state anew, or go
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 from ps_protocol.errors import StorageFailed
 from ps_protocol.messages import FrozenRounds, HeldRun, InstallRun
@@ -27,6 +29,13 @@ from .storage import Restored, RunStorage
 log = get_logger()
 
 
+class DiskUsage(NamedTuple):
+    """In bytes."""
+
+    total: int
+    free: int
+
+
 class Disk:
     """Every method blocks on the disk and is called by one thread at a time. Raises OSError if it cannot be used."""
 
@@ -37,6 +46,15 @@ class Disk:
         self._place = open_place(checkpoints or str(state_dir / "checkpoints"))
         self._storage: RunStorage | None = None
         self._restored: Restored | None = None
+
+    def measure(self) -> DiskUsage:
+        """Bytes of the file system, in all and free; zeros if it cannot be asked."""
+        folder = self._state_dir if self._state_dir.exists() else self._state_dir.parent
+        try:
+            total, _, free = shutil.disk_usage(folder)
+        except OSError:
+            return DiskUsage(0, 0)
+        return DiskUsage(total, free)
 
     @property
     def index(self) -> PserverIndex | None:

@@ -214,7 +214,7 @@ class RunStorage:
             if newest is not None and update.round > newest:
                 break
             if update.origin is None:
-                restored.shard.replay(gradient, update.present, update.hyper_parameters)
+                restored.shard.replay(gradient, update.present, update.hyper_parameters, update.replaced)
                 restored.history.add(update.round, update.ranks, update.nonfinite, keep=keep)
                 continue
             (rank,) = update.ranks

@@ -29,7 +29,8 @@ log = get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One update without its gradient. `present` names the blocks that it steps, None all of them.
+    """One update without its gradient. `present` names the blocks that it steps, None all of them; `replaced` those
+    that have other values after it, which stand behind the gradient.
 
     An asynchronous one is one trainer's contribution: `origin` is the life that took the step, and the step.
     """
@@ -40,6 +41,7 @@ class Update:
     present: tuple[str, ...] | None
     nonfinite: tuple[Rank, ...] = ()  # for whose gradients the round stepped nothing
     origin: tuple[Incarnation, Round] | None = None
+    replaced: tuple[str, ...] = ()
 
     def to_metadata(self) -> dict[str, str]:
         """As it stands in a record."""
@@ -50,6 +52,7 @@ class Update:
             "present": json.dumps(self.present),
             "nonfinite": json.dumps(self.nonfinite),
             "origin": json.dumps(self.origin),
+            "replaced": json.dumps(self.replaced),
         }
 
     @classmethod
@@ -64,6 +67,7 @@ class Update:
             present=None if present is None else tuple(present),
             nonfinite=tuple(json.loads(values["nonfinite"])),
             origin=None if origin is None else (origin[0], origin[1]),
+            replaced=tuple(json.loads(values.get("replaced", "[]"))),
         )
 
 
@@ -79,7 +83,8 @@ class UpdateLog:
         folder.mkdir(parents=True, exist_ok=True)
 
     def append(self, update: Update, gradient: Sequence[Buffer]) -> None:
-        """Write an update; `gradient` are the float32 elements of the present blocks, in the order of the layout.
+        """Write an update; `gradient` are the float32 elements of the present blocks, in the order of the layout, and
+        of the replaced ones.
 
         With durability `fsync` it is on the disk when this returns, with `log` in the kernel's memory, which
         outlives the process. On an OSError nothing of it was written.

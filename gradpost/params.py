@@ -1,0 +1,106 @@
+"""`gradpost params`: the parameters of a run, live: a list, or one of them in numbers, or as a file."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from ps_protocol.errors import GradpostError
+
+from .output import EXIT_FAILED, Column, CommandError, count, print_json, print_line, print_table
+from .status import open_view
+
+MAX_BAR = 50
+FORMATS = {".npy": "npy", ".json": "json", ".safetensors": "safetensors"}
+
+
+def show_parameters(
+    coordinator: str | None, token_file: Path | None, name: str | None, output: Path | None, *, as_json: bool
+) -> None:
+    """Print all of them, or statistics of one, or write its values to a file. Raises CommandError."""
+    with open_view(coordinator, token_file) as view:
+        try:
+            if name is None:
+                listed = view.parameters()
+                print_json(listed) if as_json else _print_list(listed)
+            elif output is not None:
+                _write(output, view.parameter(name, _format_of(output)))
+            else:
+                statistics = view.statistics(name)
+                print_json(statistics) if as_json else _print_statistics(statistics)
+        except GradpostError as error:
+            raise CommandError(str(error), exit_code=EXIT_FAILED) from None
+
+
+def _format_of(output: Path) -> str:
+    if output.suffix not in FORMATS:
+        raise CommandError(f"--output must end in {', '.join(FORMATS)}, which says the format; not {output.name!r}")
+    return FORMATS[output.suffix]
+
+
+def _write(output: Path, data: bytes) -> None:
+    try:
+        output.write_bytes(data)
+    except OSError as error:
+        raise CommandError(f"{output} cannot be written: {error.strerror}", exit_code=EXIT_FAILED) from None
+    print_line(f"{output}: {count(len(data), 'byte')}")
+
+
+def _print_list(listed: dict[str, Any]) -> None:
+    parameters = listed["parameters"]
+    print_line(f"run {listed['run']}, round {listed['version']:,}: {count(len(parameters), 'parameter')}")
+    print_line()
+    print_table(
+        [Column("parameter"), Column("shape"), Column("dtype"), Column("bytes", "right"), Column("on pservers")],
+        [
+            (
+                one["name"],
+                "x".join(map(str, one["shape"])) or "scalar",
+                one["dtype"],
+                f"{one['bytes']:,}",
+                ", ".join(map(str, sorted({block["pserver"] for block in one["blocks"]}))),
+            )
+            for one in parameters
+        ],
+    )
+
+
+def _print_statistics(found: dict[str, Any]) -> None:
+    shape = "x".join(map(str, found["shape"])) or "scalar"
+    print_line(f"{found['name']}  {shape}  round {found['version']:,} of run {found['run']}")
+    for label, key in (
+        ("norm", "norm"),
+        ("mean", "mean"),
+        ("deviation", "deviation"),
+        ("minimum", "minimum"),
+        ("maximum", "maximum"),
+        ("newest update / values", "update_ratio"),
+    ):
+        value = found[key]
+        print_line(f"  {label:24}{'unknown' if value is None else f'{value:.6g}'}")
+    for label, key in (("NaN", "num_nan"), ("infinite", "num_infinite"), ("zero", "num_zero")):
+        if found[key]:
+            print_line(f"  {label:24}{found[key]:,} of {found['num_elements']:,}")
+    for line in draw_histogram(found["histogram"]):
+        print_line(line)
+
+
+def draw_histogram(histogram: dict[str, Any]) -> list[str]:
+    """One line for each bin, or for several that stand together, at most twenty.
+
+    >>> for line in draw_histogram({"begin": -0.5, "width": 0.25, "counts": [1, 0, 1000]}): print(line)
+         -0.5         1  #
+        -0.25         0
+            0     1,000  ##################################################
+    """
+    counts, begin, width = histogram["counts"], histogram["begin"], histogram["width"]
+    together = max(1, math.ceil(len(counts) / 20))
+    sums = [sum(counts[i : i + together]) for i in range(0, len(counts), together)]
+    most = max(sums, default=0)
+    lines = []
+    for i, number in enumerate(sums):
+        bar = "#" * (math.ceil(MAX_BAR * number / most) if most else 0)
+        edge = f"{begin + i * together * width:.4g}"
+        lines.append(f"{edge:>9} {number:>9,}  {bar}".rstrip())
+    return lines

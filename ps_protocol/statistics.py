@@ -1,0 +1,141 @@
+"""Statistics of tensors that lie in pieces on several pservers: each describes its own, and two can be merged exactly.
+
+Histograms have bins whose edges are multiples of a power of two, so that those of two pieces fall together:
+
+    bins of 1/4:    |-0.25  0|0  0.25|0.25  0.5|0.5  0.75|
+    bins of 1/2:    |-0.5   0|0           0.5  |0.5     1|
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from .messages import Message
+from .vocabulary import Round
+
+MAX_BINS = 64
+
+
+class Histogram(Message):
+    """Counts of finite values: bin i holds those from `(first + i) * width` to below `(first + i + 1) * width`.
+
+    `width` is a power of two, 2 ** `exponent`.
+    """
+
+    exponent: int
+    first: int
+    counts: tuple[int, ...]
+
+    @property
+    def width(self) -> float:
+        """Of every bin."""
+        return math.ldexp(1.0, self.exponent)
+
+    def coarsen(self, exponent: int) -> Histogram:
+        """The same values in wider bins.
+
+        >>> Histogram(exponent=-2, first=-1, counts=(5, 1, 2, 3)).coarsen(-1)
+        Histogram(exponent=-1, first=-1, counts=(5, 3, 3))
+        """
+        times = 1 << (exponent - self.exponent)
+        first = self.first // times
+        counts = [0] * ((self.first + len(self.counts) - 1) // times - first + 1 if self.counts else 0)
+        for i, count in enumerate(self.counts, self.first):
+            counts[i // times - first] += count
+        return Histogram(exponent=exponent, first=first, counts=tuple(counts))
+
+    def merge(self, other: Histogram) -> Histogram:
+        """Of the values of both, in as few bins as one of them may have."""
+        if not self.counts or not other.counts:
+            return self if self.counts else other
+        exponent = max(self.exponent, other.exponent)
+        while True:
+            a, b = self.coarsen(exponent), other.coarsen(exponent)
+            first = min(a.first, b.first)
+            num_bins = max(a.first + len(a.counts), b.first + len(b.counts)) - first
+            if num_bins <= MAX_BINS:
+                break
+            exponent += 1
+        counts = [0] * num_bins
+        for one in (a, b):
+            for i, count in enumerate(one.counts, one.first - first):
+                counts[i] += count
+        return Histogram(exponent=exponent, first=first, counts=tuple(counts))
+
+
+class Statistics(Message):
+    """Of the elements of one block, or of several; sums and extremes are of the finite ones, sums in float64.
+
+    `deviations` is the sum of squared deviations from the mean. `update_squares` and `before_squares` are sums of
+    squares of what the newest update has added, and of the values before it; None if no update was seen.
+    """
+
+    version: Round
+    num_elements: int
+    num_nan: int = 0
+    num_infinite: int = 0
+    num_zero: int = 0
+    minimum: float | None = None
+    maximum: float | None = None
+    mean: float = 0.0
+    deviations: float = 0.0
+    squares: float = 0.0
+    update_squares: float | None = None
+    before_squares: float | None = None
+    histogram: Histogram = Histogram(exponent=0, first=0, counts=())
+
+    @property
+    def num_finite(self) -> int:
+        """Elements that are numbers."""
+        return self.num_elements - self.num_nan - self.num_infinite
+
+    def merge(self, other: Statistics) -> Statistics:
+        """Of the elements of both (Chan, Golub, LeVeque 1979); `version` is the older one."""
+        n = self.num_finite + other.num_finite
+        apart = other.mean - self.mean
+        share = other.num_finite / n if n else 0.0
+        return Statistics(
+            version=min(self.version, other.version),
+            num_elements=self.num_elements + other.num_elements,
+            num_nan=self.num_nan + other.num_nan,
+            num_infinite=self.num_infinite + other.num_infinite,
+            num_zero=self.num_zero + other.num_zero,
+            minimum=min((x for x in (self.minimum, other.minimum) if x is not None), default=None),
+            maximum=max((x for x in (self.maximum, other.maximum) if x is not None), default=None),
+            mean=self.mean + apart * share,
+            deviations=self.deviations + other.deviations + apart * apart * share * self.num_finite,
+            squares=self.squares + other.squares,
+            update_squares=_add(self.update_squares, other.update_squares),
+            before_squares=_add(self.before_squares, other.before_squares),
+            histogram=self.histogram.merge(other.histogram),
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """What people ask for. `update_ratio` is the norm of the newest update over that of the values before it."""
+        n = self.num_finite
+        ratio = None
+        if self.update_squares is not None and self.before_squares:
+            ratio = math.sqrt(self.update_squares / self.before_squares)
+        return {
+            "version": self.version,
+            "num_elements": self.num_elements,
+            "norm": math.sqrt(self.squares),
+            "mean": self.mean if n else None,
+            "deviation": math.sqrt(self.deviations / n) if n else None,
+            "minimum": self.minimum,
+            "maximum": self.maximum,
+            "num_nan": self.num_nan,
+            "num_infinite": self.num_infinite,
+            "num_zero": self.num_zero,
+            "update_ratio": ratio,
+            "histogram": {
+                "begin": self.histogram.first * self.histogram.width,
+                "width": self.histogram.width,
+                "counts": list(self.histogram.counts),
+            },
+        }
+
+
+def _add(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a + b

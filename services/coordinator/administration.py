@@ -1,0 +1,223 @@
+"""What an administrator may do to a run while it trains. Each change counts from one round on, on every pserver alike.
+
+It rides on a change of members, which the coordinator has decided on its disk before any pserver hears of it. One at a
+time; each stands in the audit log before it is begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from ps_protocol.controls import NONE
+from ps_protocol.errors import GradpostError, InvalidMessage, ModeMismatch, NotFound, NotReady, StorageFailed, TryAgain
+from ps_protocol.messages import CheckpointCreated, Controls, Message
+from ps_protocol.vocabulary import DTYPE_BYTES, Rank, Round
+
+from .checkpointing import create_checkpoint
+from .coordinator import Coordinator
+from .run import Run
+
+WAIT_SECONDS = 30.0  # for all pservers to go by it
+
+
+class ChangeDone(Message):
+    """It counts from `round` on, in asynchronous modes from that number of contributions."""
+
+    run: str
+    attempt: int
+    round: Round
+    controls: Controls
+
+
+class Administration:
+    """Lives on the event loop. Raises NotReady unless a run trains, and TryAgain if a change takes its time."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._lock = asyncio.Lock()
+
+    @property
+    def controls(self) -> Controls:
+        """What stands, or is about to."""
+        run = self._coordinator.cluster.run
+        decided = run.decision.controls  # it may be on its way to the disk
+        return run.wanted or (decided[-1] if decided else NONE)
+
+    # ------------------------------------------------------------------ what can be done
+
+    async def pause(self, by: str) -> ChangeDone:
+        """No round is applied from one on; trainers wait, and nobody is late."""
+        return await self._control(by, "pause", lambda controls: controls.model_copy(update={"is_paused": True}))
+
+    async def resume(self, by: str) -> ChangeDone:
+        """Rounds go on."""
+        return await self._control(by, "resume", lambda controls: controls.model_copy(update={"is_paused": False}))
+
+    async def set_rate(self, by: str, rate: float | None, group: int | None) -> ChangeDone:
+        """The learning rate of a parameter group, or of all, whatever trainers push; None lifts it."""
+        run = self._training()
+        assert run.plan is not None
+        assert run.plan.optimizer is not None
+        num_groups = len(run.plan.optimizer.group_flags)
+        if group is not None and group >= num_groups:
+            raise InvalidMessage("there is no such parameter group", expected=f"0 to {num_groups - 1}", actual=group)
+        groups = range(num_groups) if group is None else (group,)
+
+        def edit(controls: Controls) -> Controls:
+            others = {index: known for index, known in controls.rates.items() if index not in groups}
+            mine = {} if rate is None else dict.fromkeys(groups, rate)
+            return controls.model_copy(update={"rates": dict(sorted((others | mine).items()))})
+
+        return await self._control(by, "set rate", edit, rate=rate, group=group)
+
+    async def freeze(self, by: str, name: str, *, is_frozen: bool) -> ChangeDone:
+        """A parameter is not stepped, as if it had no gradient, or is again."""
+        self._parameter(name)
+
+        def edit(controls: Controls) -> Controls:
+            others = {frozen for frozen in controls.frozen if frozen != name}
+            return controls.model_copy(update={"frozen": tuple(sorted(others | ({name} if is_frozen else set())))})
+
+        return await self._control(by, "freeze" if is_frozen else "unfreeze", edit, parameter=name)
+
+    async def set_values(self, by: str, name: str, values: bytes) -> ChangeDone:
+        """A parameter has these values after a round, in its dtype and row by row; its slots stay as they are.
+
+        Raises ModeMismatch where there are no rounds.
+        """
+        run = self._training()
+        spec = self._parameter(name)
+        if run.defaults.consistency.is_async:
+            raise ModeMismatch(
+                "values can be set in the synchronous mode only: in the others no round is common to the pservers",
+                expected="sync", actual=run.mode,
+            )  # fmt: skip
+        expected = spec.num_elements * DTYPE_BYTES[spec.dtype]
+        if len(values) != expected:
+            raise InvalidMessage(
+                f"that is not parameter {name!r}", expected=f"{expected} bytes", actual=f"{len(values)} bytes"
+            )
+        replacements = self._coordinator.replacements
+        try:
+            digest = await asyncio.to_thread(replacements.write, values)
+        except OSError as error:
+            raise StorageFailed(f"the values cannot be kept: {error}") from error
+
+        def edit(controls: Controls) -> Controls:
+            return controls.model_copy(update={"replaced": {name: digest}})
+
+        done = await self._control(by, "set values", edit, parameter=name, digest=digest)
+        members = self._coordinator.cluster.registry.members
+        await self._coordinator.wait_until(
+            lambda: all(member.round >= done.round for member in members.values()), WAIT_SECONDS
+        )
+        if all(member.round >= done.round for member in members.values()):
+            await asyncio.to_thread(replacements.forget, {digest})
+        return done
+
+    async def evict(self, by: str, rank: Rank) -> ChangeDone:
+        """The others go on without this trainer. Another life of it may join."""
+        coordinator = self._coordinator
+        run = self._training()
+        return await self._do(by, "evict", {"trainer": rank}, run, lambda: run.evict(rank, coordinator.now()))
+
+    async def roll_back(self, by: str, round_: Round) -> ChangeDone:
+        """All go back to a checkpoint, and train on from there. Raises NotFound if it is none that is complete."""
+        run = self._training()
+        if run.defaults.consistency.is_async:
+            raise ModeMismatch("in asynchronous modes a run is resumed from a checkpoint instead", expected="sync")
+        complete = list(self._coordinator.cluster.complete_checkpoints)
+        if round_ not in complete:
+            raise NotFound(f"there is no complete checkpoint of round {round_}", complete=complete)
+
+        def go_back() -> None:
+            run.rollback_to = round_
+            run.number += 1
+
+        return await self._do(by, "roll back", {"round": round_}, run, go_back)
+
+    async def checkpoint(self, by: str) -> CheckpointCreated:
+        """Make a checkpoint now, and wait until it is complete."""
+        run = self._coordinator.cluster.run
+        async with self._lock:
+            number = await self._write(run, by=by, action="checkpoint", outcome="requested")
+            try:
+                done = await create_checkpoint(self._coordinator)
+            except GradpostError as error:
+                await self._write(run, number=number, by=by, action="checkpoint", outcome="failed", detail=str(error))
+                raise
+            await self._write(run, number=number, by=by, action="checkpoint", outcome="done", round=done.round)
+            return done
+
+    # ------------------------------------------------------------------ how
+
+    async def _control(
+        self, by: str, action: str, edit: Callable[[Controls], Controls], **arguments: Any
+    ) -> ChangeDone:
+        run = self._training()
+
+        def want() -> None:
+            # Values that are still on their way stay; those that counted long ago are no part of the next.
+            standing = self.controls if run.wanted is not None else self.controls.model_copy(update={"replaced": {}})
+            run.wanted = edit(standing)
+            run.number += 1
+
+        return await self._do(by, action, arguments, run, want)
+
+    async def _do(
+        self, by: str, action: str, arguments: dict[str, Any], run: Run, change: Callable[[], None]
+    ) -> ChangeDone:
+        coordinator = self._coordinator
+        async with self._lock:
+            if self._training() is not run:
+                raise NotReady("another run has begun meanwhile", waiting_for="a new request")
+            asked_for = {"by": by, "action": action, "arguments": arguments}
+            number = await self._write(run, outcome="requested", **asked_for)
+            try:
+                change()
+                asked = run.number
+                coordinator.changed()
+                await coordinator.wait_until(lambda: run.is_over or run.installed_number >= asked, WAIT_SECONDS)
+                if run.is_over:
+                    raise NotReady(f"run {run.name} is {run.state}", waiting_for="a run")
+                if run.installed_number < asked:
+                    text = f"it is under way, and counts when every pserver is there ({WAIT_SECONDS:g} s have passed)"
+                    raise TryAgain(text, waiting_for=coordinator.cluster.waiting_for)
+            except GradpostError as error:
+                await self._write(run, number=number, outcome="failed", detail=str(error), **asked_for)
+                raise
+            done = self._describe(run, action)
+            await self._write(run, number=number, outcome="done", round=done.round, **asked_for)
+            coordinator.events.add(coordinator.cluster, "change", f"{action}: from round {done.round} on", **arguments)
+            return done
+
+    def _describe(self, run: Run, action: str) -> ChangeDone:
+        rounds = [member.round for member in self._coordinator.cluster.registry.members.values()]
+        round_ = max(rounds, default=0) + 1
+        if action == "roll back":
+            round_ = (run.resume or 0) + 1
+        elif action != "evict" and run.controls:
+            round_ = run.controls[-1].since
+        return ChangeDone(run=run.name, attempt=run.attempt, round=round_, controls=self.controls)
+
+    def _training(self) -> Run:
+        cluster = self._coordinator.cluster
+        if cluster.run.state != "training":
+            raise NotReady("no run is training", waiting_for=cluster.waiting_for or "a run")
+        return cluster.run
+
+    def _parameter(self, name: str) -> Any:
+        plan = self._training().plan
+        assert plan is not None
+        if name not in plan.parameter:
+            raise NotFound(f"there is no parameter {name!r} in this run")
+        return plan.parameter[name]
+
+    async def _write(self, run: Run, **members: Any) -> int:
+        try:
+            entry = await asyncio.to_thread(self._coordinator.audit.add, run=run.name, attempt=run.attempt, **members)
+        except OSError as error:
+            raise StorageFailed(f"the audit log cannot be written, so that nothing is changed: {error}") from error
+        return entry.number

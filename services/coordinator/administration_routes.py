@@ -1,0 +1,106 @@
+"""The part of the coordinator's API that changes a run while it trains. It needs the scope `admin`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request
+from pydantic import Field
+
+from ps_protocol import routes
+from ps_protocol.frames import CONTENT_TYPE
+from ps_protocol.messages import CheckpointCreated, Controls, Message
+from ps_protocol.vocabulary import Rank, Round
+from services.runtime.security import name_token
+
+from .administration import Administration, ChangeDone
+from .audit import MAX_LISTED, AuditEntry
+from .coordinator import Coordinator
+from .inspection.formats import decode_tensor
+from .inspection.parameters import find_parameter
+from .inspection.reading import current_plan
+
+_VALUES: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}},
+            "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+        },
+    }
+}
+
+
+class SetRate(Message):
+    """A learning rate for a parameter group, or for all of them; null lifts it."""
+
+    rate: float | None = Field(ge=0, allow_inf_nan=False)
+    group: int | None = Field(default=None, ge=0)
+
+
+class RollBack(Message):
+    """The round of a complete checkpoint."""
+
+    round: Round = Field(ge=0)
+
+
+def add_administration_routes(app: FastAPI, coordinator: Coordinator) -> None:
+    """Add them to the application."""
+    administration = Administration(coordinator)
+
+    @app.get(routes.CONTROLS, tags=["control"])
+    async def controls() -> Controls:
+        """What stands over what trainers push."""
+        return administration.controls
+
+    @app.post(routes.PAUSE, tags=["control"])
+    async def pause(request: Request) -> ChangeDone:
+        """Apply no round any more; trainers wait."""
+        return await administration.pause(name_token(request.scope))
+
+    @app.post(routes.RESUME, tags=["control"])
+    async def resume(request: Request) -> ChangeDone:
+        """Go on."""
+        return await administration.resume(name_token(request.scope))
+
+    @app.put(routes.RATE, tags=["control"])
+    async def set_rate(request: Request, message: SetRate) -> ChangeDone:
+        """Set a learning rate, whatever trainers push."""
+        return await administration.set_rate(name_token(request.scope), message.rate, message.group)
+
+    @app.put(routes.FROZEN, tags=["control"])
+    async def freeze(request: Request, name: str) -> ChangeDone:
+        """Step a parameter no more, as if it had no gradient."""
+        return await administration.freeze(name_token(request.scope), name, is_frozen=True)
+
+    @app.delete(routes.FROZEN, tags=["control"])
+    async def unfreeze(request: Request, name: str) -> ChangeDone:
+        """Step it again."""
+        return await administration.freeze(name_token(request.scope), name, is_frozen=False)
+
+    @app.put(routes.PARAMETER, tags=["control"], openapi_extra=_VALUES)
+    async def set_values(request: Request, name: str) -> ChangeDone:
+        """Set a parameter to the only tensor of a safetensors file, or to a `.npy` array, of its shape and dtype."""
+        spec, _ = find_parameter(current_plan(coordinator), name)
+        values = decode_tensor(await request.body(), spec.shape, spec.dtype)
+        return await administration.set_values(name_token(request.scope), name, values)
+
+    @app.post(routes.EVICT, tags=["control"])
+    async def evict(request: Request, rank: Rank) -> ChangeDone:
+        """Go on without a trainer. Another life of it may join."""
+        return await administration.evict(name_token(request.scope), rank)
+
+    @app.post(routes.ROLL_BACK, tags=["control"])
+    async def roll_back(request: Request, message: RollBack) -> ChangeDone:
+        """Take everybody back to a checkpoint."""
+        return await administration.roll_back(name_token(request.scope), message.round)
+
+    @app.post(routes.CHECKPOINTS, tags=["control"])
+    async def make_checkpoint(request: Request) -> CheckpointCreated:
+        """Make a checkpoint of the whole model, and wait until it is complete."""
+        return await administration.checkpoint(name_token(request.scope))
+
+    @app.get(routes.AUDIT, tags=["inspection"])
+    async def audit(limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 100) -> list[AuditEntry]:
+        """What administrators have asked for, and what became of it, oldest first."""
+        return coordinator.audit.entries()[-limit:]

@@ -1,0 +1,84 @@
+"""What administrators have asked for, and what became of it: lines of JSON, on the disk before anything is done.
+
+A line `requested` without one of its number behind it belongs to a change that this file has not seen the end of: the
+coordinator died, or it is under way.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from ps_protocol.messages import Message
+from ps_protocol.vocabulary import Round
+from services.runtime.places import sync_folder
+
+FILE = "audit.jsonl"
+MAX_LISTED = 1000
+
+
+class AuditEntry(Message):
+    """One line."""
+
+    number: int
+    at: float = Field(description="seconds since 1970, by the coordinator's clock")
+    by: str = Field(description="which token asked, by the beginning of its digest")
+    run: str
+    action: str
+    arguments: dict[str, Any] = Field(default={})
+    outcome: Literal["requested", "done", "failed"]
+    attempt: int
+    round: Round | None = Field(default=None, description="from which it counts, everywhere")
+    detail: str = ""
+
+
+class AuditLog:
+    """Appended to by one process. All methods block, and raise OSError if the disk does not take it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+        self._entries: list[AuditEntry] | None = None
+
+    def entries(self) -> list[AuditEntry]:
+        """The newest, oldest first. A last line that was torn off, and others' writing, is passed over."""
+        if self._entries is None:
+            self._entries = []
+            for line in self._path.read_text(errors="replace").splitlines() if self._path.exists() else ():
+                with suppress(ValidationError):
+                    self._entries.append(AuditEntry.model_validate_json(line))
+            del self._entries[:-MAX_LISTED]
+        return list(self._entries)
+
+    def add(self, **members: Any) -> AuditEntry:
+        """Write a line; without a `number` it gets the next one."""
+        known = self.entries()
+        number = members.pop("number", None) or max((entry.number for entry in known), default=0) + 1
+        entry = AuditEntry(number=number, at=time.time(), **members)
+        is_new = not self._path.exists()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            # Its own line even behind one that was torn off.
+            os.write(fd, b"" if is_new else b"\n" if not self._ends_well() else b"")
+            os.write(fd, entry.model_dump_json().encode() + b"\n")
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        if is_new:
+            sync_folder(self._path.parent)
+        assert self._entries is not None
+        self._entries.append(entry)
+        del self._entries[:-MAX_LISTED]
+        return entry
+
+    def _ends_well(self) -> bool:
+        with self._path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) == 0:
+                return True
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) == b"\n"

@@ -1,0 +1,120 @@
+"""What has happened in the cluster, newest last: noticed by comparing who is here now with who was here before.
+
+Kept in memory, the newest `MAX_EVENTS`; the log on stderr has the same and more. Ids go up over restarts, too, so that
+who has lost the connection can go on behind the last one that it has seen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Literal, TypeAlias
+
+from pydantic import Field
+
+from ps_protocol.messages import Message, RunState
+from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
+
+from .cluster import Cluster
+from .trainers import TrainerState
+
+MAX_EVENTS = 1000
+
+EventKind: TypeAlias = Literal["run", "pserver", "trainer", "rollback", "checkpoint", "change"]
+
+
+class Event(Message):
+    """One thing that has happened."""
+
+    id: int
+    at: float = Field(description="seconds since 1970, by the coordinator's clock")
+    kind: EventKind
+    run: str
+    round: Round
+    text: str
+    facts: dict[str, Any] = Field(default={}, description="the same for programs")
+
+
+class Events:
+    """Lives on the event loop; `look` is called whenever something may have changed."""
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._run: tuple[str, RunState] | None = None
+        self._attempt = 0
+        self._pservers: dict[PserverIndex, tuple[Incarnation, bool]] = {}
+        self._trainers: dict[Rank, tuple[Incarnation, TrainerState]] = {}
+        self._checkpoints: set[Round] = set()
+
+    @property
+    def newest_id(self) -> int:
+        """0 before the first."""
+        return self._events[-1].id if self._events else 0
+
+    def after(self, id_: int) -> list[Event]:
+        """Those behind this one, oldest first."""
+        return [event for event in self._events if event.id > id_]
+
+    def add(self, cluster: Cluster, kind: EventKind, text: str, **facts: Any) -> Event:
+        """Something has happened that a look at the cluster does not show."""
+        now = time.time()
+        event = Event(
+            id=max(self.newest_id + 1, int(now * 1000)),
+            at=now,
+            kind=kind,
+            run=cluster.run.name,
+            round=max((member.round for member in cluster.registry.members.values()), default=0),
+            text=text,
+            facts=facts,
+        )
+        self._events.append(event)
+        return event
+
+    def look(self, cluster: Cluster) -> None:
+        """Add what has changed since the last look."""
+        for kind, text, facts in self._changes(cluster):
+            self.add(cluster, kind, text, **facts)
+
+    def _changes(self, cluster: Cluster) -> Iterator[tuple[EventKind, str, dict[str, Any]]]:
+        run, before = cluster.run, self._run
+        self._run = run.name, run.state
+        if before is None or before[0] != run.name:
+            self._attempt, self._trainers, self._checkpoints = run.attempt, {}, set(cluster.complete_checkpoints)
+        yield from self._changed_pservers(cluster)
+        yield from self._changed_trainers(cluster)
+        if self._run != before and (before is not None or run.state != "gathering"):
+            why = "" if run.failure is None else f": {run.failure.detail}"
+            yield "run", f"run {run.name} is {run.state}{why}", {"state": run.state}
+        if run.attempt != self._attempt:
+            self._attempt = run.attempt
+            where = "with initial values" if run.resume is None else f"after round {run.resume}"
+            text = f"all go back and begin again {where} (attempt {run.attempt})"
+            yield "rollback", text, {"resume": run.resume, "attempt": run.attempt}
+        checkpoints = set(cluster.complete_checkpoints)
+        for round_ in sorted(checkpoints - self._checkpoints):
+            yield "checkpoint", f"checkpoint of round {round_} is complete", {"round": round_}
+        self._checkpoints = checkpoints
+
+    def _changed_pservers(self, cluster: Cluster) -> Iterator[tuple[EventKind, str, dict[str, Any]]]:
+        registry = cluster.registry
+        now = {index: (member.info.incarnation, True) for index, member in registry.members.items()}
+        now |= {index: (member.info.incarnation, False) for index, member in registry.lost.items()}
+        for index, (incarnation, is_here) in sorted(now.items()):
+            if self._pservers.get(index) == (incarnation, is_here):
+                continue
+            address = (registry.members if is_here else registry.lost)[index].info.address
+            text = f"pserver {index} is here, at {address}" if is_here else f"pserver {index} at {address} is silent"
+            yield "pserver", text, {"pserver": index, "incarnation": incarnation}
+        self._pservers = now
+
+    def _changed_trainers(self, cluster: Cluster) -> Iterator[tuple[EventKind, str, dict[str, Any]]]:
+        now = {rank: (trainer.incarnation, trainer.state) for rank, trainer in cluster.run.trainers.items()}
+        for rank, (incarnation, state) in sorted(now.items()):
+            if self._trainers.get(rank) == (incarnation, state):
+                continue
+            trainer = cluster.run.trainers[rank]
+            said = {"joined": "has joined", "declared": "has declared its model", "done": "is done"}
+            text = f"trainer {rank} {said[state]}" if state in said else trainer.why or f"trainer {rank} has {state}"
+            yield "trainer", text, {"trainer": rank, "incarnation": incarnation, "state": state}
+        self._trainers = now

@@ -1,0 +1,55 @@
+"""Events as they happen: server-sent events, https://html.spec.whatwg.org/multipage/server-sent-events.html."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from fastapi.responses import StreamingResponse
+from fastapi.sse import format_sse_event
+
+from ps_protocol.errors import Overloaded
+
+from ..coordinator import Coordinator
+from ..events import Event
+
+MAX_STREAMS = 64
+SILENT_SECONDS = 15.0  # then a comment shows that the connection lives
+RETRY_MILLISECONDS = 1000
+
+
+class EventStreams:
+    """Those that are open. Each holds a connection, and nothing else."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._num_open = 0
+
+    def open(self, after: int) -> StreamingResponse:
+        """A reply that lasts until its client leaves or the service stops. Raises Overloaded."""
+        if self._num_open >= MAX_STREAMS:
+            raise Overloaded(f"{MAX_STREAMS} streams of events are open")
+        return StreamingResponse(
+            self._stream(after), media_type="text/event-stream", headers={"cache-control": "no-cache"}
+        )
+
+    async def _stream(self, after: int) -> AsyncIterator[bytes]:
+        self._num_open += 1
+        try:
+            yield format_sse_event(comment="events of the cluster", retry=RETRY_MILLISECONDS)
+            while not self._coordinator.is_stopping:
+                news = await self._wait_for_news(after)
+                for event in news:
+                    after = event.id
+                    yield format_sse_event(data_str=event.model_dump_json(), event=event.kind, id=str(event.id))
+                if not news:
+                    yield format_sse_event(comment="")
+        finally:
+            self._num_open -= 1
+
+    async def _wait_for_news(self, after: int) -> list[Event]:
+        """None if it is silent for long."""
+        coordinator = self._coordinator
+        await coordinator.wait_until(
+            lambda: coordinator.events.newest_id > after or coordinator.is_stopping, SILENT_SECONDS
+        )
+        return coordinator.events.after(after)

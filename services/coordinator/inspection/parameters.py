@@ -1,0 +1,157 @@
+"""The list of parameters, and one parameter: its values and its optimizer slots, all of one version."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ps_protocol.errors import InvalidMessage, NotFound, RoundPending
+from ps_protocol.frames import encode_header
+from ps_protocol.plan import SlicePlan
+from ps_protocol.routes import BLOCKS, SLOTS, STEPS_KEY
+from ps_protocol.vocabulary import DTYPE_BYTES, Block, ParameterSpec, PserverIndex, Round
+
+from ..coordinator import Coordinator
+from .formats import Tensor
+from .reading import WAIT_SECONDS, Tensors, current_plan, read_alike, read_tensors
+
+
+def describe_parameters(coordinator: Coordinator) -> dict[str, Any]:
+    """All parameters of the run with their blocks, in the model's order."""
+    plan = current_plan(coordinator)
+    return {
+        "run": coordinator.cluster.run.name,
+        "digest": plan.digest,
+        "version": min((member.round for member in coordinator.cluster.registry.members.values()), default=0),
+        "parameters": [
+            {
+                "name": spec.name,
+                "shape": list(spec.shape),
+                "dtype": spec.dtype,
+                "group": spec.group,
+                "bytes": spec.num_elements * DTYPE_BYTES[spec.dtype],
+                "blocks": [
+                    {"name": b.name, "begin": b.begin, "end": b.end, "pserver": b.pserver}
+                    for b in plan.blocks_of[spec.name]
+                ],
+            }
+            for spec in plan.parameters
+        ],
+    }
+
+
+def find_parameter(plan: SlicePlan, name: str) -> tuple[ParameterSpec, Sequence[Block]]:
+    """A parameter and its blocks. Raises NotFound."""
+    spec = plan.parameter.get(name)
+    if spec is None:
+        raise NotFound(f"there is no parameter {name!r} in this run")
+    return spec, plan.blocks_of[name]
+
+
+def owners_of(blocks: Sequence[Block]) -> list[PserverIndex]:
+    """The pservers that have them."""
+    return sorted({block.pserver for block in blocks})
+
+
+async def read_parameter(
+    coordinator: Coordinator,
+    name: str,
+    begin: int | None = None,
+    end: int | None = None,
+    *,
+    first: Round | None = None,
+    wait_seconds: float = WAIT_SECONDS,
+) -> Tensor:
+    """One parameter, whole or elements `[begin, end)` of it, flat; in the synchronous mode all of it of one round.
+
+    In the others pservers have no version in common, and `round` is the oldest. Passes through this process's memory.
+    With `first` it is of that round or of a later one, for which it is waited so long. Raises NotFound, InvalidMessage,
+    TryAgain, NotReady, RoundPending.
+    """
+    spec, blocks = find_parameter(current_plan(coordinator), name)
+    low, high = _check_range(spec, begin, end)
+    wanted = [block for block in blocks if block.begin < high and low < block.end]
+    answers = await _read_blocks(coordinator, BLOCKS, wanted or blocks[:1], first, wait_seconds)
+    width = DTYPE_BYTES[spec.dtype]
+    data = b"".join(
+        _data_of(answers, block.name)[width * max(low - block.begin, 0) : width * (min(high, block.end) - block.begin)]
+        for block in wanted
+    )
+    is_whole = begin is None and end is None
+    return Tensor(name, spec.dtype, spec.shape if is_whole else (high - low,), data, _facts(coordinator, answers))
+
+
+def _check_range(spec: ParameterSpec, begin: int | None, end: int | None) -> tuple[int, int]:
+    low, high = begin or 0, spec.num_elements if end is None else end
+    if not low <= high <= spec.num_elements:
+        raise InvalidMessage(
+            f"parameter {spec.name!r} has no such range of elements",
+            expected=f"0 <= begin <= end <= {spec.num_elements}", actual=f"begin {low}, end {high}",
+        )  # fmt: skip
+    return low, high
+
+
+async def read_slots(coordinator: Coordinator, name: str) -> bytes:
+    """A safetensors file of the optimizer's slots of one parameter, in its shape and float32, as `read_parameter` does.
+
+    A slot that no update has needed yet is not in it. Its metadata tells how often the parameter was stepped, `steps`.
+    """
+    spec, blocks = find_parameter(current_plan(coordinator), name)
+    answers = await _read_blocks(coordinator, SLOTS, blocks)
+    slots = sorted({key.split("/", 1)[0] for answer in answers for key in answer.data})
+    steps = [count for answer in answers for count in json.loads(answer.metadata.get(STEPS_KEY, "{}")).values()]
+    facts = {**_facts(coordinator, answers), STEPS_KEY: str(min(steps, default=0))}
+    data = [_data_of(answers, f"{slot}/{block.name}", block.num_elements) for slot in slots for block in blocks]
+    return encode_header([(slot, "F32", spec.shape) for slot in slots], facts) + b"".join(data)
+
+
+async def read_newer(
+    coordinator: Coordinator, name: str, after: Round, seconds: float, begin: int | None = None, end: int | None = None
+) -> Tensor | None:
+    """The first version of a parameter after this one that can be had; None if there is none in so many seconds."""
+    run = coordinator.cluster.run
+    if run.defaults.consistency.has_common_versions:
+        try:
+            return await read_parameter(coordinator, name, begin, end, first=after + 1, wait_seconds=seconds)
+        except RoundPending:
+            return None
+    _, blocks = find_parameter(current_plan(coordinator), name)
+    members, owners = coordinator.cluster.registry.members, owners_of(blocks)
+
+    def is_newer() -> bool:  # by their heartbeats
+        rounds = [members[index].round for index in owners if index in members]
+        return coordinator.cluster.run is not run or min(rounds, default=0) > after
+
+    await coordinator.wait_until(is_newer, seconds)
+    tensor = await read_parameter(coordinator, name, begin, end)
+    return tensor if tensor.version > after else None
+
+
+async def _read_blocks(
+    coordinator: Coordinator,
+    route: str,
+    blocks: Sequence[Block],
+    first: Round | None = None,
+    wait_seconds: float = WAIT_SECONDS,
+) -> list[Tensors]:
+    """From each pserver those of the blocks that it has."""
+    names = {index: [block.name for block in blocks if block.pserver == index] for index in owners_of(blocks)}
+    return await read_alike(
+        coordinator,
+        list(names),
+        lambda member, named: read_tensors(coordinator, member, route, names[member.info.index], named, wait_seconds),
+        first=first,
+    )
+
+
+def _data_of(answers: Sequence[Tensors], name: str, num_elements: int = 0) -> memoryview:
+    """Of one tensor; of a slot that one of the pservers has not needed yet it is zeros."""
+    found = (answer.data[name] for answer in answers if name in answer.data)
+    return next(found, memoryview(bytes(4 * num_elements)))
+
+
+def _facts(coordinator: Coordinator, answers: Sequence[Tensors]) -> dict[str, str]:
+    run = coordinator.cluster.run
+    version = min((answer.version for answer in answers), default=0)
+    return {"run": run.name, "attempt": str(run.attempt), "round": str(version)}

@@ -1,0 +1,151 @@
+"""Reading from several pservers what belongs to one version.
+
+Rounds go on while pservers answer. So they are asked for what they have; if that is not of one round, a later one is
+named, which is not over anywhere, and each answers right after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import httpx
+
+from ps_protocol.errors import NotReady, StaleRound, TryAgain
+from ps_protocol.frames import FrameLimits, parse_frame
+from ps_protocol.messages import PserverState
+from ps_protocol.plan import SlicePlan
+from ps_protocol.routes import STATE
+from ps_protocol.vocabulary import PserverIndex, Round
+from services.runtime.peers import raise_for_problem
+
+from ..coordinator import Coordinator
+from ..pservers import PserverMember
+
+TRIES = 6
+WAIT_SECONDS = 10.0  # for a named round
+READ_SECONDS = 30.0  # for the answer itself
+
+
+class Versioned(Protocol):
+    """What a pserver has answered."""
+
+    @property
+    def attempt(self) -> int:
+        """Of the run."""
+
+    @property
+    def version(self) -> Round:
+        """That it belongs to."""
+
+
+A = TypeVar("A", bound=Versioned)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """A frame that a pserver has answered: data by tensor name."""
+
+    data: dict[str, memoryview]
+    metadata: dict[str, str]
+
+    @property
+    def attempt(self) -> int:
+        """Of the run."""
+        return int(self.metadata["attempt"])
+
+    @property
+    def version(self) -> Round:
+        """The round, in asynchronous modes contributions."""
+        return int(self.metadata["round"])
+
+
+def current_plan(coordinator: Coordinator) -> SlicePlan:
+    """The plan of the run. Raises NotReady before there is one."""
+    plan = coordinator.cluster.run.plan
+    if plan is None:
+        raise NotReady("no run has begun, so there are no parameters yet", waiting_for=coordinator.cluster.waiting_for)
+    return plan
+
+
+def find_member(coordinator: Coordinator, index: PserverIndex) -> PserverMember:
+    """A living pserver. Raises NotReady if it is not here."""
+    member = coordinator.cluster.registry.members.get(index)
+    if member is None:
+        raise NotReady(f"pserver {index} is not here", waiting_for=f"pserver {index}")
+    return member
+
+
+async def read_alike(
+    coordinator: Coordinator,
+    pservers: Sequence[PserverIndex],
+    ask: Callable[[PserverMember, Round | None], Awaitable[A]],
+    *,
+    first: Round | None = None,
+) -> list[A]:
+    """What these pservers answer, all of one version, in their order; asynchronous modes have none in common.
+
+    `ask` gets a named round, `first` if it is given, or None for what there is. Raises TryAgain if no round could be
+    agreed on, and what `ask` does.
+    """
+    named, ahead = first, 1
+    for _ in range(TRIES):
+        answers = await asyncio.gather(
+            *(ask(find_member(coordinator, index), named) for index in pservers), return_exceptions=True
+        )
+        late = [error for error in answers if isinstance(error, StaleRound)]
+        for error in answers:
+            if isinstance(error, BaseException) and not isinstance(error, StaleRound):
+                raise error
+        found = [answer for answer in answers if not isinstance(answer, BaseException)]
+        versions = {(answer.attempt, answer.version) for answer in found}
+        if not late and (len(versions) <= 1 or not coordinator.cluster.run.defaults.consistency.has_common_versions):
+            return found
+        if late and named == first:  # what there is, is newer
+            named = None
+            continue
+        rounds = [version for _, version in versions]
+        newest = max([*rounds, *(int(error.facts.get("current") or 0) for error in late)])
+        named, ahead = newest + ahead, 2 * ahead
+    raise TryAgain(f"the pservers moved on {TRIES} times while they were being read")
+
+
+async def read_tensors(
+    coordinator: Coordinator,
+    member: PserverMember,
+    route: str,
+    names: Sequence[str],
+    named: Round | None,
+    wait_seconds: float = WAIT_SECONDS,
+) -> Tensors:
+    """The frame that a pserver answers for these blocks."""
+    parameters: dict[str, Any] = {"name": list(names)}
+    if named is not None:
+        parameters |= {"round": named, "wait_seconds": wait_seconds}
+    body = await get_from(coordinator, member, route, parameters)
+    frame = parse_frame(body, FrameLimits(max_body_bytes=len(body)))
+    whole = memoryview(body)[frame.data_begin :]
+    data = {entry.name: whole[entry.begin : entry.end] for entry in frame.tensors}
+    return Tensors(data, dict(frame.metadata))
+
+
+async def get_from(coordinator: Coordinator, member: PserverMember, route: str, parameters: dict[str, Any]) -> bytes:
+    """The body that a pserver answers. Raises what its problem stands for, TryAgain if it does not answer."""
+    try:
+        response = await coordinator.http.get(
+            member.info.address + route, params=parameters, timeout=READ_SECONDS + WAIT_SECONDS
+        )
+        raise_for_problem(response)
+    except httpx.HTTPError as error:
+        raise TryAgain(f"pserver {member.info.index} did not answer: {error!r}") from error
+    return response.content
+
+
+async def read_versions(coordinator: Coordinator, pservers: Sequence[PserverIndex]) -> set[Round]:
+    """How far these pservers are."""
+    answers = await asyncio.gather(
+        *(get_from(coordinator, find_member(coordinator, index), STATE, {}) for index in pservers)
+    )
+    return {PserverState.model_validate_json(answer).round for answer in answers}

@@ -1,0 +1,131 @@
+"""The reading part of the coordinator's API. It needs the scope `read`, and changes nothing."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias
+
+from fastapi import FastAPI, Query, Request, Response
+
+from ps_protocol import routes
+from ps_protocol.frames import CONTENT_TYPE
+from ps_protocol.messages import ClusterStatus
+from ps_protocol.vocabulary import Round
+from services.runtime.large_replies import LargeReplies, LargeReply, StreamedReply
+
+from ..coordinator import Coordinator
+from ..events import MAX_EVENTS, Event
+from .event_stream import EventStreams
+from .formats import CONTENT_TYPES, Format
+from .parameters import describe_parameters, find_parameter, owners_of, read_newer, read_parameter, read_slots
+from .reading import current_plan, read_versions
+from .statistics import ParameterStatistics
+from .status import describe_status
+from .whole_model import open_model
+
+MAX_WAIT_SECONDS = 30.0
+
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+_VALUES: dict[int | str, dict[str, Any]] = {
+    200: {"content": {CONTENT_TYPE: _BINARY, "application/octet-stream": _BINARY, "application/json": {}}},
+    304: {"description": "It is what you have, or there was nothing newer in that time"},
+}
+_FILE: dict[int | str, dict[str, Any]] = {200: {"content": {CONTENT_TYPE: _BINARY}}}
+
+Element: TypeAlias = Annotated[int | None, Query(ge=0)]
+EventId: TypeAlias = Annotated[int, Query(ge=0)]
+
+
+def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
+    """Add them to the application."""
+    large = LargeReplies()
+    statistics = ParameterStatistics(coordinator)
+    streams = EventStreams(coordinator)
+
+    @app.get(routes.STATUS, tags=["inspection"])
+    async def status() -> ClusterStatus:
+        """Who is here, how far they are, and what is being waited for."""
+        return describe_status(coordinator)
+
+    @app.get(routes.PARAMETERS, tags=["inspection"])
+    async def parameters() -> dict[str, Any]:
+        """All parameters with their shapes, blocks and owners."""
+        return describe_parameters(coordinator)
+
+    @app.get(routes.PARAMETER, tags=["inspection"], response_class=Response, responses=_VALUES)
+    async def parameter(
+        name: str,
+        request: Request,
+        form: Annotated[Format, Query(alias="format")] = "safetensors",
+        begin: Element = None,
+        end: Element = None,
+        after_version: Annotated[Round | None, Query(ge=0, description="wait for a newer one, else 304")] = None,
+        wait_seconds: Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS)] = MAX_WAIT_SECONDS,
+    ) -> Response:
+        """One parameter, live, whole or a range of its flattened elements; its version is in the ETag and in the body.
+
+        In the synchronous mode all of it is of one round. JSON names NaN and the infinities as strings.
+        """
+        known = [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]
+        if known != [""] and after_version is None:
+            _, blocks = find_parameter(current_plan(coordinator), name)
+            versions = await read_versions(coordinator, owners_of(blocks))
+            if len(versions) == 1 and (tag := _tag(coordinator, min(versions))) in known:
+                return Response(status_code=304, headers={"etag": tag})
+        async with large.place():
+            if after_version is None:
+                tensor = await read_parameter(coordinator, name, begin, end)
+            elif (newer := await read_newer(coordinator, name, after_version, wait_seconds, begin, end)) is None:
+                return Response(status_code=304, headers={"etag": _tag(coordinator, after_version)})
+            else:
+                tensor = newer
+            headers = {"etag": _tag(coordinator, tensor.version), "gradpost-round": str(tensor.version)}
+            return Response(tensor.encode(form), headers=headers, media_type=CONTENT_TYPES[form])
+
+    @app.get(routes.STATISTICS, tags=["inspection"])
+    async def parameter_statistics(name: str) -> dict[str, Any]:
+        """Norm, mean, deviation, extremes, NaN count, histogram, and how large the newest update was, of one parameter.
+
+        An answer may be a second old. `update_ratio` is null where no update was seen.
+        """
+        return await statistics.describe(name)
+
+    @app.get(routes.PARAMETER_SLOTS, tags=["inspection"], response_class=Response, responses=_FILE)
+    async def slots(name: str) -> Response:
+        """The optimizer's slots of one parameter, as a safetensors file of float32 tensors of its shape."""
+
+        async def read() -> list[bytes]:
+            return [await read_slots(coordinator, name)]
+
+        return LargeReply(large, read, CONTENT_TYPE)
+
+    @app.get(routes.MODEL, tags=["inspection"], response_class=Response, responses=_FILE)
+    async def model() -> Response:
+        """The whole model of one round, while it trains, for `load_state_dict`: buffers and tied names included."""
+        return StreamedReply(large, lambda: open_model(coordinator), CONTENT_TYPE)
+
+    @app.get(routes.CURVES, tags=["inspection"])
+    async def curves() -> dict[str, Any]:
+        """What trainers report (`Session.report`), as curves: by name and rank, in columns."""
+        return coordinator.curves.describe()
+
+    @app.get(routes.EVENTS, tags=["inspection"])
+    async def events(after: EventId = 0, limit: Annotated[int, Query(ge=1, le=MAX_EVENTS)] = 100) -> list[Event]:
+        """What has happened, oldest first: the newest of those behind `after`, up to `limit`."""
+        return coordinator.events.after(after)[-limit:]
+
+    @app.get(
+        routes.EVENT_STREAM,
+        tags=["inspection"],
+        response_class=Response,
+        responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+    )
+    async def event_stream(request: Request, after: EventId = 0) -> Response:
+        """The same as they happen, as server-sent events; `Last-Event-ID` goes on behind that one."""
+        last = request.headers.get("last-event-id", "")
+        newest = int(last) if last.isascii() and last.isdecimal() and len(last) < 18 else after
+        return streams.open(newest)
+
+
+def _tag(coordinator: Coordinator, version: Round) -> str:
+    run = coordinator.cluster.run
+    return f'"{run.name}.{run.attempt}.{version}"'

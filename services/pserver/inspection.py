@@ -1,0 +1,66 @@
+"""Looking into a shard: values, slots and statistics of blocks, or all of it. Never waits longer than it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from ps_protocol.statistics import Statistics
+from ps_protocol.vocabulary import Round
+from services.runtime.compute import ComputeExecutor
+
+from .run import Look, PserverRun
+from .statistics import describe_values
+
+
+async def read_blocks(run: PserverRun, names: Sequence[str], round_: Round | None, seconds: float) -> list[bytes]:
+    """A frame of these blocks, all of one version: that of a round, if one is named, else the newest.
+
+    Raises StaleRound if the round is over, RoundPending if it is not reached in so many seconds.
+    """
+    return await _read(run, names, round_, seconds, lambda metadata: run.shard.encode(names, metadata))
+
+
+async def read_slots(run: PserverRun, names: Sequence[str], round_: Round | None, seconds: float) -> list[bytes]:
+    """The same of the optimizer's slots: see `Shard.encode_slots`."""
+    return await _read(run, names, round_, seconds, lambda metadata: run.shard.encode_slots(names, metadata))
+
+
+async def _read(
+    run: PserverRun, names: Sequence[str], round_: Round | None, seconds: float, encode: Look[list[bytes]]
+) -> list[bytes]:
+    _check(run, names)
+    return await (run.look(encode) if round_ is None else run.look_after(round_, encode, seconds))
+
+
+async def read_shard(run: PserverRun, round_: Round | None, seconds: float) -> list[bytes]:
+    """The same of all blocks and buffers that live here, in plan order, the blocks first.
+
+    In asynchronous modes it is a cut between contributions; the metadata says whose steps are in it.
+    """
+    _check(run, ())
+    return await run.look_after(round_, run.shard.encode_all, seconds)
+
+
+async def describe_blocks(
+    run: PserverRun, names: Sequence[str], thread: ComputeExecutor, seconds: float
+) -> list[Statistics]:
+    """Statistics of each of these blocks after its next update; without one in so many seconds, as it is now.
+
+    They are computed on a thread of their own, from copies: the updates wait for the copies only.
+    """
+    _check(run, names)
+    return list(await asyncio.gather(*(_describe_block(run, name, thread, seconds) for name in names)))
+
+
+async def _describe_block(run: PserverRun, name: str, thread: ComputeExecutor, seconds: float) -> Statistics:
+    stepped = await run.shard.probes.wait_for_step(name, seconds) if seconds else None
+    if stepped is not None:
+        return await thread.run(describe_values, stepped.after, stepped.version, stepped.before)
+    version, values = await run.look(lambda metadata: (int(metadata["round"]), run.shard.block(name).clone()))
+    return await thread.run(describe_values, values, version)
+
+
+def _check(run: PserverRun, names: Sequence[str]) -> None:
+    run.check_readable()
+    run.check_names(names)

@@ -1,0 +1,87 @@
+"""Statistics of one block: a few passes over its values, in pieces, so that little memory is taken."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ps_protocol.statistics import MAX_BINS, Histogram, Statistics
+from ps_protocol.vocabulary import Round
+
+PIECE = 1 << 18  # elements
+MIN_EXPONENT = -149  # of the smallest float32 above zero
+
+
+def describe_values(values: Tensor, version: Round, before: Tensor | None = None) -> Statistics:
+    """Of a flat float32 tensor, which is only read; `before` is what it was before its newest update.
+
+    Changes nothing and keeps nothing; takes about 10 ns an element.
+    """
+    total = Statistics(version=version, num_elements=0)
+    for at in range(0, len(values), PIECE):
+        total = total.merge(_describe_piece(values[at : at + PIECE], version))
+    if before is None:
+        return total
+    pairs = [(values[at : at + PIECE], before[at : at + PIECE]) for at in range(0, len(values), PIECE)]
+    return total.model_copy(
+        update={
+            "update_squares": sum(_sum_squares(now.double() - then.double()) for now, then in pairs),
+            "before_squares": sum(_sum_squares(then.double()) for _, then in pairs),
+        }
+    )
+
+
+def _sum_squares(piece: Tensor) -> float:
+    return float(torch.dot(piece, piece))
+
+
+def _describe_piece(piece: Tensor, version: Round) -> Statistics:
+    finite = piece[torch.isfinite(piece)]
+    num_nan = int(torch.isnan(piece).sum())
+    counted = Statistics(
+        version=version,
+        num_elements=len(piece),
+        num_nan=num_nan,
+        num_infinite=len(piece) - len(finite) - num_nan,
+        num_zero=int((piece == 0).sum()),
+    )
+    if not len(finite):
+        return counted
+    low, high = (float(bound) for bound in torch.aminmax(finite))
+    wide = finite.double()
+    mean = float(wide.mean())
+    return counted.model_copy(
+        update={
+            "minimum": low,
+            "maximum": high,
+            "mean": mean,
+            "deviations": _sum_squares(wide - mean),
+            "squares": _sum_squares(wide),
+            "histogram": _count(wide, low, high),
+        }
+    )
+
+
+def _count(values: Tensor, low: float, high: float) -> Histogram:
+    exponent = choose_exponent(low, high)
+    bins = torch.floor(torch.ldexp(values, torch.tensor(-exponent))).long()
+    first = math.floor(math.ldexp(low, -exponent))
+    counts = torch.bincount(bins - first)
+    return Histogram(exponent=exponent, first=first, counts=tuple(counts.tolist()))
+
+
+def choose_exponent(low: float, high: float) -> int:
+    """Of the narrowest bins of which `MAX_BINS` hold all values from `low` to `high`, and tell neighbours apart.
+
+    >>> choose_exponent(-1.0, 1.0), choose_exponent(3.0, 3.0), choose_exponent(0.0, 0.0)
+    (-4, -5, -149)
+    """
+    spread, size = high - low, max(abs(low), abs(high))
+    # A lone value in bins of a sixty-fourth of it: narrower ones could have numbers beyond 63 bits.
+    smallest = max(MIN_EXPONENT, math.frexp(size)[1] - 1 - 6 if size else MIN_EXPONENT)
+    exponent = max(smallest, math.frexp(spread / MAX_BINS)[1] - 1 if spread else smallest)
+    while math.floor(math.ldexp(high, -exponent)) - math.floor(math.ldexp(low, -exponent)) >= MAX_BINS:
+        exponent += 1
+    return exponent

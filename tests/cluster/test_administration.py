@@ -1,0 +1,232 @@
+"""What an administrator does to a run while it trains counts from the round on that the answer names, to the bit."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator, Mapping
+from signal import SIGKILL
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from .fault_script import digest_of, loss_of, make_model
+from .faulty_run import FaultyRun
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+
+ROUNDS = 160
+RATE = 0.01
+
+
+class Oracle:
+    """torch.optim in this process, to which the same is done at the same rounds."""
+
+    def __init__(self) -> None:
+        self.rates: dict[int, float | None] = {}  # by the round from which it counts
+        self.frozen: dict[int, set[str]] = {}
+        self.values: dict[int, dict[str, Tensor]] = {}
+
+    def digest(self, rounds: int = ROUNDS) -> str:
+        model = make_model()
+        optimizer = torch.optim.Adam(model.parameters(), lr=RATE, fused=True)
+        named = dict(model.named_parameters())
+        frozen: set[str] = set()
+        for round_ in range(1, rounds + 1):
+            gradients = []
+            for rank in range(2):
+                model.zero_grad()
+                loss_of(model, rank, round_).backward()
+                gradients.append([p.grad for p in model.parameters()])
+            frozen = self.frozen.get(round_, frozen)
+            if round_ in self.rates:
+                optimizer.param_groups[0]["lr"] = RATE if self.rates[round_] is None else self.rates[round_]
+            values = self.values.get(round_, {})
+            for (name, parameter), one, other in zip(named.items(), *gradients, strict=True):
+                parameter.grad = None if name in frozen or name in values else (one + other) * 0.5
+            optimizer.step()
+            with torch.no_grad():
+                for name, value in values.items():
+                    named[name].copy_(value)
+        return f"{digest_of(model)} {rounds}"
+
+
+class Administrator:
+    def __init__(self, run: FaultyRun) -> None:
+        self.address = run.cluster.address
+
+    def send(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        return httpx.request(method, self.address + path, timeout=60, **arguments)
+
+    def ask(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
+        reply = self.send(method, path, **arguments)
+        assert reply.status_code == 200, reply.text
+        answer: dict[str, Any] = reply.json()
+        return answer
+
+    def refused(self, method: str, path: str, **arguments: Any) -> tuple[int, str]:
+        reply = self.send(method, path, **arguments)
+        return reply.status_code, reply.json()["code"]
+
+
+@pytest.fixture
+def run(server: str) -> Iterator[FaultyRun]:
+    with FaultyRun(ROUNDS, server=server, min_block_size=64) as run:
+        run.wait_for_round(5)
+        yield run
+
+
+def test_rates_frozen_parameters_and_values_count_from_the_named_round_on(run: FaultyRun) -> None:
+    """One pserver dies meanwhile, and replays what was set from its log; then the coordinator does."""
+    admin, oracle = Administrator(run), Oracle()
+    faster = admin.ask("PUT", "/v1/controls/rate", json={"rate": 0.05})
+    assert faster["controls"]["rates"] == {"0": 0.05}
+    oracle.rates[faster["round"]] = 0.05
+    stuck = admin.ask("PUT", "/v1/controls/frozen/0.weight")
+    oracle.frozen[stuck["round"]] = {"0.weight"}
+    new = torch.arange(64.0) / 64
+    bias = admin.ask("PUT", "/v1/parameters/0.bias", content=save({"bias": new}))
+    oracle.values[bias["round"]] = {"0.bias": new}
+    assert faster["round"] < stuck["round"] < bias["round"]
+    run.kill(run.cluster.pservers[1])
+    run.cluster.start_pserver(1)
+    array = io.BytesIO()
+    np.save(array, -np.ones((3, 64), dtype=np.float32))
+    weight = admin.ask("PUT", "/v1/parameters/2.weight", content=array.getvalue())
+    oracle.values[weight["round"]] = {"2.weight": -torch.ones(3, 64)}
+    run.kill(run.cluster.coordinator)
+    run.cluster.restart_coordinator()
+    assert admin.ask("GET", "/v1/controls")["frozen"] == ["0.weight"]
+    free = admin.ask("DELETE", "/v1/controls/frozen/0.weight")
+    oracle.frozen[free["round"]] = set()
+    usual = admin.ask("PUT", "/v1/controls/rate", json={"rate": None})
+    oracle.rates[usual["round"]] = None
+    assert usual["round"] < ROUNDS
+    assert run.results() == [oracle.digest()] * 2
+    audit = admin.send("GET", "/v1/audit").json()
+    done = [(entry["action"], entry["round"]) for entry in audit if entry["outcome"] == "done"]
+    assert done == [
+        ("set rate", faster["round"]),
+        ("freeze", stuck["round"]),
+        ("set values", bias["round"]),
+        ("set values", weight["round"]),
+        ("unfreeze", free["round"]),
+        ("set rate", usual["round"]),
+    ]
+    assert len(audit) == 2 * len(done)
+
+
+@pytest.mark.extended
+def test_a_paused_run_stands_still_and_nobody_is_late(server: str) -> None:
+    with FaultyRun(60, server=server, round_timeout_seconds=3) as run:
+        run.wait_for_round(5)
+        admin = Administrator(run)
+        paused = admin.ask("POST", "/v1/controls/pause")
+        run.wait_for_round(paused["round"] - 1)
+        time.sleep(4)  # longer than a round may take: this is the thing that is tested, not a wait for a condition
+        assert [run.round_of(rank) for rank in (0, 1)] == [paused["round"] - 1] * 2
+        status = admin.ask("GET", "/v1/status")
+        assert {pserver["round"] for pserver in status["pservers"]} == {paused["round"] - 1}
+        run.kill(run.cluster.pservers[0])  # and stays so
+        run.cluster.start_pserver(0)
+        resumed = admin.ask("POST", "/v1/controls/resume")
+        assert resumed["round"] == paused["round"]
+        assert run.results() == [Oracle().digest(60)] * 2
+
+
+@pytest.mark.extended
+def test_all_go_back_to_a_checkpoint(run: FaultyRun) -> None:
+    admin, oracle = Administrator(run), Oracle()
+    admin.ask("PUT", "/v1/controls/rate", json={"rate": 0.02})
+    made = admin.ask("POST", "/v1/checkpoints")
+    run.wait_for_round(made["round"] + 10)
+    assert admin.refused("POST", "/v1/rollback", json={"round": made["round"] + 1}) == (404, "not_found")
+    back = admin.ask("POST", "/v1/rollback", json={"round": made["round"]})
+    assert (back["attempt"], back["round"]) == (1, made["round"] + 1)
+    audit = admin.send("GET", "/v1/audit").json()
+    oracle.rates[audit[1]["round"]] = 0.02
+    assert run.results() == [oracle.digest()] * 2
+
+
+@pytest.mark.extended
+def test_a_trainer_that_is_evicted_is_refused_and_may_come_again(server: str) -> None:
+    with FaultyRun(400, server=server, pservers=1, trainers=3) as run:
+        run.wait_for_round(5)
+        admin = Administrator(run)
+        admin.ask("POST", "/v1/trainers/2/evict")
+        assert run.cluster.trainers[2].wait(30) != 0
+        run.wait_for_line("StaleTrainer: trainer 2", of="trainer 2")
+        run.wait_for_round(run.round_of(0) + 10)
+        assert admin.refused("POST", "/v1/trainers/2/evict") == (404, "not_found")
+        admin.ask("POST", "/v1/trainers/1/evict")
+        assert admin.refused("POST", "/v1/trainers/0/evict") == (409, "cannot_evict")
+        run.start_trainer(2)
+        run.wait_for_round(run.round_of(0) + 5, 2)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "arguments", "expected"),
+    [
+        ("PUT", "/v1/controls/rate", {"json": {"rate": -1}}, (422, "invalid_message")),
+        ("PUT", "/v1/controls/rate", {"json": {"rate": 0.1, "group": 7}}, (422, "invalid_message")),
+        ("PUT", "/v1/controls/rate", {"content": b'{"rate": NaN}'}, (422, "invalid_message")),
+        ("PUT", "/v1/controls/frozen/nobody", {}, (404, "not_found")),
+        ("PUT", "/v1/parameters/nobody", {"content": save({"x": torch.zeros(1)})}, (404, "not_found")),
+        ("PUT", "/v1/parameters/0.bias", {"content": b""}, (400, "malformed_frame")),
+        ("PUT", "/v1/parameters/0.bias", {"content": b"\x93NUMPY nonsense"}, (400, "malformed_frame")),
+        ("PUT", "/v1/parameters/0.bias", {"content": save({"x": torch.zeros(65)})}, (422, "wrong_shape")),
+        ("PUT", "/v1/parameters/0.bias", {"content": save({"x": torch.zeros(64).half()})}, (422, "wrong_dtype")),
+        ("POST", "/v1/trainers/9/evict", {}, (404, "not_found")),
+        ("POST", "/v1/rollback", {"json": {"round": 3}}, (404, "not_found")),
+    ],
+)
+def test_what_makes_no_sense_changes_nothing(
+    still: FaultyRun, method: str, path: str, arguments: Mapping[str, Any], expected: tuple[int, str]
+) -> None:
+    admin = Administrator(still)
+    before = admin.ask("GET", "/v1/controls")
+    assert admin.refused(method, path, **arguments) == expected
+    assert admin.ask("GET", "/v1/controls") == before
+    assert "done" not in {entry["outcome"] for entry in admin.send("GET", "/v1/audit").json()}
+
+
+@pytest.fixture(scope="module")
+def still(server: str) -> Iterator[FaultyRun]:
+    """One that trains for long."""
+    with FaultyRun(100_000, server=server, pservers=1) as run:
+        run.wait_for_round(2)
+        yield run
+        for trainer in run.cluster.trainers:
+            trainer.signal(SIGKILL)
+
+
+@pytest.mark.extended
+def test_asynchronous_runs_can_be_paused_and_their_rates_set(server: str) -> None:
+    with FaultyRun(300, server=server, mode="async", durability="log") as run:
+        run.wait_for_round(5)
+        admin = Administrator(run)
+        assert admin.refused("POST", "/v1/rollback", json={"round": 0}) == (409, "mode_mismatch")
+        assert admin.refused("PUT", "/v1/parameters/0.bias", content=save({"x": torch.zeros(64)}))[1] == "mode_mismatch"
+        admin.ask("PUT", "/v1/controls/rate", json={"rate": 0.0})
+        admin.ask("POST", "/v1/controls/pause")
+        before = admin.ask("GET", "/v1/parameters/0.bias", params={"format": "json"})
+        run.kill(run.cluster.pservers[0])
+        run.cluster.start_pserver(0)
+        admin.ask("POST", "/v1/controls/resume")
+        run.wait_for_round(run.round_of(0) + 20)
+        after = admin.ask("GET", "/v1/parameters/0.bias", params={"format": "json"})
+        assert after["round"] > before["round"] + 20
+        assert after["values"] == before["values"]  # the rate is 0
+        admin.ask("PUT", "/v1/controls/frozen/0.bias")
+        admin.ask("PUT", "/v1/controls/rate", json={"rate": None})
+        run.wait_for_round(run.round_of(0) + 20)
+        frozen = admin.ask("GET", "/v1/parameters/0.bias", params={"format": "json"})
+        other = admin.ask("GET", "/v1/statistics/0.weight")
+        assert frozen["values"] == before["values"]
+        assert other["update_ratio"] > 0
+        run.results()

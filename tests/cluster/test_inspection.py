@@ -1,0 +1,291 @@
+"""Looking into a run from another process while it trains: what is read is what the trainers have, of one round."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from signal import SIGTERM
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load
+from torch import Tensor
+
+from .fault_script import loss_of, make_model
+from .faulty_run import SCRIPT, FaultyRun
+
+pytestmark = pytest.mark.cluster
+
+ROUNDS = 400
+WEIGHT = "0.weight"  # in two blocks, one on each pserver
+
+
+class Oracle:
+    """What the parameters are after each round: torch.optim in this process."""
+
+    def __init__(self) -> None:
+        self.model = make_model()
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01, fused=True)
+        self.names = [name for name, _ in self.model.named_parameters()]
+        self.rounds: list[dict[str, Tensor]] = [self._copy()]
+
+    def _copy(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+
+    def after(self, round_: int) -> dict[str, Tensor]:
+        while len(self.rounds) <= round_:
+            gradients = []
+            for rank in range(2):
+                self.model.zero_grad()
+                loss_of(self.model, rank, len(self.rounds)).backward()
+                gradients.append([p.grad.clone() for p in self.model.parameters()])
+            for parameter, one, other in zip(self.model.parameters(), *gradients, strict=True):
+                parameter.grad = (one + other) * 0.5
+            self.optimizer.step()
+            self.rounds.append(self._copy())
+        return self.rounds[round_]
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    torch.set_num_threads(1)
+    return Oracle()
+
+
+@pytest.fixture(scope="module")
+def run(server: str) -> Iterator[FaultyRun]:
+    with FaultyRun(ROUNDS, server=server, min_block_size=64) as run:
+        run.wait_for_round(5)
+        yield run
+
+
+@pytest.fixture
+def http(run: FaultyRun) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=run.cluster.address, timeout=60) as http:
+        yield http
+
+
+def metadata_of(body: bytes) -> dict[str, str]:
+    return dict(json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])["__metadata__"])
+
+
+def test_a_parameter_is_that_of_its_round_bit_for_bit(run: FaultyRun, http: httpx.Client, oracle: Oracle) -> None:
+    rounds = set()
+    for i in range(20):
+        if i % 4 == 0:
+            run.wait_for_round(run.round_of(0) + 1)
+        reply = http.get(f"/v1/parameters/{WEIGHT}")
+        round_ = int(metadata_of(reply.content)["round"])
+        rounds.add(round_)
+        assert reply.headers["gradpost-round"] == str(round_)
+        assert torch.equal(load(reply.content)[WEIGHT], oracle.after(round_)[WEIGHT])
+    assert len(rounds) > 3
+
+
+@pytest.mark.parametrize(("begin", "end"), [(None, None), (630, 650), (0, 1), (1280, 1280), (700, None)])
+def test_the_formats_say_the_same(http: httpx.Client, oracle: Oracle, begin: int | None, end: int | None) -> None:
+    query = {key: value for key, value in (("begin", begin), ("end", end)) if value is not None}
+    for form in ("safetensors", "npy", "json"):
+        reply = http.get(f"/v1/parameters/{WEIGHT}", params={"format": form, **query})
+        assert reply.status_code == 200, reply.text
+        whole = oracle.after(int(reply.headers["gradpost-round"]))[WEIGHT]
+        expected = whole.flatten()[begin:end] if query else whole
+        if form == "npy":
+            found = torch.from_numpy(np.load(io.BytesIO(reply.content), allow_pickle=False))
+        elif form == "json":
+            document = reply.json()
+            assert document["round"] == int(reply.headers["gradpost-round"])
+            found = torch.tensor(document["values"])
+        else:
+            found = load(reply.content)[WEIGHT]
+        assert torch.equal(found.reshape(expected.shape), expected), form
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "status", "code"),
+    [
+        ("nobody", {}, 404, "not_found"),
+        (WEIGHT, {"begin": 5, "end": 4}, 422, "invalid_message"),
+        (WEIGHT, {"end": 1281}, 422, "invalid_message"),
+        (WEIGHT, {"begin": -1}, 422, "invalid_message"),
+        (WEIGHT, {"format": "pickle"}, 422, "invalid_message"),
+        (WEIGHT, {"after_version": "x"}, 422, "invalid_message"),
+        (WEIGHT, {"after_version": 0, "wait_seconds": 31}, 422, "invalid_message"),
+    ],
+)
+def test_a_bad_question_is_a_clear_error(
+    http: httpx.Client, path: str, query: dict[str, Any], status: int, code: str
+) -> None:
+    reply = http.get(f"/v1/parameters/{path}", params=query)
+    assert (reply.status_code, reply.json()["code"]) == (status, code), reply.text
+
+
+def test_a_long_poll_gets_the_next_version(http: httpx.Client, oracle: Oracle) -> None:
+    version = int(http.get(f"/v1/parameters/{WEIGHT}").headers["gradpost-round"])
+    for _ in range(10):
+        reply = http.get(f"/v1/parameters/{WEIGHT}", params={"after_version": version})
+        newer = int(reply.headers["gradpost-round"])
+        assert newer > version
+        assert torch.equal(load(reply.content)[WEIGHT], oracle.after(newer)[WEIGHT])
+        version = newer
+    late = http.get(f"/v1/parameters/{WEIGHT}", params={"after_version": version + 300, "wait_seconds": 0.2})
+    assert late.status_code == 304
+    assert not late.content
+
+
+def test_statistics_are_those_of_torch(http: httpx.Client, oracle: Oracle) -> None:
+    for name in oracle.names:
+        found = http.get(f"/v1/statistics/{name}").json()
+        now, before = oracle.after(found["version"])[name].double(), oracle.after(found["version"] - 1)[name].double()
+        assert found["norm"] == pytest.approx(float(now.norm()))
+        assert found["mean"] == pytest.approx(float(now.mean()))
+        assert found["deviation"] == pytest.approx(float(now.std(unbiased=False)))
+        assert (found["minimum"], found["maximum"]) == (float(now.min()), float(now.max()))
+        assert found["num_nan"] == found["num_infinite"] == 0
+        assert found["update_ratio"] == pytest.approx(float((now - before).norm() / before.norm()))
+        histogram = found["histogram"]
+        edges = [histogram["begin"] + i * histogram["width"] for i in range(len(histogram["counts"]) + 1)]
+        assert histogram["counts"] == np.histogram(now.numpy(), edges)[0].tolist()
+        assert sum(histogram["counts"]) == now.numel()
+
+
+def test_slots_are_those_of_torch(http: httpx.Client, oracle: Oracle) -> None:
+    reply = http.get(f"/v1/slots/{WEIGHT}")
+    found, metadata = load(reply.content), metadata_of(reply.content)
+    again = Oracle()
+    again.after(int(metadata["round"]))
+    state = again.optimizer.state[again.model[0].weight]
+    assert found.keys() == {"exp_avg", "exp_avg_sq"}
+    assert all(torch.equal(found[slot], state[slot]) for slot in found)
+    assert int(metadata["steps"]) == int(state["step"])
+
+
+def test_the_whole_model_is_of_one_round(run: FaultyRun, http: httpx.Client, oracle: Oracle) -> None:
+    rounds = set()
+    for i in range(10):
+        if i % 2 == 0:
+            run.wait_for_round(run.round_of(0) + 1)
+        with http.stream("GET", "/v1/model") as reply:
+            body = reply.read()
+        assert len(body) == int(reply.headers["content-length"])
+        round_ = int(metadata_of(body)["round"])
+        rounds.add(round_)
+        model = make_model()
+        model.load_state_dict(load(body), strict=True)
+        assert all(torch.equal(p, oracle.after(round_)[name]) for name, p in model.named_parameters())
+    assert len(rounds) > 3
+
+
+def test_what_has_not_changed_is_not_sent_again(run: FaultyRun, http: httpx.Client, oracle: Oracle) -> None:
+    """Last, since the run is over then."""
+    reply = http.get(f"/v1/parameters/{WEIGHT}")
+    run.wait_for_round(run.round_of(0) + 2)
+    assert http.get(f"/v1/parameters/{WEIGHT}", headers={"if-none-match": reply.headers["etag"]}).status_code == 200
+    run.results()
+    reply = http.get(f"/v1/parameters/{WEIGHT}")
+    assert torch.equal(load(reply.content)[WEIGHT], oracle.after(ROUNDS)[WEIGHT])
+    again = http.get(f"/v1/parameters/{WEIGHT}", headers={"if-none-match": f'"x", {reply.headers["etag"]}'})
+    assert (again.status_code, again.content) == (304, b"")
+    began = time.monotonic()
+    statistics = http.get(f"/v1/statistics/{WEIGHT}").json()
+    assert time.monotonic() - began < 1
+    assert (statistics["version"], statistics["update_ratio"]) == (ROUNDS, None)
+    assert math.isclose(statistics["norm"], float(oracle.after(ROUNDS)[WEIGHT].double().norm()))
+
+
+COUNTING = SCRIPT.with_name("counting_script.py")
+
+
+def test_an_asynchronous_model_is_a_cut_of_each_pserver(server: str) -> None:
+    """Of whose steps it says that they are in it, they are in all blocks of that pserver, and no later one."""
+    settings = {"mode": "async", "min_block_size": 16, "server": server}
+    with FaultyRun(300, pservers=2, script=COUNTING, **settings) as run, httpx.Client(timeout=60) as http:
+        run.wait_for_round(10)
+        listed = http.get(f"{run.cluster.address}/v1/parameters").json()["parameters"]
+        seen = set()
+        for i in range(10):
+            if i % 2 == 0:
+                run.wait_for_round(run.round_of(0) + 1)
+            body = http.get(f"{run.cluster.address}/v1/model").content
+            model, metadata = load(body), metadata_of(body)
+            for pserver in range(2):
+                steps = {rank: step for rank, (_, step) in json.loads(metadata[f"pserver{pserver}.history"])[2]}
+                seen.add(steps[0])
+                for parameter in listed:
+                    width = parameter["shape"][1]
+                    values = model[parameter["name"]].flatten()
+                    for block in parameter["blocks"]:
+                        if block["pserver"] == pserver:
+                            at = range(block["begin"], block["end"])
+                            assert [values[i].item() for i in at] == [steps[i // width] for i in at]
+        assert len(seen) > 3
+        found = http.get(f"{run.cluster.address}/v1/statistics/p1").json()
+        assert 0 < found["update_ratio"] < 1
+        run.results()
+
+
+def test_events_come_as_they_happen(server: str) -> None:
+    with FaultyRun(60, trainers=1, pservers=1, server=server) as run, httpx.Client(timeout=30) as http:
+        seen = []
+        with http.stream("GET", f"{run.cluster.address}/v1/events/stream") as stream:
+            lines = stream.iter_lines()
+            for line in lines:
+                if line.startswith("data: "):
+                    event = json.loads(line.removeprefix("data: "))
+                    seen.append(event["text"])
+                    newest = event["id"]
+                    if event["text"] == f"run {event['run']} is finished":
+                        break
+        order = ["trainer 0 has joined", f"run {event['run']} is training", "trainer 0 is done", seen[-1]]
+        assert [text for text in seen if text in order] == order
+        listed = http.get(f"{run.cluster.address}/v1/events").json()
+        assert [event["text"] for event in listed][: len(seen)] == seen
+        assert http.get(f"{run.cluster.address}/v1/events", params={"after": newest}).json() == listed[len(seen) :]
+        with http.stream(
+            "GET", f"{run.cluster.address}/v1/events/stream", headers={"last-event-id": str(listed[2]["id"])}
+        ) as stream:
+            first = next(line for line in stream.iter_lines() if line.startswith("id: "))
+            assert first == f"id: {listed[3]['id']}"
+            began = time.monotonic()
+            run.cluster.coordinator.signal(SIGTERM)  # an open stream does not hold it up
+            assert run.cluster.coordinator.wait(10) == 0
+            assert time.monotonic() - began < 3
+
+
+def test_the_command_line_shows_the_same(server: str, tmp_path: Path) -> None:
+    def gradpost(*arguments: str, **options: Any) -> str:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "gradpost", *arguments, "--coordinator", run.cluster.address],
+            text=True, capture_output=True, timeout=60, **options,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    with FaultyRun(100_000, server=server, min_block_size=64) as run:
+        run.wait_for_round(10)
+        listed = gradpost("params")
+        assert re.search(r"^0\.weight +64x20 +F32 +5,120 +0, 1$", listed, re.MULTILINE), listed
+        assert [one["name"] for one in json.loads(gradpost("params", "--json"))["parameters"]] == [
+            "0.weight", "0.bias", "2.weight", "2.bias",
+        ]  # fmt: skip
+        shown = gradpost("params", WEIGHT)
+        assert re.search(r"^  norm +\d", shown, re.MULTILINE), shown
+        counts = re.findall(r"^ *[-.\de]+ +([\d,]+)(?:  #+)?$", shown, re.MULTILINE)
+        assert sum(int(count.replace(",", "")) for count in counts) == 1280
+        gradpost("params", WEIGHT, "-o", str(tmp_path / "w.npy"))
+        assert np.load(tmp_path / "w.npy").shape == (64, 20)
+        assert "trainer 0 has joined" in gradpost("events")
+        made = json.loads(gradpost("checkpoint", "create", "--json"))["round"]
+        run.wait_for_round(made + 3)
+        assert "(attempt 1)" in gradpost("checkpoint", "restore", "--round", str(made))
+        run.wait_for_line(f"the next one is {made + 1}", of="trainer 0")

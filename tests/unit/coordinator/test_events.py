@@ -1,0 +1,82 @@
+"""What has happened is noticed once, in words, and nothing is forgotten that fits."""
+
+from __future__ import annotations
+
+from ps_protocol.errors import TrainerLost
+from services.coordinator.curves import MAX_POINTS, Curves
+from services.coordinator.events import MAX_EVENTS, Events
+
+from .support import LEASE, beat, joining, leaving, make_cluster, registration, train
+
+
+def texts(events: Events, after: int = 0) -> list[str]:
+    return [event.text for event in events.after(after)]
+
+
+def test_a_run_in_words():
+    cluster, events = make_cluster(on_trainer_loss="wait", durability="log"), Events()
+    events.look(cluster)
+    assert texts(events) == []
+    cluster.register_pserver(registration("0", index=0), 0.0)
+    cluster.join_trainer(joining("1", 1), 0.0)
+    events.look(cluster)
+    assert texts(events) == ["pserver 0 is here, at http://0:1", "trainer 1 has joined"]
+    events.look(cluster)
+    assert len(texts(events)) == 2
+    seen = events.newest_id
+    train(cluster)
+    events.look(cluster)
+    assert texts(events, seen) == [
+        "pserver 1 is here, at http://1:1",
+        "trainer 0 has declared its model",
+        "trainer 1 has declared its model",
+        "run run1 is training",
+    ]
+    seen = events.newest_id
+    cluster.leave_trainer(1, leaving("failed", reason="no data"), 1.0)
+    cluster.pserver_heartbeat(0, beat(run="run1"), LEASE)
+    cluster.expire(LEASE + 1)
+    cluster.complete_checkpoints.insert(0, 40)
+    events.look(cluster)
+    assert texts(events, seen)[:2] == [
+        "pserver 1 at http://1:1 is silent",
+        "trainer 0 was lost: no heartbeat for 11.0 s (lease 10 s)",
+    ]
+    assert texts(events, seen)[2:] == ["trainer 1 failed: no data", "checkpoint of round 40 is complete"]
+    seen = events.newest_id
+    cluster.run.attempt, cluster.run.resume = 1, 40
+    cluster.run.fail(TrainerLost("trainer 1 did not come back", ranks=[1]), 99.0)
+    events.look(cluster)
+    assert texts(events, seen) == [
+        "run run1 is failed: trainer 1 did not come back",
+        "all go back and begin again after round 40 (attempt 1)",
+    ]
+    [failed, _] = events.after(seen)
+    assert (failed.kind, failed.run, failed.facts) == ("run", "run1", {"state": "failed"})
+
+
+def test_ids_go_up_and_the_newest_are_kept():
+    cluster, events = make_cluster(), Events()
+    for number in range(MAX_EVENTS + 5):
+        events.add(cluster, "change", str(number))
+    ids = [event.id for event in events.after(0)]
+    assert ids == sorted(set(ids))
+    assert (len(ids), texts(events)[0]) == (MAX_EVENTS, "5")
+    assert events.after(ids[-2]) == events.after(0)[-1:]
+
+
+def test_a_curve_is_thinned_out_and_follows_a_run_that_goes_back():
+    curves = Curves()
+    for round_ in range(3 * MAX_POINTS):
+        curves.add("run1", 0, round_, {"loss": float(round_)})
+        curves.add("run1", 0, round_, {"loss": -1.0})  # the same round again
+    found = curves.describe()["curves"]["loss"][0]
+    assert found["round"] == found["value"] == sorted(set(found["round"]))
+    assert MAX_POINTS / 3 < len(found["round"]) <= MAX_POINTS
+    assert (found["round"][0], found["round"][-1]) == (0, 3 * MAX_POINTS - 1)
+    curves.add("run1", 0, 7, {"loss": 5.0})
+    assert curves.describe()["curves"]["loss"][0]["round"] == [r for r in found["round"] if r < 7] + [7]
+    curves.add("run2", 1, 1, {"loss": 5.0})
+    assert curves.describe()["curves"] == {
+        "loss": {1: {"round": [1], "at": [curves.describe()["curves"]["loss"][1]["at"][0]], "value": [5.0]}}
+    }

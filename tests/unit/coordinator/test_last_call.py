@@ -1,0 +1,120 @@
+"""A run that takes as many trainers as come."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ps_protocol.errors import GradpostError, NotReady, WorldMismatch
+from services.coordinator.cluster import Cluster
+from services.coordinator.record import describe_cluster, recall_cluster
+from services.coordinator.run import Run
+
+from .support import LEASE, defaults, joining, make_cluster
+
+CALL = 5.0
+
+
+def elastic_run(fewest: int = 2, most: int = 4) -> Run:
+    return Run("run1", defaults(fewest, max_trainers=most, last_call_seconds=CALL), {})
+
+
+def elastic_cluster() -> Cluster:
+    return make_cluster(2, max_trainers=4, last_call_seconds=CALL)
+
+
+def test_a_run_begins_with_those_who_are_here_when_nobody_has_joined_for_a_while():
+    cluster = elastic_cluster()
+    for now, name in enumerate("abc"):
+        with pytest.raises(NotReady):
+            cluster.join_trainer(joining(name), now)
+    cluster.expire(2 + CALL - 0.1)
+    with pytest.raises(NotReady) as caught:
+        cluster.join_trainer(joining("a"), 2 + CALL - 0.1)
+    assert caught.value.facts["waiting_for"] == ["pserver 0", "pserver 1", "the last call for trainers"]
+    cluster.expire(2 + CALL)
+    answers = [cluster.join_trainer(joining(name), 2 + CALL) for name in "abc"]
+    assert [(answer.rank, answer.world_size) for answer in answers] == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_too_few_are_waited_for_however_long_it_takes():
+    run = elastic_run()
+    for now in range(100):
+        run.join(joining("a"), now)
+        run.expire(now, LEASE)
+    assert (run.num_trainers, run.missing_ranks) == (None, [0, 1])
+
+
+def test_nobody_is_waited_for_when_no_more_may_come():
+    run = elastic_run()
+    for name in "abcd":
+        run.join(joining(name), 0)
+    assert run.num_trainers == 4
+
+
+def test_ranks_close_up_when_one_of_them_has_died():
+    run = elastic_run()
+    for name in "abc":
+        run.join(joining(name), 0)
+    for name in "bc":
+        run.join(joining(name), LEASE)
+    run.expire(LEASE + 1, LEASE)
+    assert {rank: t.instance for rank, t in run.trainers.items()} == {0: "trainer b", 1: "trainer c"}
+    assert run.members == {0: 2, 1: 2}  # other lives than those that had these ranks before
+
+
+def test_who_says_the_size_settles_it():
+    run = elastic_run()
+    run.join(joining("a"), 0)
+    assert run.join(joining("b", 2, world_size=3), 0).rank == 2
+    assert (run.num_trainers, run.missing_ranks) == (3, [0, 1, 2])
+    for size in (1, 5):
+        with pytest.raises(WorldMismatch, match="another number of trainers"):
+            elastic_run().join(joining("c", world_size=size), 0)
+
+
+def test_another_life_of_the_coordinator_keeps_the_size():
+    before, after = elastic_cluster(), elastic_cluster()
+    for name in "abc":
+        before.join_trainer(joining(name, world_size=3), 0.0)
+    recall_cluster(after, describe_cluster(before), 100.0)
+    assert (after.run.num_trainers, sorted(after.run.trainers)) == (3, [0, 1, 2])
+
+
+def test_another_life_of_the_coordinator_calls_again():
+    before, after = elastic_cluster(), elastic_cluster()
+    for name in "ab":
+        with contextlib.suppress(NotReady):
+            before.join_trainer(joining(name), 0.0)
+    recall_cluster(after, describe_cluster(before), 100.0)
+    after.expire(100.0 + CALL - 0.1)
+    assert after.run.num_trainers is None
+    after.expire(100.0 + CALL)
+    assert after.run.num_trainers == 2
+
+
+arrivals = st.tuples(
+    st.sampled_from("abcdefg"),
+    st.sampled_from([None, None, 0, 2, 3]),
+    st.sampled_from([None, None, None, 2, 3]),
+    st.floats(0, CALL),
+)
+
+
+@given(st.lists(arrivals, max_size=12))
+def test_whoever_comes_when_ranks_are_those_of_a_run_of_its_size(steps):
+    run, now = elastic_run(), 0.0
+    for name, rank, size, pause in steps:
+        now += pause
+        run.expire(now, LEASE)
+        before = dict(run.trainers) if run.num_trainers is not None else {}
+        with contextlib.suppress(GradpostError):
+            run.join(joining(name, rank, world_size=size), now)
+        assert all(rank == trainer.rank for rank, trainer in run.trainers.items())
+        assert all(run.trainers[rank] is trainer for rank, trainer in before.items() if trainer.is_here)
+        if run.num_trainers is not None:
+            assert 2 <= run.num_trainers <= 4
+            assert all(rank < run.num_trainers for rank in run.trainers)
