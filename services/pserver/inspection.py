@@ -9,7 +9,9 @@ from ps_protocol.statistics import Statistics
 from ps_protocol.vocabulary import Round
 from services.runtime.compute import ComputeExecutor
 
+from .copies import Copies
 from .run import Look, PserverRun
+from .shard import MASTER_BYTES
 from .statistics import describe_values
 
 
@@ -43,14 +45,16 @@ async def read_shard(run: PserverRun, round_: Round | None, seconds: float) -> l
 
 
 async def describe_blocks(
-    run: PserverRun, names: Sequence[str], thread: ComputeExecutor, seconds: float
+    run: PserverRun, names: Sequence[str], thread: ComputeExecutor, copies: Copies, seconds: float
 ) -> list[Statistics]:
     """Statistics of each of these blocks after its next update; without one in so many seconds, as it is now.
 
-    They are computed on a thread of their own, from copies: the updates wait for the copies only.
+    They are computed on a thread of their own, from copies: the updates wait for the copies only. Raises Overloaded.
     """
     _check(run, names)
-    return list(await asyncio.gather(*(_describe_block(run, name, thread, seconds) for name in names)))
+    num_bytes = sum(run.shard.layout.place[name].block.num_elements for name in names) * 2 * MASTER_BYTES
+    async with copies.reserve(num_bytes):  # before an update and after it
+        return list(await asyncio.gather(*(_describe_block(run, name, thread, seconds) for name in names)))
 
 
 async def _describe_block(run: PserverRun, name: str, thread: ComputeExecutor, seconds: float) -> Statistics:

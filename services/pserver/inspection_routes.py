@@ -14,6 +14,7 @@ from ps_protocol.vocabulary import Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.large_replies import LargeReplies, LargeReply
 
+from .copies import Copies
 from .inspection import describe_blocks, read_blocks, read_shard, read_slots
 from .pserver import Pserver
 
@@ -31,7 +32,7 @@ Seconds: TypeAlias = Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, descripti
 
 def add_inspection_routes(app: FastAPI, pserver: Pserver, large: LargeReplies) -> None:
     """Add them; large replies share the places of `large`."""
-    thread = ComputeExecutor()
+    thread, copies = ComputeExecutor(), Copies()
 
     @app.get(routes.BLOCKS, tags=["inspection"], response_class=Response, responses=BINARY)
     async def blocks(name: Names, at: AtRound = None, wait_seconds: Seconds = 0.0) -> Response:
@@ -51,5 +52,4 @@ def add_inspection_routes(app: FastAPI, pserver: Pserver, large: LargeReplies) -
     @app.get(routes.BLOCK_STATISTICS, tags=["inspection"])
     async def statistics(name: Names, wait_seconds: Seconds = 0.0) -> Sequence[Statistics]:
         """Statistics of each of these blocks, if there is one in that time after its next update."""
-        async with large.place():
-            return await describe_blocks(pserver.run, name, thread, wait_seconds)
+        return await describe_blocks(pserver.run, name, thread, copies, wait_seconds)

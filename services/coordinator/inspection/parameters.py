@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ps_protocol.errors import InvalidMessage, NotFound, RoundPending
+from ps_protocol.errors import InvalidMessage, NotFound
 from ps_protocol.frames import encode_header
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import BLOCKS, SLOTS, STEPS_KEY
@@ -14,7 +14,7 @@ from ps_protocol.vocabulary import DTYPE_BYTES, Block, ParameterSpec, PserverInd
 
 from ..coordinator import Coordinator
 from .formats import Tensor
-from .reading import WAIT_SECONDS, Tensors, current_plan, read_alike, read_tensors
+from .reading import Tensors, current_plan, read_alike, read_tensors
 
 
 def describe_parameters(coordinator: Coordinator) -> dict[str, Any]:
@@ -55,24 +55,17 @@ def owners_of(blocks: Sequence[Block]) -> list[PserverIndex]:
 
 
 async def read_parameter(
-    coordinator: Coordinator,
-    name: str,
-    begin: int | None = None,
-    end: int | None = None,
-    *,
-    first: Round | None = None,
-    wait_seconds: float = WAIT_SECONDS,
+    coordinator: Coordinator, name: str, begin: int | None = None, end: int | None = None
 ) -> Tensor:
     """One parameter, whole or elements `[begin, end)` of it, flat; in the synchronous mode all of it of one round.
 
     In the others pservers have no version in common, and `round` is the oldest. Passes through this process's memory.
-    With `first` it is of that round or of a later one, for which it is waited so long. Raises NotFound, InvalidMessage,
-    TryAgain, NotReady, RoundPending.
+    Raises NotFound, InvalidMessage, TryAgain, NotReady.
     """
     spec, blocks = find_parameter(current_plan(coordinator), name)
     low, high = _check_range(spec, begin, end)
     wanted = [block for block in blocks if block.begin < high and low < block.end]
-    answers = await _read_blocks(coordinator, BLOCKS, wanted or blocks[:1], first, wait_seconds)
+    answers = await _read_blocks(coordinator, BLOCKS, wanted or blocks[:1])
     width = DTYPE_BYTES[spec.dtype]
     data = b"".join(
         _data_of(answers, block.name)[width * max(low - block.begin, 0) : width * (min(high, block.end) - block.begin)]
@@ -106,42 +99,29 @@ async def read_slots(coordinator: Coordinator, name: str) -> bytes:
     return encode_header([(slot, "F32", spec.shape) for slot in slots], facts) + b"".join(data)
 
 
-async def read_newer(
-    coordinator: Coordinator, name: str, after: Round, seconds: float, begin: int | None = None, end: int | None = None
-) -> Tensor | None:
-    """The first version of a parameter after this one that can be had; None if there is none in so many seconds."""
+async def wait_for_newer(coordinator: Coordinator, name: str, after: Round, seconds: float) -> bool:
+    """Whether a version after this one can be read of a parameter; waits so long for it. Holds nothing meanwhile.
+
+    By the pservers' heartbeats, of which one comes every second at least. Raises NotFound, NotReady.
+    """
     run = coordinator.cluster.run
-    if run.defaults.consistency.has_common_versions:
-        try:
-            return await read_parameter(coordinator, name, begin, end, first=after + 1, wait_seconds=seconds)
-        except RoundPending:
-            return None
     _, blocks = find_parameter(current_plan(coordinator), name)
     members, owners = coordinator.cluster.registry.members, owners_of(blocks)
 
-    def is_newer() -> bool:  # by their heartbeats
-        rounds = [members[index].round for index in owners if index in members]
-        return coordinator.cluster.run is not run or min(rounds, default=0) > after
+    def is_newer() -> bool:
+        return all(index in members and members[index].round > after for index in owners)
 
-    await coordinator.wait_until(is_newer, seconds)
-    tensor = await read_parameter(coordinator, name, begin, end)
-    return tensor if tensor.version > after else None
+    await coordinator.wait_until(lambda: coordinator.cluster.run is not run or is_newer(), seconds)
+    return coordinator.cluster.run is run and is_newer()
 
 
-async def _read_blocks(
-    coordinator: Coordinator,
-    route: str,
-    blocks: Sequence[Block],
-    first: Round | None = None,
-    wait_seconds: float = WAIT_SECONDS,
-) -> list[Tensors]:
+async def _read_blocks(coordinator: Coordinator, route: str, blocks: Sequence[Block]) -> list[Tensors]:
     """From each pserver those of the blocks that it has."""
     names = {index: [block.name for block in blocks if block.pserver == index] for index in owners_of(blocks)}
     return await read_alike(
         coordinator,
         list(names),
-        lambda member, named: read_tensors(coordinator, member, route, names[member.info.index], named, wait_seconds),
-        first=first,
+        lambda member, named: read_tensors(coordinator, member, route, names[member.info.index], named),
     )
 
 
@@ -154,4 +134,5 @@ def _data_of(answers: Sequence[Tensors], name: str, num_elements: int = 0) -> me
 def _facts(coordinator: Coordinator, answers: Sequence[Tensors]) -> dict[str, str]:
     run = coordinator.cluster.run
     version = min((answer.version for answer in answers), default=0)
-    return {"run": run.name, "attempt": str(run.attempt), "round": str(version)}
+    attempt = max((answer.attempt for answer in answers), default=run.attempt)
+    return {"run": run.name, "attempt": str(attempt), "round": str(version)}

@@ -82,15 +82,14 @@ async def read_alike(
     coordinator: Coordinator,
     pservers: Sequence[PserverIndex],
     ask: Callable[[PserverMember, Round | None], Awaitable[A]],
-    *,
-    first: Round | None = None,
 ) -> list[A]:
     """What these pservers answer, all of one version, in their order; asynchronous modes have none in common.
 
-    `ask` gets a named round, `first` if it is given, or None for what there is. Raises TryAgain if no round could be
-    agreed on, and what `ask` does.
+    `ask` gets a named round, or None for what there is. Raises TryAgain if no round could be agreed on, and what `ask`
+    does.
     """
-    named, ahead = first, 1
+    named: Round | None = None
+    ahead = 1
     for _ in range(TRIES):
         answers = await asyncio.gather(
             *(ask(find_member(coordinator, index), named) for index in pservers), return_exceptions=True
@@ -103,9 +102,6 @@ async def read_alike(
         versions = {(answer.attempt, answer.version) for answer in found}
         if not late and (len(versions) <= 1 or not coordinator.cluster.run.defaults.consistency.has_common_versions):
             return found
-        if late and named == first:  # what there is, is newer
-            named = None
-            continue
         rounds = [version for _, version in versions]
         newest = max([*rounds, *(int(error.facts.get("current") or 0) for error in late)])
         named, ahead = newest + ahead, 2 * ahead
@@ -118,12 +114,11 @@ async def read_tensors(
     route: str,
     names: Sequence[str],
     named: Round | None,
-    wait_seconds: float = WAIT_SECONDS,
 ) -> Tensors:
     """The frame that a pserver answers for these blocks."""
     parameters: dict[str, Any] = {"name": list(names)}
     if named is not None:
-        parameters |= {"round": named, "wait_seconds": wait_seconds}
+        parameters |= {"round": named, "wait_seconds": WAIT_SECONDS}
     body = await get_from(coordinator, member, route, parameters)
     frame = parse_frame(body, FrameLimits(max_body_bytes=len(body)))
     whole = memoryview(body)[frame.data_begin :]

@@ -16,7 +16,7 @@ from ..coordinator import Coordinator
 from ..events import MAX_EVENTS, Event
 from .event_stream import EventStreams
 from .formats import CONTENT_TYPES, Format
-from .parameters import describe_parameters, find_parameter, owners_of, read_newer, read_parameter, read_slots
+from .parameters import describe_parameters, find_parameter, owners_of, read_parameter, read_slots, wait_for_newer
 from .reading import current_plan, read_versions
 from .statistics import ParameterStatistics
 from .status import describe_status
@@ -71,13 +71,10 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
             versions = await read_versions(coordinator, owners_of(blocks))
             if len(versions) == 1 and (tag := _tag(coordinator, min(versions))) in known:
                 return Response(status_code=304, headers={"etag": tag})
+        if after_version is not None and not await wait_for_newer(coordinator, name, after_version, wait_seconds):
+            return Response(status_code=304, headers={"etag": _tag(coordinator, after_version)})
         async with large.place():
-            if after_version is None:
-                tensor = await read_parameter(coordinator, name, begin, end)
-            elif (newer := await read_newer(coordinator, name, after_version, wait_seconds, begin, end)) is None:
-                return Response(status_code=304, headers={"etag": _tag(coordinator, after_version)})
-            else:
-                tensor = newer
+            tensor = await read_parameter(coordinator, name, begin, end)
             headers = {"etag": _tag(coordinator, tensor.version), "gradpost-round": str(tensor.version)}
             return Response(tensor.encode(form), headers=headers, media_type=CONTENT_TYPES[form])
 
