@@ -1,6 +1,6 @@
 """A trainer that takes step after step, and prints `round N TIME` after each one, by the machine's clock.
 
-    python trainer.py [--elements 10000] [--compute-seconds 0.1] [--rounds 20]
+    python trainer.py [--elements 10000] [--tensors 1] [--compute-seconds 0.1] [--rounds 20]
 
 Its computation is emulated: it sleeps, as a process does whose accelerator works. The gradient is always the same.
 """
@@ -17,14 +17,18 @@ from trainer_client import RemoteOptimizer, connect
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--elements", type=int, default=10_000, help="parameters, in one tensor")
+    arguments.add_argument("--elements", type=int, default=10_000, help="parameters, of all tensors")
+    arguments.add_argument("--tensors", type=int, default=1, help="of the same size")
     arguments.add_argument("--compute-seconds", type=float, default=0.0, help="of a step")
     arguments.add_argument("--rounds", type=int, help="how many; none given: until it is ended")
     options = arguments.parse_args()
     torch.set_num_threads(1)
-    parameter = torch.nn.Parameter(torch.zeros(options.elements))
-    parameter.grad = torch.full((options.elements,), 1e-3)
-    local = torch.optim.Adam([("weight", parameter)], lr=1e-3)  # imports for seconds: before anybody counts on us
+    named = []
+    for index in range(options.tensors):
+        parameter = torch.nn.Parameter(torch.zeros(options.elements // options.tensors))
+        parameter.grad = torch.full_like(parameter, 1e-3)
+        named.append((f"weight{index}", parameter))
+    local = torch.optim.Adam(named, lr=1e-3)  # imports for seconds: before anybody counts on us
     connect()
     optimizer = RemoteOptimizer(local)
     while options.rounds is None or optimizer.round < options.rounds:
