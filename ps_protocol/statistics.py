@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pydantic import Field
+
 from .messages import Message
 from .vocabulary import Round
 
@@ -135,6 +137,36 @@ class Statistics(Message):
                 "counts": list(self.histogram.counts),
             },
         }
+
+
+class ValueHistogram(Message):
+    """Counts of finite values: bin i holds those from `begin + i * width` to below `begin + (i + 1) * width`."""
+
+    begin: float
+    width: float
+    counts: tuple[int, ...]
+
+
+class ParameterStatistics(Message):
+    """What people are shown of one parameter; all but the counts of NaN and infinities is of the finite elements."""
+
+    run: str
+    name: str
+    shape: tuple[int, ...]
+    version: Round = Field(description="the round; in asynchronous modes contributions, of the pserver with the fewest")
+    num_elements: int
+    norm: float = Field(description="the square root of the sum of squares")
+    mean: float | None
+    deviation: float | None = Field(description="from the mean, of the whole population")
+    minimum: float | None
+    maximum: float | None
+    num_nan: int
+    num_infinite: int
+    num_zero: int
+    update_ratio: float | None = Field(
+        description="norm of the newest update over that of the values before it; null if none was seen"
+    )
+    histogram: ValueHistogram
 
 
 def _add(a: float | None, b: float | None) -> float | None:

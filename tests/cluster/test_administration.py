@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from signal import SIGKILL
 from typing import Any
 
@@ -230,3 +231,19 @@ def test_asynchronous_runs_can_be_paused_and_their_rates_set(server: str) -> Non
         assert frozen["values"] == before["values"]
         assert other["update_ratio"] > 0
         run.results()
+
+
+@pytest.mark.extended
+def test_statistics_of_what_is_frozen_come_with_those_of_what_moves(server: str) -> None:
+    """Its blocks are on two pservers, which look at them at different rounds: they are the same in all of these."""
+    with FaultyRun(100_000, server=server, min_block_size=64) as run, ThreadPoolExecutor() as threads:
+        run.wait_for_round(5)
+        admin = Administrator(run)
+        admin.ask("PUT", "/v1/controls/frozen/0.weight")
+        for _ in range(3):
+            frozen, moving = threads.map(
+                lambda name: admin.ask("GET", f"/v1/statistics/{name}"), ("0.weight", "2.weight")
+            )
+            assert frozen["update_ratio"] is None
+            assert moving["update_ratio"] > 0
+            assert (frozen["num_elements"], moving["num_elements"]) == (1280, 192)

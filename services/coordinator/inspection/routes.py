@@ -9,6 +9,7 @@ from fastapi import FastAPI, Query, Request, Response
 from ps_protocol import routes
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import ClusterStatus
+from ps_protocol.statistics import ParameterStatistics
 from ps_protocol.vocabulary import Round
 from services.runtime.large_replies import LargeReplies, LargeReply, StreamedReply
 
@@ -18,7 +19,7 @@ from .event_stream import EventStreams
 from .formats import CONTENT_TYPES, Format
 from .parameters import describe_parameters, find_parameter, owners_of, read_parameter, read_slots, wait_for_newer
 from .reading import current_plan, read_versions
-from .statistics import ParameterStatistics
+from .statistics import StatisticsKeeper
 from .status import describe_status
 from .whole_model import open_model
 
@@ -38,7 +39,7 @@ EventId: TypeAlias = Annotated[int, Query(ge=0)]
 def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
     """Add them to the application."""
     large = LargeReplies()
-    statistics = ParameterStatistics(coordinator)
+    statistics = StatisticsKeeper(coordinator)
     streams = EventStreams(coordinator)
 
     @app.get(routes.STATUS, tags=["inspection"])
@@ -79,7 +80,7 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
             return Response(tensor.encode(form), headers=headers, media_type=CONTENT_TYPES[form])
 
     @app.get(routes.STATISTICS, tags=["inspection"])
-    async def parameter_statistics(name: str) -> dict[str, Any]:
+    async def parameter_statistics(name: str) -> ParameterStatistics:
         """Norm, mean, deviation, extremes, NaN count, histogram, and how large the newest update was, of one parameter.
 
         An answer may be a second old. `update_ratio` is null where no update was seen.

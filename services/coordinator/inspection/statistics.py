@@ -4,86 +4,133 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter
 
+from ps_protocol.errors import TryAgain
+from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import BLOCK_STATISTICS
-from ps_protocol.statistics import Statistics
-from ps_protocol.vocabulary import Block, Round
+from ps_protocol.statistics import ParameterStatistics, Statistics
+from ps_protocol.vocabulary import Block, ParameterSpec, PserverIndex
 
 from ..coordinator import Coordinator
-from ..pservers import PserverMember
+from ..run import Run
 from .parameters import find_parameter, owners_of
-from .reading import current_plan, get_from, read_alike
+from .reading import TRIES, current_plan, find_member, get_from
 
 STEP_SECONDS = 1.0  # for the next update, whose size is part of what is asked for
 FRESH_SECONDS = 1.0  # who asks again sooner gets the same answer
+SPACING_SECONDS = 0.25  # between batches: a request to a pserver costs more than a small parameter in it
+MAX_BATCH_ELEMENTS = 16 * 1024 * 1024  # of several parameters
+MAX_BATCH_CHARACTERS = 2048  # of their names, which stand in an URL, a few of one parameter
 
 _LIST = TypeAdapter(list[Statistics])
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    attempt: int
-    statistics: list[Statistics]
+@dataclass(slots=True)
+class _Batch:
+    """Parameters of a plan that are asked for together."""
 
-    @property
-    def version(self) -> Round:
-        return min(one.version for one in self.statistics)
+    plan: SlicePlan
+    specs: list[ParameterSpec] = field(default_factory=list)
+    is_open: bool = True
+
+    def takes(self, plan: SlicePlan, spec: ParameterSpec) -> bool:
+        num_elements = sum(one.num_elements for one in self.specs) + spec.num_elements
+        num_characters = sum(len(one.name) for one in self.specs) + len(spec.name)
+        fits = num_elements <= MAX_BATCH_ELEMENTS and num_characters <= MAX_BATCH_CHARACTERS
+        return self.is_open and self.plan is plan and fits
 
 
 @dataclass(slots=True)
 class _Kept:
     asked_at: float
-    answer: asyncio.Task[dict[str, Any]]
+    answer: asyncio.Task[dict[str, ParameterStatistics]]
 
 
-class ParameterStatistics:
-    """Keeps the newest of each parameter of the run, so that a hundred who look cost the pservers what one does."""
+class StatisticsKeeper:
+    """Keeps the newest of each parameter of the run, so that a hundred who look cost the pservers what one does.
+
+    Those who ask for others within a quarter of a second share the requests to the pservers.
+    """
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._run = ""
         self._kept: dict[str, _Kept] = {}
+        self._batch: _Batch | None = None
+        self._answer: asyncio.Task[dict[str, ParameterStatistics]]  # to that batch
+        self._next_at = 0.0  # when the next batch may begin
 
-    async def describe(self, name: str) -> dict[str, Any]:
+    async def describe(self, name: str) -> ParameterStatistics:
         """Of one parameter, not older than a second; see `Statistics.describe`. Raises NotFound, NotReady, TryAgain."""
         coordinator = self._coordinator
-        spec, blocks = find_parameter(current_plan(coordinator), name)
+        plan = current_plan(coordinator)
+        spec, _ = find_parameter(plan, name)
         run = coordinator.cluster.run.name
         if run != self._run:
             self._run = run
             self._kept.clear()
         kept = self._kept.get(name)
-        if kept is None or coordinator.now() - kept.asked_at > FRESH_SECONDS:
-            answer = asyncio.create_task(self._ask(name, list(spec.shape), blocks), name="statistics")
-            answer.add_done_callback(lambda task: task.cancelled() or task.exception())  # who asked may have left
-            kept = self._kept[name] = _Kept(coordinator.now(), answer)
+        if kept is None or (kept.answer.done() and coordinator.now() - kept.asked_at > FRESH_SECONDS):
+            kept = self._kept[name] = _Kept(coordinator.now(), self._join_batch(plan, spec))
         try:
-            return await asyncio.shield(kept.answer)
+            return (await asyncio.shield(kept.answer))[name]
         except Exception:
-            self._kept.pop(name, None)  # who asks again tries again
+            if self._kept.get(name) is kept:
+                del self._kept[name]  # who asks again tries again
             raise
 
-    async def _ask(self, name: str, shape: list[int], blocks: Sequence[Block]) -> dict[str, Any]:
-        coordinator = self._coordinator
+    def _join_batch(self, plan: SlicePlan, spec: ParameterSpec) -> asyncio.Task[dict[str, ParameterStatistics]]:
+        if self._batch is None or not self._batch.takes(plan, spec):
+            now = self._coordinator.now()
+            begin = max(now, self._next_at)
+            self._next_at = begin + SPACING_SECONDS
+            self._batch = _Batch(plan)
+            self._answer = asyncio.create_task(self._ask(self._batch, begin - now), name="statistics")
+            self._answer.add_done_callback(lambda task: task.cancelled() or task.exception())  # who asked may have left
+        self._batch.specs.append(spec)
+        return self._answer
+
+    async def _ask(self, batch: _Batch, delay: float) -> dict[str, ParameterStatistics]:
+        await asyncio.sleep(delay)
+        batch.is_open = False
+        coordinator, plan = self._coordinator, batch.plan
         run = coordinator.cluster.run
+        if run.plan is not plan:
+            raise TryAgain("another run has begun meanwhile")
+        found: dict[str, ParameterStatistics] = {}
+        for _ in range(TRIES):
+            missing = [spec for spec in batch.specs if spec.name not in found]
+            blocks = [block for spec in missing for block in plan.blocks_of[spec.name]]
+            answers = await asyncio.gather(*(self._ask_one(run, index, blocks) for index in owners_of(blocks)))
+            described = {name: one for answer in answers for name, one in answer.items()}
+            for spec in missing:
+                parts = [described[block.name] for block in plan.blocks_of[spec.name]]
+                if _are_alike(parts) or not run.defaults.consistency.has_common_versions:
+                    found[spec.name] = _merge(run.name, spec, parts)
+            if len(found) == len(batch.specs):
+                return found
+        raise TryAgain(f"the pservers moved on {TRIES} times while they were being asked")
 
-        async def ask(member: PserverMember, named: Round | None) -> _Answer:
-            # What a round was named for is that all update it together: then their next updates are of one round, too.
-            names = [block.name for block in blocks if block.pserver == member.info.index]
-            is_moving = run.state == "training" and not run.awaited
-            parameters = {"name": names, "wait_seconds": STEP_SECONDS if is_moving else 0.0}
-            return _Answer(
-                run.attempt, _LIST.validate_json(await get_from(coordinator, member, BLOCK_STATISTICS, parameters))
-            )
+    async def _ask_one(self, run: Run, index: PserverIndex, blocks: Sequence[Block]) -> dict[str, Statistics]:
+        names = [block.name for block in blocks if block.pserver == index]
+        is_moving = run.state == "training" and not run.awaited
+        parameters = {"name": names, "wait_seconds": STEP_SECONDS if is_moving else 0.0}
+        member = find_member(self._coordinator, index)
+        described = _LIST.validate_json(await get_from(self._coordinator, member, BLOCK_STATISTICS, parameters))
+        return dict(zip(names, described, strict=True))
 
-        answers = await read_alike(coordinator, owners_of(blocks), ask)
-        total = Statistics(version=min((answer.version for answer in answers), default=0), num_elements=0)
-        total = total.model_copy(update={"update_squares": 0.0, "before_squares": 0.0})
-        for answer in answers:
-            for one in answer.statistics:
-                total = total.merge(one)
-        return {"run": run.name, "name": name, "shape": shape, **total.describe()}
+
+def _are_alike(blocks: Sequence[Statistics]) -> bool:
+    """Whether they are of one round: what is not updated is as it was in every round meanwhile."""
+    return len({None if block.update_squares is None else block.version for block in blocks}) <= 1
+
+
+def _merge(run: str, spec: ParameterSpec, blocks: Sequence[Statistics]) -> ParameterStatistics:
+    version = min((block.version for block in blocks), default=0)
+    total = Statistics(version=version, num_elements=0, update_squares=0.0, before_squares=0.0)
+    for block in blocks:
+        total = total.merge(block)
+    return ParameterStatistics(run=run, name=spec.name, shape=spec.shape, **total.describe())
