@@ -1,0 +1,102 @@
+"""What another life of the coordinator begins with: its own record, or a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ps_protocol.consistency import Consistency
+from ps_protocol.errors import StorageFailed, TrainerLost
+from services.coordinator.coordinator import Coordinator
+from services.coordinator.run import Run
+from services.coordinator.settings import CoordinatorSettings
+from services.runtime.checkpoints import Manifest, write_manifest
+from services.runtime.places import open_place
+
+from .coordinating import begin
+from .support import joining
+
+pytestmark = pytest.mark.asyncio
+
+
+async def recalled(folder: Path, **settings: Any) -> Coordinator:
+    """A life of the coordinator that has taken up what the one before has left, and is gone again."""
+    options = {"num_pservers": 2, "num_trainers": 2, "state_dir": folder, **settings}
+    async with httpx.AsyncClient() as http:
+        coordinator = Coordinator(CoordinatorSettings(**options), http)
+        await coordinator.recall()
+    coordinator._file.let_go()
+    return coordinator
+
+
+async def planned(folder: Path) -> Run:
+    """A run whose plan was made, by a coordinator that is gone."""
+    coordinator = await recalled(folder)
+    begin(coordinator)
+    assert coordinator.cluster.start_run_if_complete()
+    await coordinator.keep()
+    return coordinator.cluster.run
+
+
+async def test_those_who_cut_the_model_alike_go_on_with_their_disks(tmp_path):
+    run = await planned(tmp_path)
+    assert (await recalled(tmp_path, resume=True)).cluster.run.name == run.name
+
+
+@pytest.mark.parametrize("changes", [{"min_block_size": 10**6}, {"num_pservers": 3}, {"slice_parameters": False}])
+async def test_those_who_cut_the_model_another_way_begin_with_a_checkpoint(tmp_path, changes):
+    run = await planned(tmp_path)
+    assert run.plan is not None
+    manifest = Manifest(
+        run="run0", attempt=0, round=7, consistency=Consistency(), plan=run.plan.to_json(), shards=(),
+        created="2026-11-22T05:34:22Z",
+    )  # fmt: skip
+    write_manifest(open_place(str(tmp_path / "checkpoints")), manifest)
+    for resume in (True, False, True):  # its next lives begin with it, too
+        coordinator = await recalled(tmp_path, resume=resume, **changes)
+        beginning = coordinator.cluster.beginning
+        assert beginning is not None
+        assert (beginning.run, beginning.round, coordinator.cluster.run.plan) == ("run0", 7, None)
+
+
+async def test_a_resumption_that_has_failed_begins_with_the_same_checkpoint_next_time(tmp_path):
+    """The run had a plan and had not begun: nothing of it is on any disk."""
+    run = await planned(tmp_path)
+    place = open_place(str(tmp_path / "checkpoints"))
+    for name, round_ in (("run0", 7), ("another experiment", 9)):
+        assert run.plan is not None
+        manifest = Manifest(
+            run=name, attempt=0, round=round_, consistency=Consistency(), plan=run.plan.to_json(), shards=(),
+            created=f"2026-11-22T05:34:2{round_}Z",
+        )  # fmt: skip
+        write_manifest(place, manifest)
+    coordinator = await recalled(tmp_path)
+    run = coordinator.cluster.run
+    run.resume, run.source = 7, "run0"
+    run.fail(TrainerLost("somebody has pressed Ctrl-C", ranks=[0]), 1.0)
+    await coordinator.keep()
+    for _ in range(2):
+        beginning = (await recalled(tmp_path, resume=True)).cluster.beginning
+        assert beginning is not None
+        assert (beginning.run, beginning.round) == ("run0", 7)
+
+
+async def test_who_cannot_take_over_what_was_trained_does_not_begin_with_something_else(tmp_path):
+    run = await planned(tmp_path)
+    coordinator = await recalled(tmp_path)
+    coordinator.cluster.run.has_trained = True
+    await coordinator.keep()
+    with pytest.raises(StorageFailed, match=f"run {run.name} has no checkpoint"):
+        await recalled(tmp_path, resume=True, num_pservers=3)
+
+
+async def test_a_run_that_is_to_begin_with_a_checkpoint_gathers_on(tmp_path):
+    """Whoever has joined is known to the next life, whether that is told to resume or not."""
+    for resume in (False, True, False):
+        coordinator = await recalled(tmp_path, resume=resume)
+        joined = coordinator.cluster.join_trainer(joining("a", 0), coordinator.now())
+        await coordinator.keep()
+        assert (joined.rank, joined.incarnation, joined.run) == (0, 1, coordinator.cluster.run.name)

@@ -1,0 +1,78 @@
+"""Rounds that somebody has ended, and pservers that come back without them."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from ps_protocol.errors import PserverLost
+
+from .coordinating import FakePservers, begin, coordinating, eventually
+from .support import alive, leaving, registration
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_a_pserver_that_is_short_rounds_takes_everybody_back_though_nobody_else_knows_of_them():
+    """All trainers who had pulled them may have died: else their next lives would take other steps in those rounds."""
+    pservers = FakePservers()
+    async with coordinating(pservers, lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
+        [trainer, _] = begin(coordinator)
+        await coordinator.wait_for_plan(*trainer, 5)
+        pservers.short.add("0")
+        pservers.pages += [
+            httpx.Response(502, content=b"<h1>Bad Gateway</h1>"),
+            httpx.Response(502, json={"message": "upstream connect error"}),
+            httpx.Response(200, content=b"?"),
+        ]
+        coordinator.cluster.register_pserver(registration("0", index=0), coordinator.now())
+        coordinator.cluster.run.number += 1
+        coordinator.changed()
+        await eventually(lambda: coordinator.cluster.run.attempt == 1)
+        assert coordinator.cluster.run.resume == 4
+
+
+@pytest.mark.parametrize(("round_", "attempt", "goes_back"), [(5, 0, True), (4, 0, False), (9, 1, False)])
+async def test_what_a_trainer_has_ended_is_remembered_when_it_is_gone(round_, attempt, goes_back):
+    """A pserver comes back without the newest round: its log was cut off, and the trainer that had it has died."""
+    pservers = FakePservers()  # they have applied round 4
+    async with coordinating(pservers, lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
+        [trainer, _] = begin(coordinator)
+        await coordinator.wait_for_plan(*trainer, 5)
+        cluster = coordinator.cluster
+        beat = alive(run=trainer[1], round_=round_).model_copy(update={"attempt": attempt})
+        cluster.trainer_heartbeat(0, beat, coordinator.now())
+        cluster.leave_trainer(0, leaving("failed", run=trainer[1]), coordinator.now())
+        coordinator.changed()
+        await eventually(lambda: all(len(taken) == 2 for taken in pservers.taken.values()))
+        assert cluster.run.attempt == goes_back
+        if goes_back:
+            assert (cluster.run.resume, cluster.run.pulled) == (4, 0)
+
+
+@pytest.mark.parametrize("has_trained", [True, False])
+async def test_initial_values_do_not_do_once_a_round_was_ended(has_trained):
+    """All pservers have lost their disks: what a trainer could send as initial values is what it has trained."""
+    pservers = FakePservers()
+    async with coordinating(pservers, lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
+        [trainer, _] = begin(coordinator)
+        await coordinator.wait_for_plan(*trainer, 5)
+        cluster = coordinator.cluster
+        cluster.trainer_heartbeat(0, alive(run=trainer[1], round_=5 * has_trained), coordinator.now())
+        pservers.empty |= {"0", "1"}
+        pservers.ranges = []
+        cluster.run.number += 1
+        coordinator.changed()
+        await eventually(lambda: cluster.run.is_over or cluster.run.attempt == 1)
+        assert isinstance(cluster.run.failure, PserverLost) == has_trained
+
+
+async def test_where_a_newcomer_begins_is_nothing_that_it_has_ended():
+    async with coordinating(FakePservers(), lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
+        [trainer, _] = begin(coordinator)
+        await coordinator.wait_for_plan(*trainer, 5)
+        run = coordinator.cluster.run
+        run.membership.starts[0] = 7
+        for round_, pulled in ((6, 0), (7, 7)):
+            coordinator.cluster.trainer_heartbeat(0, alive(run=trainer[1], round_=round_), coordinator.now())
+            assert run.pulled == pulled
