@@ -6,6 +6,7 @@ a memoryview without a copy and hands out reply chunks as they come from the soc
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
@@ -144,7 +145,19 @@ def _build_client(http2: bool, tls: TlsFiles) -> Client:
 def make_control_client(tls: TlsFiles, auth: httpx.Auth | None) -> httpx.AsyncClient:
     """Plain httpx for small control messages, on connections of their own: a tensor must not block a heartbeat."""
     timeout = httpx.Timeout(10.0, connect=CONNECT_SECONDS)
-    return httpx.AsyncClient(verify=client_context(tls), auth=auth, trust_env=False, timeout=timeout)
+    transport = _ControlTransport(verify=client_context(tls), trust_env=False)
+    return httpx.AsyncClient(transport=transport, auth=auth, trust_env=False, timeout=timeout)
+
+
+class _ControlTransport(httpx.AsyncHTTPTransport):
+    """In TLS 1.3 a client certificate is refused when the handshake is over: httpcore lets that through as it is."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """See httpx.AsyncHTTPTransport. Raises httpx.TransportError and its children."""
+        try:
+            return await super().handle_async_request(request)
+        except ssl.SSLError as error:
+            raise httpx.ConnectError(str(error), request=request) from error
 
 
 def make_bulk_client(tls: TlsFiles, auth: httpx.Auth | None, *, http2: bool) -> httpx.AsyncClient:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +26,19 @@ def make_peer_client(settings: ServiceSettings) -> httpx.AsyncClient:
     It sends the token of the settings, and shows their client certificate; files that change are read again.
     """
     auth = None if settings.sent_token is None else BearerAuth(settings.sent_token)
-    return httpx.AsyncClient(verify=client_context(settings.client_tls, with_system=True), auth=auth, trust_env=False)
+    transport = PeerTransport(verify=client_context(settings.client_tls, with_system=True), trust_env=False)
+    return httpx.AsyncClient(transport=transport, auth=auth, trust_env=False)
+
+
+class PeerTransport(httpx.AsyncHTTPTransport):
+    """In TLS 1.3 a client certificate is refused when the handshake is over: httpcore lets that through as it is."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """See httpx.AsyncHTTPTransport. Raises httpx.TransportError and its children."""
+        try:
+            return await super().handle_async_request(request)
+        except ssl.SSLError as error:
+            raise httpx.ConnectError(str(error), request=request) from error
 
 
 def raise_for_problem(response: httpx.Response) -> None:

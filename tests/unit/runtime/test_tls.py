@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ssl
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from ps_protocol.certificates import TlsFiles, client_context
 from services.runtime.peers import make_peer_client
 from services.runtime.settings import ServiceSettings
+from trainer_client.transport import make_control_client
 
 from ..protocol.test_certificates import Authority, serial
 from .support import SERVERS, Sample, running
@@ -51,10 +51,11 @@ async def test_callers_must_show_a_certificate(server: str, authority: Authority
         async with make_peer_client(settings) as peer:
             assert (await peer.get(f"{service.address}/healthz")).status_code == 200
         for cert, key in ((None, None), (stranger.cert, stranger.key)):
-            context = client_context(TlsFiles(client.ca, cert, key))
-            async with httpx.AsyncClient(verify=context) as http:
-                with pytest.raises((httpx.TransportError, ssl.SSLError)):
-                    await http.get(f"{service.address}/healthz")
+            refused = ServiceSettings(tls_ca=client.ca, tls_client_cert=cert, tls_client_key=key)
+            for http in (make_peer_client(refused), make_control_client(TlsFiles(client.ca, cert, key), None)):
+                async with http:
+                    with pytest.raises(httpx.TransportError):  # what both of them try again for, and say
+                        await http.get(f"{service.address}/healthz")
 
 
 @every_server
