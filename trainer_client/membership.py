@@ -213,11 +213,12 @@ class Membership:
             try:
                 return await self._request(method, path, message, params)
             except httpx.TransportError as error:
-                self._say("waiting", f"waiting for the coordinator at {self._coordinator}")
+                cause = f"{type(error).__name__}: {error}".removesuffix(": ")
+                self._say("waiting", f"waiting for the coordinator at {self._coordinator} ({cause})")
                 if loop.time() - silent_since > self._settings.retry_seconds:
                     raise Unreachable(
                         f"the coordinator at {self._coordinator} did not answer for "
-                        f"{self._settings.retry_seconds:g} s ({type(error).__name__}); is it running, and is "
+                        f"{self._settings.retry_seconds:g} s ({cause}); is it running, and is "
                         "GRADPOST_COORDINATOR its address?"
                     ) from error
             except GradpostError as error:

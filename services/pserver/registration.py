@@ -75,7 +75,8 @@ class Registration:
             try:
                 answer = PserverRegistered.model_validate_json(await self._post(REGISTER_PSERVER, request))
             except (httpx.TransportError, ValueError) as error:  # the latter: a proxy's page, say
-                problem = f"waiting for the coordinator at {self._coordinator}: {type(error).__name__}"
+                cause = f"{type(error).__name__}: {error}".removesuffix(": ")
+                problem = f"waiting for the coordinator at {self._coordinator} ({cause})"
             except GradpostError as error:
                 if not error.may_be_retried:
                     log.error("the coordinator refused this pserver", code=error.code, reason=str(error))
