@@ -390,7 +390,7 @@ class ClusterStatus(Message):
     num_pservers: int
     num_trainers: int
     waiting_for: tuple[str, ...]
-    prospects: tuple[str, ...] = Field(default=(), description="who was lost, and when the run fails without them")
+    prospects: tuple[str, ...] = Field(default=(), description="a pause; who was lost, and when the run fails")
     failure: dict[str, Any] | None
     plan_digest: str | None
     num_parameters: int

@@ -130,7 +130,8 @@ class Administration:
             raise ModeMismatch("in asynchronous modes a run is resumed from a checkpoint instead", expected="sync")
         complete = list(self._coordinator.cluster.complete_checkpoints)
         if round_ not in complete:
-            raise NotFound(f"there is no complete checkpoint of round {round_}", complete=complete)
+            there = ", ".join(map(str, complete)) or "none"
+            raise NotFound(f"there is no complete checkpoint of round {round_}; of this run there are: {there}")
 
         def go_back() -> None:
             run.rollback_to = round_
@@ -205,7 +206,7 @@ class Administration:
     def _training(self) -> Run:
         cluster = self._coordinator.cluster
         if cluster.run.state != "training":
-            raise NotReady("no run is training", waiting_for=cluster.waiting_for or "a run")
+            raise cluster.not_training()
         return cluster.run
 
     def _parameter(self, name: str) -> Any:

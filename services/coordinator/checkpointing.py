@@ -26,7 +26,7 @@ async def create_checkpoint(coordinator: Coordinator) -> CheckpointCreated:
     cluster = coordinator.cluster
     run = cluster.run
     if run.state != "training":
-        raise NotReady("no run is training", waiting_for=cluster.waiting_for or "a run")
+        raise cluster.not_training()
     ahead = 0
     for _ in range(TRIES):
         if not cluster.registry.is_complete:

@@ -301,7 +301,21 @@ class Cluster:
         """The same in one line that stays the same as long as nothing changes."""
         texts = [text for text, _ in self.prospects(0.0)]
         limit = self._defaults.rejoin_timeout_seconds
-        return f"{'; '.join(texts)}: the run fails unless it comes back within {limit:g} s" if texts else ""
+        lost = f"{'; '.join(texts)}: the run fails unless it comes back within {limit:g} s" if texts else ""
+        return "; ".join(filter(None, (self.pause, lost)))
+
+    def not_training(self) -> NotReady:
+        """What to answer those who want something of a run that trains."""
+        waits = self.waiting_for
+        detail = f"no run is training; the cluster waits for {', '.join(waits)}" if waits else "no run is training"
+        return NotReady(detail, waiting_for=waits or "a run")
+
+    @property
+    def pause(self) -> str:
+        """What to say to those who wait since an administrator has paused the run; nothing if it is not paused."""
+        if self.run.state != "training" or not self.run.controls or not self.run.controls[-1].is_paused:
+            return ""
+        return "an administrator has paused the run; it goes on after POST /v1/controls/resume"
 
     def start_run_if_complete(self, now: float = 0.0) -> bool:
         """Make the plan as soon as everybody is here; the installations must then be carried out."""

@@ -213,10 +213,11 @@ class Run:
             raise NotReady(f"run {self.name} is under way", waiting_for=f"run {self.name} to end")
         if wanted is None:
             if not free:
-                raise RankTaken(f"all {self.sizes[1]} ranks are taken by living trainers")
+                raise RankTaken(f"all {self.sizes[1]} ranks are taken by living trainers (num_trainers, max_trainers)")
             return free[0]
         if wanted not in free:
-            raise RankTaken(f"a living trainer has rank {wanted}", current=self.trainers[wanted].incarnation)
+            text = f"a living trainer has rank {wanted}; stop that one, or give this one another RANK"
+            raise RankTaken(text, current=self.trainers[wanted].incarnation)
         return wanted
 
     def member(self, rank: Rank, run: str, incarnation: Incarnation) -> TrainerMember:
@@ -226,7 +227,7 @@ class Run:
         trainer = self.trainers.get(rank)
         if trainer is None or trainer.incarnation != incarnation:
             raise StaleTrainer(
-                f"trainer {rank} incarnation {incarnation} is not a member",
+                f"trainer {rank} incarnation {incarnation} is not a member: it was taken out, or another life has come",
                 current=trainer.incarnation if trainer else None,
             )
         if trainer.state == "lost" and not self._may_return(trainer) and not self.is_over:

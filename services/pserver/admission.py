@@ -15,7 +15,7 @@ def check_member(members: Mapping[Rank, Incarnation], rank: Rank, incarnation: I
     """Raise StaleTrainer unless this is the current life of a member."""
     if members.get(rank) != incarnation:
         raise StaleTrainer(
-            f"trainer {rank} incarnation {incarnation} is not a member",
+            f"trainer {rank} incarnation {incarnation} is not a member: it was taken out, or another life has come",
             current={str(r): i for r, i in members.items()},
         )
 

@@ -19,8 +19,9 @@ def describe_status(coordinator: Coordinator) -> ClusterStatus:
         num_pservers=cluster.registry.num_pservers,
         num_trainers=run.sizes[0],
         waiting_for=tuple(cluster.waiting_for),
-        prospects=tuple(
-            f"{text}; the run fails in {seconds:.0f} s unless it comes back" for text, seconds in cluster.prospects(now)
+        prospects=(
+            *filter(None, [cluster.pause]),
+            *(f"{text}; the run fails in {left:.0f} s unless it comes back" for text, left in cluster.prospects(now)),
         ),
         failure=run.failure.to_problem() if run.failure else None,
         plan_digest=plan.digest if plan else None,
