@@ -76,7 +76,7 @@ class TokenFile:
             if stamp != self._stamp:
                 self._token = _parse_token(self.path.read_text(encoding="ascii", errors="replace"))
                 self._stamp = stamp
-                self._report(self._mode_problem(status.st_mode))
+                self._report(self._mode_problem(status))
         except (FileNotFoundError, NotADirectoryError):
             self._token = self._stamp = None
             self._report("")
@@ -86,11 +86,16 @@ class TokenFile:
             self._report(f"{self.path} holds no token: {error}")
         return self._token
 
-    def _mode_problem(self, mode: int) -> str:
-        if os.name != "posix" or not mode & 0o077:
+    def _mode_problem(self, status: os.stat_result) -> str:
+        if os.name != "posix":
+            return ""
+        # Kubernetes gives a Secret's files to root and to the pod's group (fsGroup), and lets that read them whatever
+        # `defaultMode` says: such a process reads them as one of the group or not at all.
+        through_group = status.st_uid != os.geteuid() and status.st_gid in (os.getegid(), *os.getgroups())
+        if not status.st_mode & (0o037 if through_group else 0o077):
             return ""
         return (
-            f"{self.path} may be read by others (mode {mode & 0o777:04o}): chmod 400 it, "
+            f"{self.path} may be read by others (mode {status.st_mode & 0o777:04o}): chmod 400 it, "
             "or set defaultMode: 0400 for a volume of Kubernetes"
         )
 

@@ -72,6 +72,25 @@ def test_others_who_may_read_it_are_warned_of(tmp_path: Path, mode: int, is_said
     assert all(f"(mode {mode:04o}): chmod 400 it" in line and OLD not in line for line in said)
 
 
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX modes")
+@pytest.mark.parametrize(("mode", "is_said"), [(0o440, False), (0o460, True), (0o444, True)])
+def test_a_secret_of_kubernetes_is_read_through_the_group_of_the_pod(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, is_said: bool
+) -> None:
+    """It makes 0440 of `defaultMode: 0400` for a pod with an fsGroup; the files are root's."""
+    said: list[str] = []
+    put(tmp_path / "read", OLD, mode)
+    owner, group = (tmp_path / "read").stat().st_uid, (tmp_path / "read").stat().st_gid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    monkeypatch.setattr(os, "getegid", lambda: group + 1)
+    monkeypatch.setattr(os, "getgroups", lambda: [group])
+    assert TokenFile(tmp_path / "read", said.append).read() == OLD
+    assert bool(said) == is_said
+    monkeypatch.setattr(os, "getgroups", list)
+    TokenFile(tmp_path / "read", said.append).read()
+    assert said
+
+
 def test_a_pair_is_the_newest_and_the_one_before(tmp_path: Path) -> None:
     pair = TokenPair(tmp_path / "train")
     with pytest.raises(SettingsError, match=r"there is no token file .*train; `gradpost token create` writes one"):
