@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, AliasChoices, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, model_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -23,10 +23,17 @@ from ps_protocol.hosts import check_listening
 from ps_protocol.vocabulary import Mode, NonfinitePolicy, Placement
 
 
+def _fixed_number(value: object) -> object:
+    """None for a range, as torchrun takes it for `PET_NNODES`: so many pods or fewer say nothing of their number."""
+    return None if isinstance(value, str) and ":" in value else value
+
+
 class TrainerSettings(BaseSettings):
     """Argument over `GRADPOST_*` over the file `GRADPOST_SETTINGS_FILE` over default.
 
-    `RANK` and `WORLD_SIZE` are read as torchrun, Kubeflow and Indexed Jobs set them.
+    Rank and world size are read as torchrun sets them for each of its processes (`RANK`, `WORLD_SIZE`) or, where there
+    is one process to a pod, as a Kubeflow TrainJob (`PET_NODE_RANK`, `PET_NNODES`) or any Indexed Job
+    (`JOB_COMPLETION_INDEX`) sets them for the pod.
     """
 
     model_config = SettingsConfigDict(
@@ -34,8 +41,12 @@ class TrainerSettings(BaseSettings):
     )
 
     coordinator: Annotated[str, AfterValidator(check_base_url)] = "http://127.0.0.1:7070"
-    rank: int | None = Field(default=None, ge=0, validation_alias=AliasChoices("rank", "RANK"))
-    world_size: int | None = Field(default=None, ge=1, validation_alias=AliasChoices("world_size", "WORLD_SIZE"))
+    rank: int | None = Field(
+        default=None, ge=0, validation_alias=AliasChoices("rank", "RANK", "PET_NODE_RANK", "JOB_COMPLETION_INDEX")
+    )
+    world_size: Annotated[int | None, BeforeValidator(_fixed_number)] = Field(
+        default=None, ge=1, validation_alias=AliasChoices("world_size", "WORLD_SIZE", "PET_NNODES")
+    )
     mode: Mode | None = Field(default=None, description="refuse to train in another mode than this")
     max_delay: int | None = Field(default=None, ge=0, description="the same for the settings of a mode; None: any")
     max_staleness: int | None = Field(default=None, ge=0)

@@ -33,9 +33,9 @@ def rows_of(headings: list[str]) -> dict[str, dict[str, str]]:
 
 
 def variable_of(name: str, field: FieldInfo) -> str:
+    """The variable that wins; others are told in words."""
     if isinstance(field.validation_alias, AliasChoices):
-        [variable] = [alias for alias in field.validation_alias.choices if alias != name]
-        return str(variable)
+        return next(str(alias) for alias in field.validation_alias.choices if alias != name)
     return PREFIX + name.upper()
 
 

@@ -24,6 +24,35 @@ def test_an_argument_wins_over_the_environment_and_that_over_the_file(
     assert settings.rank == 3
 
 
+# https://github.com/kubeflow/trainer/blob/master/pkg/runtime/framework/plugins/torch/torch.go: of a pod, for torchrun
+TRAIN_JOB = {"PET_NNODES": "4", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "2", "JOB_COMPLETION_INDEX": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, (None, None)),
+        (TRAIN_JOB, (2, 4)),
+        ({**TRAIN_JOB, "RANK": "5", "WORLD_SIZE": "8"}, (5, 8)),  # torchrun in it, two processes to a pod
+        ({"JOB_COMPLETION_INDEX": "3"}, (3, None)),
+        ({"JOB_COMPLETION_INDEX": "3", "WORLD_SIZE": "6"}, (3, 6)),
+        ({**TRAIN_JOB, "PET_NNODES": "1:4"}, (2, None)),
+        ({**TRAIN_JOB, "RANK": "", "WORLD_SIZE": ""}, (2, 4)),
+    ],
+)
+def test_rank_and_world_size_are_read_as_launchers_set_them(
+    environ: dict[str, str], expected: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", *TRAIN_JOB):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    settings = read_settings()
+    assert (settings.rank, settings.world_size) == expected
+    settings = read_settings(rank=0, world_size=9)
+    assert (settings.rank, settings.world_size) == (0, 9)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
