@@ -1,11 +1,13 @@
-"""What `kubectl kustomize` makes of each overlay."""
+"""What `kubectl kustomize` makes of each overlay, and what Kubernetes would make of that."""
 
 from __future__ import annotations
 
+import copy
 import functools
+import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +15,25 @@ import pytest
 import yaml
 
 KUBERNETES = Path(__file__).parent.parent.parent / "deploy" / "kubernetes"
-OVERLAYS = ["base", *sorted(f"overlays/{path.name}" for path in (KUBERNETES / "overlays").iterdir())]
+OVERLAYS = ["base", *sorted(f"overlays/{path.name}" for path in (KUBERNETES / "overlays").iterdir()), "examples"]
 CORE_GROUPS = ("v1", "apps/v1", "batch/v1", "policy/v1", "networking.k8s.io/v1")
 
 Object = dict[str, Any]
+
+_REFERENCE = re.compile(r"\$\(([A-Za-z_][\w.-]*)\)")
 
 
 @functools.cache
 def render(overlay: str) -> list[Object]:
     """All objects of an overlay. Needs kubectl, or kustomize; nothing else, and no file that is not in the project."""
+    return render_folder(KUBERNETES / overlay)
+
+
+def render_folder(folder: Path) -> list[Object]:
+    """The same of any folder with a kustomization."""
     for command in (["kustomize", "build"], ["kubectl", "kustomize"]):
         if shutil.which(command[0]):
-            done = subprocess.run([*command, KUBERNETES / overlay], capture_output=True, text=True, timeout=60)
+            done = subprocess.run([*command, folder], capture_output=True, text=True, timeout=60)
             assert done.returncode == 0, done.stderr
             return list(yaml.safe_load_all(done.stdout))
     pytest.skip("needs kubectl or kustomize, to render manifests")
@@ -36,15 +45,52 @@ def of_kind(overlay: str, *kinds: str) -> list[Object]:
 
 
 def pods(overlay: str) -> Iterator[tuple[str, Object]]:
-    """Name and pod template of everything that makes pods."""
+    """Role and pod template of everything that makes pods."""
     for one in of_kind(overlay, "Deployment", "StatefulSet", "Job"):
         yield one["metadata"]["name"], one["spec"]["template"]
+    for job in of_kind(overlay, "TrainJob"):
+        yield "trainer", pod_of_train_job(job, *of_kind(overlay, "TrainingRuntime"))
 
 
-def environment(overlay: str, pod: Object) -> dict[str, Any]:
+def pod_of_train_job(job: Object, runtime: Object) -> Object:
+    """What Kubeflow's controller makes of both, as far as we use it (its plugin `torch` for the variables).
+
+    https://github.com/kubeflow/trainer/blob/master/pkg/runtime/framework/plugins/torch/torch.go
+    """
+    assert job["spec"]["runtimeRef"] == {"kind": runtime["kind"], "name": runtime["metadata"]["name"]}
+    assert "torch" in runtime["spec"]["mlPolicy"]
+    [replicated] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert replicated["template"]["metadata"]["labels"]["trainer.kubeflow.org/trainjob-ancestor-step"] == "trainer"
+    pod: Object = copy.deepcopy(replicated["template"]["spec"]["template"])
+    [container] = pod["spec"]["containers"]
+    assert container["name"] == "node"
+    trainer = job["spec"]["trainer"]
+    container.update({key: trainer[key] for key in ("args", "command", "image") if key in trainer})
+    index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+    container["env"] += [
+        {"name": "PET_NNODES", "value": str(trainer["numNodes"])},
+        {"name": "PET_NPROC_PER_NODE", "value": "auto"},
+        {"name": "PET_NODE_RANK", "valueFrom": index},
+    ]
+    return pod
+
+
+def variables(objects: list[Object], pod: Object) -> dict[str, Any]:
     """The variables of a pod's only container: text, or where it comes from."""
     [container] = pod["spec"]["containers"]
-    [settings] = of_kind(overlay, "ConfigMap")
+    [settings] = [one for one in objects if one["kind"] == "ConfigMap"]
     assert container["envFrom"] == [{"configMapRef": {"name": settings["metadata"]["name"]}}]
     own = {one["name"]: one.get("value", one.get("valueFrom")) for one in container.get("env", [])}
     return {**settings["data"], **own}
+
+
+def environment(objects: list[Object], pod: Object, fields: Mapping[str, str]) -> dict[str, str]:
+    """The same as a process of the pod gets it; `fields` are those of the pod that variables refer to.
+
+    A reference to a variable that comes later is no reference and stays as it is, as in Kubernetes.
+    """
+    known: dict[str, str] = {}
+    for name, value in variables(objects, pod).items():
+        text = value if isinstance(value, str) else fields[value["fieldRef"]["fieldPath"]]
+        known[name] = _REFERENCE.sub(lambda match: known.get(match[1], match[0]), text)
+    return known

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from ps_protocol.environment import check_environment
 from services.coordinator.settings import CoordinatorSettings
+from services.pserver.registration import GOODBYE_SECONDS, LAST_CHECKPOINT_SECONDS
 from services.pserver.settings import PserverSettings
+from services.runtime.security import TOKEN_WAIT_SECONDS
+from services.runtime.server import GRACE_SECONDS
+from trainer_client.settings import TrainerSettings
 
-from .rendering import OVERLAYS, Object, environment, of_kind, pods, render
+from .rendering import KUBERNETES, OVERLAYS, Object, environment, of_kind, pods, render, variables
+from .test_network import FIELDS, certificates
 
-ROLES = {"coordinator": CoordinatorSettings, "pserver": PserverSettings}
+SERVICES: dict[str, Any] = {"coordinator": CoordinatorSettings, "pserver": PserverSettings}
+STATE, TOKENS, TLS = (f"/var/lib/gradpost/{name}" for name in ("state", "tokens", "tls"))
 
 every_pod = pytest.mark.parametrize(
     ("overlay", "name", "pod"),
@@ -19,21 +29,147 @@ every_pod = pytest.mark.parametrize(
 every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 
 
+def environment_of(overlay: str, pod: Object) -> dict[str, str]:
+    return environment(of_kind(overlay, "ConfigMap"), pod, FIELDS)
+
+
+def mounts(pod: Object) -> dict[str, Object]:
+    """The volume at each path."""
+    [container] = pod["spec"]["containers"]
+    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+    return {one["mountPath"]: volumes.get(one["name"], {"claim": one["name"]}) for one in container["volumeMounts"]}
+
+
+# ---------------------------------------------------------------------- every pod
+
+
 @every_pod
 def test_pod_security_is_restricted(overlay: str, name: str, pod: Object) -> None:
     """https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted"""
     spec = pod["spec"]
-    assert spec["securityContext"]["runAsNonRoot"] is True
-    assert spec["securityContext"]["runAsUser"] == 10001  # the image's
-    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+    own = spec["securityContext"]
+    assert own["runAsNonRoot"] is True
+    assert {own["runAsUser"], own["runAsGroup"], own["fsGroup"]} == {10001}  # the image's
+    assert own["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not {"hostNetwork", "hostPID", "hostIPC", "hostAliases", "ephemeralContainers"} & spec.keys()
     for container in [*spec["containers"], *spec.get("initContainers", [])]:
         context = container["securityContext"]
         assert context["allowPrivilegeEscalation"] is False
         assert context["readOnlyRootFilesystem"] is True
         assert context["capabilities"] == {"drop": ["ALL"]}
+        assert not context.keys() & {"privileged", "runAsUser", "procMount", "seccompProfile"}
+        assert not any("hostPort" in port for port in container["ports"])
     for volume in spec["volumes"]:
         assert volume.keys() & {"secret", "emptyDir", "persistentVolumeClaim", "configMap"}, volume
+
+
+@every_pod
+def test_nothing_talks_to_the_api_server_or_gets_variables_of_services(overlay: str, name: str, pod: Object) -> None:
+    [account] = of_kind(overlay, "ServiceAccount")
+    assert account["automountServiceAccountToken"] is False
+    assert pod["spec"]["serviceAccountName"] == account["metadata"]["name"]
+    assert pod["spec"]["automountServiceAccountToken"] is False
+    assert pod["spec"]["enableServiceLinks"] is False  # a service `gradpost-x` would set GRADPOST_X_PORT
+
+
+@every_pod
+def test_every_container_says_what_it_needs(overlay: str, name: str, pod: Object) -> None:
+    [container] = pod["spec"]["containers"]
+    assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
+    assert "memory" in container["resources"]["limits"]
+    assert all("sizeLimit" in volume["emptyDir"] for volume in pod["spec"]["volumes"] if "emptyDir" in volume)
+    assert re.fullmatch(r"gradpost:(cpu|cuda)", container["image"])
+
+
+@every_pod
+def test_tokens_and_keys_are_files_of_secrets_by_name(overlay: str, name: str, pod: Object) -> None:
+    [container] = pod["spec"]["containers"]
+    assert all("secretKeyRef" not in str(value) for value in variables(of_kind(overlay, "ConfigMap"), pod).values())
+    assert "secretRef" not in str(container["envFrom"])
+    assert not {"--insecure", "--token"} & {*container["args"]}
+    for volume in pod["spec"]["volumes"]:
+        assert volume.get("secret", {"defaultMode": 0o400})["defaultMode"] == 0o400
+        assert not volume.get("secret", {}).get("optional", False)
+    there = mounts(pod)
+    tokens = there[TOKENS]["secret"]
+    assert tokens["secretName"] == "gradpost-tokens"
+    given = {item["key"] for item in tokens.get("items", [])}
+    assert given == ({"train", "read"} if name == "trainer" else set())  # services need all
+    if certificates(overlay):
+        assert there[TLS]["secret"]["secretName"] == f"{name}-tls"
+        assert f"{name}-tls" in certificates(overlay)
+    read_only = {one["mountPath"] for one in container["volumeMounts"] if one.get("readOnly")}
+    assert {path for path, volume in there.items() if "secret" in volume} == read_only
+
+
+@every_pod
+def test_settings_are_taken_and_name_what_is_mounted(
+    overlay: str, name: str, pod: Object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    environ = environment_of(overlay, pod)
+    check_environment(environ)
+    assert "GRADPOST_INSECURE" not in environ
+    paths = {key: value for key, value in environ.items() if value.startswith("/")}
+    for path in paths.values():
+        assert path in (STATE, TOKENS) or path.rpartition("/")[0] in mounts(pod)
+        if path.startswith(TLS):
+            assert path.removeprefix(f"{TLS}/") in ("tls.crt", "tls.key", "ca.crt")  # as cert-manager calls them
+    for key, value in environ.items():
+        if value.startswith(TLS):
+            value = str(tmp_path / value.rpartition("/")[2])
+            Path(value).touch()
+        monkeypatch.setenv(key, value)
+    settings = SERVICES.get(name, TrainerSettings)()
+    assert str(settings.tokens_dir) == TOKENS
+    [container] = pod["spec"]["containers"]
+    [port] = container["ports"]
+    if name == "trainer":
+        assert (settings.metrics_port, settings.metrics_host) == (port["containerPort"], "0.0.0.0")
+        assert (settings.rank, settings.world_size, str(settings.token_file)) == (1, 2, f"{TOKENS}/train")
+    else:
+        assert (settings.port, settings.host) == (port["containerPort"], "0.0.0.0")
+        assert str(settings.state_dir) == STATE
+        assert mounts(pod)[STATE].keys() & {"persistentVolumeClaim", "claim"}
+
+
+@every_pod
+def test_services_are_probed_and_trainers_are_not(overlay: str, name: str, pod: Object) -> None:
+    [container] = pod["spec"]["containers"]
+    probes = {key: value for key, value in container.items() if key.endswith("Probe")}
+    if name == "trainer":
+        assert not probes  # one that waits for others lives
+        return
+    [port] = container["ports"]
+    paths = {"startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"}
+    assert probes.keys() == paths.keys()
+    for kind, path in paths.items():
+        if certificates(overlay):  # which a kubelet has none of
+            url = f"https://localhost:{port['containerPort']}{path}"
+            assert probes[kind]["exec"]["command"] == ["python3", "-P", "-m", "services.runtime.probe", url]
+        else:
+            assert probes[kind]["httpGet"] == {"path": path, "port": port["name"]}
+        assert probes[kind]["timeoutSeconds"] >= 5
+    startup = probes["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] > TOKEN_WAIT_SECONDS + 30
+
+
+@every_pod
+def test_there_is_time_to_stop(overlay: str, name: str, pod: Object) -> None:
+    grace = GRACE_SECONDS + 1
+    needed = {"pserver": grace + LAST_CHECKPOINT_SECONDS + GOODBYE_SECONDS, "coordinator": grace, "trainer": 0}[name]
+    assert pod["spec"]["terminationGracePeriodSeconds"] > needed + 10
+    assert pod["spec"].get("shareProcessNamespace", False) is (name == "trainer")  # SIGTERM ends no process 1
+
+
+@every_pod
+def test_who_is_many_is_spread(overlay: str, name: str, pod: Object) -> None:
+    if name != "coordinator":
+        [spread] = pod["spec"]["topologySpreadConstraints"]
+        assert spread["labelSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        assert spread["whenUnsatisfiable"] == "ScheduleAnyway"  # a laptop has one node
+
+
+# ---------------------------------------------------------------------- every overlay
 
 
 @every_overlay
@@ -42,102 +178,55 @@ def test_the_namespace_enforces_it(overlay: str) -> None:
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
 
 
-@every_pod
-def test_nothing_talks_to_the_api_server_or_gets_variables_of_services(overlay: str, name: str, pod: Object) -> None:
-    assert pod["spec"]["automountServiceAccountToken"] is False
-    assert pod["spec"]["enableServiceLinks"] is False  # a service `gradpost-x` would set GRADPOST_X_PORT
+@every_overlay
+def test_there_is_no_secret_in_it(overlay: str) -> None:
+    assert not of_kind(overlay, "Secret")
+    assert not re.search(r"BEGIN [A-Z ]*PRIVATE KEY|BEGIN CERTIFICATE", str(render(overlay)))
 
 
-@every_pod
-def test_every_container_asks_for_what_it_needs_and_is_probed(overlay: str, name: str, pod: Object) -> None:
-    [container] = pod["spec"]["containers"]
-    assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
-    assert "memory" in container["resources"]["limits"]
-    probes = {"startupProbe", "livenessProbe", "readinessProbe"}
-    assert container.keys() & probes == (probes if name in ROLES else set())
-    ports = {port["name"] for port in container["ports"]}
-    for probe in container.keys() & probes:
-        [how] = [container[probe][key] for key in ("httpGet", "tcpSocket") if key in container[probe]]
-        assert how["port"] in ports
-        assert container[probe].get("httpGet", {}).get("path", "/healthz") in ("/healthz", "/readyz")
-
-
-@every_pod
-def test_images_are_tagged_and_no_secret_is_in_the_environment(overlay: str, name: str, pod: Object) -> None:
-    [container] = pod["spec"]["containers"]
-    assert container["image"].startswith("gradpost:")
-    for value in environment(overlay, pod).values():
-        assert not isinstance(value, dict) or "secretKeyRef" not in value
-    assert "--insecure" not in container["args"]
-    for volume in pod["spec"]["volumes"]:
-        assert volume.get("secret", {"defaultMode": 0o400})["defaultMode"] == 0o400
-
-
-@every_pod
-def test_every_variable_is_one_that_gradpost_knows(overlay: str, name: str, pod: Object) -> None:
-    variables = environment(overlay, pod)
-    check_environment(variables)
-    assert "GRADPOST_INSECURE" not in variables
-
-
-@every_pod
-def test_services_take_their_environment(
-    overlay: str, name: str, pod: Object, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    if name not in ROLES:
-        return
-    files = tmp_path_factory.mktemp("tls")
-    for variable, value in environment(overlay, pod).items():
-        if isinstance(value, dict):
-            value = "1"  # the index of a pod
-        if str(value).startswith("/etc/gradpost/tls/"):
-            path = files / str(value).rpartition("/")[2]
-            path.touch()
-            value = str(path)
-        monkeypatch.setenv(variable, value)
-    settings = ROLES[name](tokens_dir=files)
-    [container] = pod["spec"]["containers"]
-    [port] = container["ports"]
-    assert settings.port == port["containerPort"]
-    assert settings.host == "0.0.0.0"
+def test_rendering_reads_manifests_only() -> None:
+    for path in KUBERNETES.rglob("*"):
+        assert path.is_dir() or path.suffix == ".yaml", path
+        if path.name == "kustomization.yaml":
+            assert not re.search(r"Generator|https?://github|^helm", path.read_text(), re.MULTILINE)
 
 
 @every_overlay
 def test_numbers_agree(overlay: str) -> None:
     [settings] = of_kind(overlay, "ConfigMap")
     [pservers] = of_kind(overlay, "StatefulSet")
-    [trainers] = of_kind(overlay, "Job")
     assert settings["data"]["GRADPOST_NUM_PSERVERS"] == str(pservers["spec"]["replicas"])
-    assert settings["data"]["GRADPOST_NUM_TRAINERS"] == str(trainers["spec"]["completions"])
-    assert trainers["spec"]["parallelism"] == trainers["spec"]["completions"]
+    wanted = settings["data"]["GRADPOST_NUM_TRAINERS"]
+    assert {one["spec"]["trainer"]["numNodes"] for one in of_kind(overlay, "TrainJob")} <= {int(wanted)}
+    assert {one["spec"]["mlPolicy"]["numNodes"] for one in of_kind(overlay, "TrainingRuntime")} <= {int(wanted)}
+    for job in of_kind(overlay, "Job"):
+        assert {job["spec"]["completions"], job["spec"]["parallelism"]} == {int(wanted)}
     [pod] = [pod for name, pod in pods(overlay) if name == "trainer"]
-    assert environment(overlay, pod)["WORLD_SIZE"] == str(trainers["spec"]["completions"])
+    environ = environment_of(overlay, pod)
+    assert environ.get("WORLD_SIZE", environ.get("PET_NNODES")) == wanted
 
 
 @every_overlay
-def test_services_find_their_pods_and_name_their_protocol(overlay: str) -> None:
-    labels = {name: pod["metadata"]["labels"] for name, pod in pods(overlay)}
-    ports = {name: {port["name"] for port in pod["spec"]["containers"][0]["ports"]} for name, pod in pods(overlay)}
-    for service in of_kind(overlay, "Service"):
-        name = service["metadata"]["name"]
-        assert service["spec"]["selector"].items() <= labels[name].items()
-        [port] = service["spec"]["ports"]
-        assert port["targetPort"] in ports[name]
-        assert port["appProtocol"] == ("https" if overlay == "overlays/mutual-tls" else "kubernetes.io/h2c")
-    [pservers] = of_kind(overlay, "StatefulSet")
-    headless = [s["metadata"]["name"] for s in of_kind(overlay, "Service") if s["spec"].get("clusterIP") == "None"]
-    assert headless == [pservers["spec"]["serviceName"]]
+def test_a_rank_has_one_life_at_a_time_and_comes_back(overlay: str) -> None:
+    specs = [job["spec"] for job in of_kind(overlay, "Job")] + [
+        {**one["template"]["spec"], "completionMode": "Indexed"}  # JobSet's default
+        for runtime in of_kind(overlay, "TrainingRuntime")
+        for one in runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    ]
+    [spec] = specs
+    assert spec["completionMode"] == "Indexed"
+    assert spec["podReplacementPolicy"] == "Failed"
+    assert spec["template"]["spec"]["restartPolicy"] == "OnFailure"
+    assert spec["backoffLimit"] > 10
 
 
 @every_overlay
-def test_the_network_is_closed_but_for_what_a_cluster_needs(overlay: str) -> None:
-    policies = {one["metadata"]["name"]: one["spec"] for one in of_kind(overlay, "NetworkPolicy")}
-    assert policies["deny-by-default"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
-    [port] = {port["port"] for rule in policies["dns"]["egress"] for port in rule["ports"]}
-    assert port == 53
-    served = {s["spec"]["ports"][0]["port"] for s in of_kind(overlay, "Service")}
-    for rules in (policies["cluster"]["ingress"], policies["cluster"]["egress"]):
-        assert {port["port"] for rule in rules for port in rule["ports"]} == served
+def test_one_coordinator_at_a_time_has_its_volume(overlay: str) -> None:
+    [coordinator] = of_kind(overlay, "Deployment")
+    assert (coordinator["spec"]["replicas"], coordinator["spec"]["strategy"]) == (1, {"type": "Recreate"})
+    [claim] = of_kind(overlay, "PersistentVolumeClaim")
+    used = mounts(coordinator["spec"]["template"])[STATE]["persistentVolumeClaim"]["claimName"]
+    assert used == claim["metadata"]["name"]
 
 
 @every_overlay
@@ -145,18 +234,10 @@ def test_pservers_are_disturbed_one_at_a_time_and_keep_their_disks(overlay: str)
     [budget] = of_kind(overlay, "PodDisruptionBudget")
     [pservers] = of_kind(overlay, "StatefulSet")
     assert budget["spec"]["maxUnavailable"] == 1
-    assert (
-        budget["spec"]["selector"]["matchLabels"].items() <= pservers["spec"]["template"]["metadata"]["labels"].items()
-    )
+    assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    template = pservers["spec"]["template"]
+    assert budget["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
     [claim] = pservers["spec"]["volumeClaimTemplates"]
-    [container] = pservers["spec"]["template"]["spec"]["containers"]
-    assert claim["metadata"]["name"] in {mount["name"] for mount in container["volumeMounts"]}
-
-
-@every_overlay
-def test_who_is_many_is_spread(overlay: str) -> None:
-    for name, pod in pods(overlay):
-        if name != "coordinator":
-            [spread] = pod["spec"]["topologySpreadConstraints"]
-            assert spread["labelSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
-    assert render(overlay)
+    assert mounts(template)[STATE] == {"claim": claim["metadata"]["name"]}
+    assert pservers["spec"]["podManagementPolicy"] == "Parallel"  # no one waits for another to be ready
+    assert "persistentVolumeClaimRetentionPolicy" not in pservers["spec"]  # which is to retain

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from kubernetes_validate.utils import all_versions, major_minor, validate
 
@@ -12,9 +14,9 @@ VERSIONS = sorted({major_minor(version) for version in all_versions() if int(ver
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_object_fits_its_schema(overlay: str, version: str) -> None:
-    for one in render(overlay):
+def test_every_object_fits_its_schema(version: str) -> None:
+    different = {json.dumps(one): one for overlay in OVERLAYS for one in render(overlay)}
+    for one in different.values():
         if one["apiVersion"] in CORE_GROUPS:
             validate(one, version, strict=True)
 
@@ -27,6 +29,8 @@ def test_what_has_no_schema_here_is_known() -> None:
         ("monitoring.coreos.com/v1", "PodMonitor"),
         ("monitoring.coreos.com/v1", "PrometheusRule"),
         ("monitoring.coreos.com/v1", "ServiceMonitor"),
+        ("trainer.kubeflow.org/v1alpha1", "TrainJob"),  # see test_trainjob.py
+        ("trainer.kubeflow.org/v1alpha1", "TrainingRuntime"),
     }
 
 

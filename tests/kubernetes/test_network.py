@@ -1,0 +1,153 @@
+"""Who finds whom, who may connect to whom, and who is scraped, in every overlay."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+import pytest
+
+from .network import Place, allowed, place_of, selects
+from .rendering import OVERLAYS, Object, environment, of_kind, pods
+
+NAMESPACE = "gradpost"
+CALLS = {("pserver", "coordinator"), ("trainer", "coordinator"), ("coordinator", "pserver"), ("trainer", "pserver")}
+FIELDS = {
+    "metadata.name": "pserver-1",
+    "metadata.namespace": NAMESPACE,
+    "metadata.labels['apps.kubernetes.io/pod-index']": "1",
+    "metadata.annotations['batch.kubernetes.io/job-completion-index']": "1",
+}
+PROMETHEUS = Place({"app.kubernetes.io/name": "prometheus"}, "monitoring")
+DNS = Place({"k8s-app": "kube-dns"}, "kube-system", {"dns": ("UDP", 53), "dns-tcp": ("TCP", 53)})
+every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
+
+
+def places(overlay: str) -> dict[str, Place]:
+    return {name: place_of(pod, NAMESPACE) for name, pod in pods(overlay)}
+
+
+def certificates(overlay: str) -> dict[str, list[str]]:
+    """The names in each, by their Secret."""
+    found = of_kind(overlay, "Certificate")
+    return {one["spec"]["secretName"]: one["spec"].get("dnsNames", []) for one in found}
+
+
+def goes_by(names: list[str], host: str) -> bool:
+    """As OpenSSL compares, which takes a wildcard only with two labels behind it."""
+    _, _, rest = host.partition(".")
+    return host in names or ("." in rest and f"*.{rest}" in names)
+
+
+@every_overlay
+def test_the_network_is_closed_but_for_what_a_cluster_needs(overlay: str) -> None:
+    policies = of_kind(overlay, "NetworkPolicy")
+    roles = places(overlay)
+    trainer = roles["trainer"]
+    others = {
+        "prometheus": PROMETHEUS,
+        "dns": DNS,
+        "stranger": Place({}, NAMESPACE, {"http": ("TCP", 8080)}),
+        "trainer elsewhere": Place(trainer.labels, "default", trainer.ports),
+        "prometheus elsewhere": Place(PROMETHEUS.labels, "default"),
+    }
+    everybody = {**roles, **others}
+    is_monitored = bool(of_kind(overlay, "ServiceMonitor"))
+    for source in everybody:
+        for target in everybody:
+            if not {source, target} & (roles.keys() | {"stranger"}):
+                continue  # it does not concern this namespace
+            expected = set()
+            if (source, target) in CALLS or (source == "prometheus" and target in roles and is_monitored):
+                expected = set(everybody[target].ports.values())
+            if target == "dns":
+                expected = set(DNS.ports.values())
+            assert allowed(policies, everybody[source], everybody[target]) == expected, (source, target)
+
+
+@every_overlay
+def test_services_find_their_pods_and_name_their_protocol(overlay: str) -> None:
+    scheme = "https" if certificates(overlay) else "http"
+    for service in of_kind(overlay, "Service"):
+        place = places(overlay)[service["metadata"]["name"]]
+        assert selects({"matchLabels": service["spec"]["selector"]}, place.labels)
+        [port] = service["spec"]["ports"]
+        assert place.ports[port["targetPort"]] == ("TCP", port["port"])
+        # With TLS the two agree on HTTP/2 in the handshake, which https means; without, it has to be known.
+        assert port["appProtocol"] == {"http": "kubernetes.io/h2c", "https": "https"}[scheme]
+    [pservers] = of_kind(overlay, "StatefulSet")
+    [headless] = [one for one in of_kind(overlay, "Service") if one["spec"].get("clusterIP") == "None"]
+    assert headless["metadata"]["name"] == pservers["spec"]["serviceName"]
+    assert headless["spec"]["publishNotReadyAddresses"] is True  # it is installed before it is ready
+
+
+@every_overlay
+def test_addresses_are_names_of_services_for_which_there_are_certificates(overlay: str) -> None:
+    scheme = "https" if certificates(overlay) else "http"
+    ports = {one["metadata"]["name"]: one["spec"]["ports"][0]["port"] for one in of_kind(overlay, "Service")}
+    for name, pod in pods(overlay):
+        variables = environment(of_kind(overlay, "ConfigMap"), pod, FIELDS)
+        assert "$(" not in str(variables)
+        coordinator = urlsplit(variables["GRADPOST_COORDINATOR"])
+        assert (coordinator.scheme, coordinator.hostname, coordinator.port) == (
+            scheme,
+            "coordinator",
+            ports["coordinator"],
+        )
+        if name == "coordinator":
+            allowed_hosts = variables["GRADPOST_ALLOWED_HOSTS"].split(",")
+            assert allowed_hosts == [
+                f"coordinator.{NAMESPACE}{suffix}" for suffix in ("", ".svc", ".svc.cluster.local")
+            ]
+        if name == "pserver":
+            own = urlsplit(variables["GRADPOST_ADVERTISE_ADDRESS"])
+            assert (own.scheme, own.hostname, own.port) == (scheme, "pserver-1.pserver.gradpost.svc", ports["pserver"])
+    if scheme == "https":
+        names = certificates(overlay)
+        assert goes_by(names["coordinator-tls"], "coordinator")
+        assert goes_by(names["pserver-tls"], "pserver-1.pserver.gradpost.svc")
+        assert all(goes_by(names[secret], "localhost") for secret in ("coordinator-tls", "pserver-tls"))
+
+
+def monitors(overlay: str) -> list[tuple[Object, Object]]:
+    """Each with its only endpoint."""
+    found = []
+    for one in of_kind(overlay, "ServiceMonitor", "PodMonitor"):
+        [endpoint] = one["spec"]["endpoints" if one["kind"] == "ServiceMonitor" else "podMetricsEndpoints"]
+        found.append((one, endpoint))
+    return found
+
+
+@every_overlay
+def test_everybody_is_scraped_with_a_token_and_the_labels_of_our_service_discovery(overlay: str) -> None:
+    if not monitors(overlay):
+        return
+    scraped = {}
+    for monitor, endpoint in monitors(overlay):
+        assert endpoint["authorization"] == {
+            "type": "Bearer",
+            "credentials": {"name": "gradpost-tokens", "key": "read"},
+        }
+        behind = of_kind(overlay, "Service") if monitor["kind"] == "ServiceMonitor" else [
+            {"metadata": {"name": name, **pod["metadata"]}} for name, pod in pods(overlay)
+        ]  # fmt: skip
+        for one in behind:
+            if selects(monitor["spec"]["selector"], one["metadata"]["labels"]):
+                assert endpoint["port"] in places(overlay)[one["metadata"]["name"]].ports
+                scraped[one["metadata"]["name"]] = {rule["targetLabel"] for rule in endpoint["relabelings"]}
+    # Those of services/coordinator/targets.py; one that is empty, as for the coordinator, is none.
+    service = {"role", "pserver"}
+    assert scraped == {"coordinator": service, "pserver": service, "trainer": {"role", "trainer"}}
+
+
+@every_overlay
+def test_prometheus_shows_a_certificate_where_it_has_to(overlay: str) -> None:
+    names = certificates(overlay)
+    for _, endpoint in monitors(overlay):
+        assert endpoint.get("scheme", "http") == ("https" if names else "http")
+        if names:
+            tls = endpoint["tlsConfig"]
+            assert {tls["ca"]["secret"]["name"], tls["cert"]["secret"]["name"], tls["keySecret"]["name"]} == {
+                "prometheus-tls"
+            }
+            # It connects to addresses, which are in no certificate.
+            assert all(tls["serverName"] in names[f"{role}-tls"] for role in places(overlay))
