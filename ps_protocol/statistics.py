@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pydantic import Field
-
 from .messages import Message
 from .vocabulary import Round
 
@@ -148,24 +146,27 @@ class ValueHistogram(Message):
 
 
 class ParameterStatistics(Message):
-    """What people are shown of one parameter; all but the counts of NaN and infinities is of the finite elements."""
+    """What people are shown of one parameter; all but the counts of NaN and infinities is of the finite elements.
+
+    `version` is the round, in asynchronous modes contributions, of the pserver with the fewest; `norm` the square root
+    of the sum of squares; `deviation` that of the whole population; `update_ratio` the norm of the newest update over
+    that of the values before it, null if none was seen.
+    """
 
     run: str
     name: str
     shape: tuple[int, ...]
-    version: Round = Field(description="the round; in asynchronous modes contributions, of the pserver with the fewest")
+    version: Round
     num_elements: int
-    norm: float = Field(description="the square root of the sum of squares")
+    norm: float
     mean: float | None
-    deviation: float | None = Field(description="from the mean, of the whole population")
+    deviation: float | None
     minimum: float | None
     maximum: float | None
     num_nan: int
     num_infinite: int
     num_zero: int
-    update_ratio: float | None = Field(
-        description="norm of the newest update over that of the values before it; null if none was seen"
-    )
+    update_ratio: float | None
     histogram: ValueHistogram
 
 
