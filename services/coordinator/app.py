@@ -119,7 +119,7 @@ def make_coordinator_app(
     @app.get(routes.TARGETS, tags=["inspection"])
     async def targets() -> list[dict[str, Any]]:
         """All members for Prometheus' HTTP service discovery (`http_sd_configs`)."""
-        return describe_targets(coordinator)
+        return describe_targets(coordinator.cluster)
 
     add_inspection_routes(app, coordinator)
     add_administration_routes(app, coordinator)

@@ -8,15 +8,14 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import urlsplit
 
-from .coordinator import Coordinator
+from .cluster import Cluster
 
 
-def describe_targets(coordinator: Coordinator) -> list[dict[str, Any]]:
+def describe_targets(cluster: Cluster) -> list[dict[str, Any]]:
     """One target group for each pserver and trainer that serves `/metrics`, with its role and number as labels.
 
     The coordinator itself is not in it: whoever asks knows its address.
     """
-    cluster = coordinator.cluster
     groups = [
         _group(member.info.address, role="pserver", pserver=str(index))
         for index, member in sorted(cluster.registry.members.items())
@@ -31,4 +30,5 @@ def describe_targets(coordinator: Coordinator) -> list[dict[str, Any]]:
 
 def _group(address: str, **labels: str) -> dict[str, Any]:
     url = urlsplit(address)
-    return {"targets": [url.netloc], "labels": {"__scheme__": url.scheme, **labels}}
+    labels = {"__scheme__": url.scheme, "__metrics_path__": f"{url.path.rstrip('/')}/metrics", **labels}
+    return {"targets": [url.netloc], "labels": labels}

@@ -1,0 +1,65 @@
+"""What Prometheus' service discovery is told of each member."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.coordinator.cluster import Cluster
+from services.coordinator.targets import describe_targets
+
+from .support import LEASE, alive, beat, joining, leaving, make_cluster, model, registration
+
+
+def cluster_of(pservers: list[str], trainers: list[str | None]) -> Cluster:
+    cluster = make_cluster(num_trainers=len(trainers), num_pservers=len(pservers), on_trainer_loss="continue")
+    for index, address in enumerate(pservers):
+        cluster.register_pserver(registration(f"pserver {index}", index=index, address=address), 0)
+    for rank, metrics_address in enumerate(trainers):
+        answer = cluster.join_trainer(joining(f"trainer {rank}", rank=rank, metrics_address=metrics_address), 0)
+        cluster.run.declare(rank, model(answer.incarnation, answer.run))
+    assert cluster.start_run_if_complete()
+    cluster.run.installed(0)
+    cluster.members_installed()
+    return cluster
+
+
+def addresses(cluster: Cluster) -> list[str]:
+    return [target for group in describe_targets(cluster) for target in group["targets"]]
+
+
+def labels(address: str) -> dict[str, Any]:
+    [group] = describe_targets(cluster_of([address], [None]))
+    return {"target": group["targets"], **group["labels"]}
+
+
+def test_every_pserver_and_trainer_is_a_target_with_its_role_and_number():
+    cluster = cluster_of(["http://10.0.0.1:7071", "http://10.0.0.2:7071"], ["http://10.0.0.3:1", None])
+    plain = {"__scheme__": "http", "__metrics_path__": "/metrics"}
+    assert describe_targets(cluster) == [
+        {"targets": ["10.0.0.1:7071"], "labels": {**plain, "role": "pserver", "pserver": "0"}},
+        {"targets": ["10.0.0.2:7071"], "labels": {**plain, "role": "pserver", "pserver": "1"}},
+        {"targets": ["10.0.0.3:1"], "labels": {**plain, "role": "trainer", "trainer": "0"}},  # the other serves none
+    ]
+
+
+def test_an_address_is_told_as_prometheus_wants_it():
+    path = {"__metrics_path__": "/metrics", "role": "pserver", "pserver": "0"}
+    assert labels("https://ps.example:7071") == {"target": ["ps.example:7071"], "__scheme__": "https", **path}
+    assert labels("http://[::1]:7071") == {"target": ["[::1]:7071"], "__scheme__": "http", **path}
+    assert labels("https://[fe80::1]/")["target"] == ["[fe80::1]"]
+    # Behind a proxy, which tells services apart by a prefix.
+    behind = labels("https://proxy.example/pserver-0/")
+    assert (behind["target"], behind["__metrics_path__"]) == (["proxy.example"], "/pserver-0/metrics")
+
+
+def test_who_is_gone_is_no_target_any_more():
+    cluster = cluster_of(["http://a:1", "http://b:1"], ["http://c:1", "http://d:1", "http://e:1"])
+    assert addresses(cluster) == ["a:1", "b:1", "c:1", "d:1", "e:1"]
+    cluster.run.leave(0, leaving(), 1)
+    assert addresses(cluster) == ["a:1", "b:1", "d:1", "e:1"]
+
+    for now in (LEASE, LEASE + 2):  # pserver 1 and trainer 2 are silent
+        cluster.pserver_heartbeat(0, beat(), now)
+        cluster.run.heartbeat(1, alive(), now)
+    cluster.expire(LEASE + 2)
+    assert addresses(cluster) == ["a:1", "d:1"]
