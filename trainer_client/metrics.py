@@ -57,6 +57,9 @@ class TrainerMetrics:
         self.retries = Counter("gradpost_trainer_retries", "Tries after the first.", ["reason"], registry=registry)
         self.pushed_bytes = Counter("gradpost_trainer_pushed_bytes", "Bytes pushed.", registry=registry)
         self.pulled_bytes = Counter("gradpost_trainer_pulled_bytes", "Bytes pulled.", registry=registry)
+        self.reported = Gauge(
+            "gradpost_trainer_reported", "Numbers that the script reported.", ["name"], registry=registry
+        )
         self.loop_lag = self._histogram("gradpost_trainer_event_loop_lag_seconds", "How late the I/O loop ran a timer.")
 
     def _histogram(self, name: str, text: str, *labels: str) -> Histogram:

@@ -77,12 +77,14 @@ class Session:
     def report(self, **results: float) -> None:
         """Report numbers of the run, such as `loss` or `accuracy`; `gradpost up` and `status` show the latest.
 
-        Costs nothing: they travel with the next heartbeat. The lowest rank's word counts in the summary, whose line
-        leaves out `loss`, since that is progress and no result.
+        Costs nothing: they travel with the next heartbeat, and stand on the trainer's `/metrics`. The lowest rank's
+        word counts in the summary, whose line leaves out `loss`, since that is progress and no result.
         """
         if not self._is_open:
             raise RuntimeError("the session is closed; report before close(), or before the `with` block ends")
         update = {name: float(value) for name, value in results.items()}
+        for name, value in update.items():
+            self.client.metrics.reported.labels(name).set(value)
         self.io.loop.call_soon_threadsafe(self.client.membership.results.update, update)
 
     def summary(self) -> RunSummary:

@@ -45,7 +45,7 @@ class Page:
             for sample in family.samples:
                 self.values[sample.name, frozenset(sample.labels.items())] = sample.value
 
-    def value(self, name: str, **labels: str) -> float:
+    def value(self, name: str, /, **labels: str) -> float:
         return self.values[name, frozenset(labels.items())]
 
 
@@ -59,6 +59,7 @@ def pages(cluster: LocalCluster) -> Iterator[dict[str, Page]]:
         optimizer = RemoteOptimizer(torch.optim.SGD([("w", parameter)], lr=0.1), session=session)
         for _ in range(ROUNDS):
             optimizer.step()
+        session.report(loss=0.25)
         started.wait(60)
 
     with ExitStack() as sessions:
@@ -113,6 +114,7 @@ def test_they_count(pages: dict[str, Page]) -> None:
     assert trainer.value("gradpost_trainer_rounds_total") == trainer.value("gradpost_trainer_round") == ROUNDS
     assert trainer.value("gradpost_trainer_step_seconds_count") == ROUNDS
     assert trainer.value("gradpost_trainer_pulled_bytes_total") > (1 + ROUNDS) * 4 * ELEMENTS
+    assert trainer.value("gradpost_trainer_reported", name="loss") == 0.25
 
 
 def test_the_coordinator_knows_who_is_here(pages: dict[str, Page]) -> None:
