@@ -127,7 +127,9 @@ def _play(pipe: Connection, address: str, rank: int, plot: Plot) -> None:
             while optimizer.round < plot.steps:
                 time.sleep(0.01)  # to compute; and the pipe must not run full between two looks at it
                 optimizer.zero_grad()
-                model(torch.ones(3, 4)).sum().backward()
+                loss = model(torch.ones(3, 4)).sum()
+                loss.backward()
+                session.report(loss=loss.item())
                 optimizer.step()
                 report("round", optimizer.round)
                 if optimizer.round == plot.hangs_after:

@@ -1,0 +1,94 @@
+"""A real Prometheus with the configuration that we ship."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import yaml
+
+from trainer_client.testing.guardian import Guardian
+from trainer_client.testing.processes import Child
+
+from .configuration import CONFIGURATION, RULES
+
+SCRAPE_SECONDS = 1.0
+READY = "Server is ready to receive web requests"
+TOKENS = "/var/lib/gradpost/tokens"  # as in a container
+COORDINATOR = "coordinator:7070"
+
+Series = tuple[dict[str, str], float]  # labels, value
+
+
+class Prometheus:
+    """Scrapes a cluster; `folder` is for its data. Only addresses, paths and intervals differ from what we ship."""
+
+    def __init__(self, coordinator: str, tokens: Path, folder: Path) -> None:
+        _configure(coordinator, tokens, folder)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        self._guardian = Guardian()
+        self._ready = threading.Event()
+        self.output: list[str] = []
+        files = (f"--config.file={folder / CONFIGURATION.name}", f"--storage.tsdb.path={folder / 'data'}")
+        self._child = Child(
+            "prometheus",
+            [shutil.which("prometheus") or "prometheus", *files, f"--web.listen-address={address}"],
+            env=os.environ,
+            on_line=self._line,
+            guardian=self._guardian,
+        )
+        self._http = httpx.Client(base_url=f"http://{address}/api/v1/")
+
+    def __enter__(self) -> Prometheus:
+        assert self._ready.wait(30), "\n".join(self.output)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._http.close()
+        self._child.stop()
+        self._guardian.close()
+
+    def _line(self, _: str, line: str) -> None:
+        self.output.append(line)
+        if READY in line:
+            self._ready.set()
+
+    def get(self, path: str, **params: str) -> Any:
+        """The data of an answer of the API; fails with Prometheus' words where it refuses."""
+        answer = self._http.get(path, params=params).json()
+        assert answer["status"] == "success", answer
+        return answer["data"]
+
+    def ask(self, query: str) -> list[Series]:
+        """What a query returns just now."""
+        data = self.get("query", query=query)
+        assert data["resultType"] == "vector", query
+        return [(one["metric"], float(one["value"][1])) for one in data["result"]]
+
+    def targets(self) -> list[dict[str, Any]]:
+        """Who is scraped."""
+        return self.get("targets", state="active")["activeTargets"]  # type: ignore[no-any-return]
+
+
+def _configure(coordinator: str, tokens: Path, folder: Path) -> None:
+    text = CONFIGURATION.read_text()
+    assert TOKENS in text
+    assert COORDINATOR in text
+    text = text.replace(TOKENS, str(tokens)).replace(COORDINATOR, urlsplit(coordinator).netloc)
+    configuration = yaml.safe_load(text)
+    configuration["global"]["scrape_interval"] = f"{SCRAPE_SECONDS:g}s"
+    (folder / CONFIGURATION.name).write_text(yaml.safe_dump(configuration))
+    rules = yaml.safe_load(RULES.read_text())
+    for group in rules["groups"]:
+        group["interval"] = f"{SCRAPE_SECONDS:g}s"
+    (folder / RULES.name).write_text(yaml.safe_dump(rules))

@@ -1,0 +1,109 @@
+"""Grafana's dashboard, as far as it can be seen without a Prometheus; test_live.py asks one."""
+
+from __future__ import annotations
+
+import configparser
+import itertools
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.docs.markdown import codes, read, tables
+
+from .configuration import CONFIGURATION, DASHBOARD, GRAFANA, Query, dashboard, queries, rules
+
+QUERIES = [*queries()]
+HISTOGRAM_ENDINGS = ("_bucket", "_sum", "_count")
+
+
+def documented() -> set[str]:
+    names = set()
+    for table in tables(read("metrics.md")):
+        for row in table:
+            [name] = codes(row["metric"])
+            names |= {name + ending for ending in HISTOGRAM_ENDINGS} if row["type"] == "histogram" else {name}
+    return names
+
+
+@pytest.mark.parametrize(
+    "expr", [*(query.expr for query in QUERIES), *(rule["expr"] for rule in rules("record").values())]
+)
+def test_queries_ask_for_what_there_is(expr: str) -> None:
+    """docs/metrics.md is held against the code by tests/docs."""
+    names = set(re.findall(r"\b(?:gradpost|process|python)_\w+", expr))
+    assert names <= documented()
+    recorded = set(re.findall(r"\bgradpost:[\w:]+", expr))
+    assert recorded <= rules("record").keys()
+    assert names | recorded
+
+
+def test_every_recording_rule_is_shown_or_alerted_on() -> None:
+    used = " ".join([*(query.expr for query in QUERIES), *(rule["expr"] for rule in rules("alert").values())])
+    assert [name for name in rules("record") if name not in used] == []
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=str)
+def test_windows_follow_the_zoom(query: Query) -> None:
+    """Grafana makes `$__rate_interval` long enough for the scrape interval, and for each point of the screen."""
+    assert set(re.findall(r"\[(.*?)\]", query.expr)) <= {"$__rate_interval"}
+
+
+def test_panels_are_laid_out() -> None:
+    panels = dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        cells = set(
+            itertools.product(range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"]))
+        )
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+def test_panels_ask_the_data_source_that_is_chosen_and_say_their_unit() -> None:
+    [variable] = dashboard()["templating"]["list"]
+    assert (variable["type"], variable["query"]) == ("datasource", "prometheus")
+    for panel in dashboard()["panels"]:
+        if panel["type"] != "row":
+            assert panel["datasource"] == {"type": "prometheus", "uid": f"${{{variable['name']}}}"}
+            assert panel["fieldConfig"]["defaults"]["unit"]
+            references = [target["refId"] for target in panel["targets"]]
+            assert len({*references}) == len(references)
+
+
+def provisioned(kind: str) -> dict[str, Any]:
+    [file] = (GRAFANA / "provisioning" / kind).iterdir()
+    [only] = yaml.safe_load(file.read_text())["providers" if kind == "dashboards" else kind]
+    return only  # type: ignore[no-any-return]
+
+
+def test_grafana_finds_prometheus_and_the_dashboard() -> None:
+    source = provisioned("datasources")
+    assert (source["type"], source["url"], source["isDefault"]) == ("prometheus", "http://prometheus:9090", True)
+    scraped = yaml.safe_load(CONFIGURATION.read_text())["global"]["scrape_interval"]
+    assert source["jsonData"]["timeInterval"] == scraped
+    # docker-compose.yml mounts it there (tests/containers).
+    assert provisioned("dashboards")["options"]["path"] == "/etc/grafana/dashboards"
+    assert settings()["dashboards"]["default_home_dashboard_path"] == f"/etc/grafana/dashboards/{DASHBOARD.name}"
+
+
+def settings() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read_string((GRAFANA / "grafana.ini").read_text())
+    return parser
+
+
+def test_grafana_has_no_password_and_nobody_who_could_change_anything() -> None:
+    found = settings()
+    assert found.getboolean(
+        "security", "disable_initial_admin_creation"
+    )  # else there is admin, whose password is admin
+    assert found.getboolean("auth", "disable_login_form")
+    assert not found.getboolean("auth.basic", "enabled")
+    assert found.getboolean("auth.anonymous", "enabled")
+    assert found["auth.anonymous"]["org_role"] == "Viewer"
+    assert not [key for section in found.values() for key in section if re.search("password|secret|token", key)]
