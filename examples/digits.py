@@ -28,11 +28,17 @@ def make_model() -> nn.Sequential:
     )
 
 
-def load_data() -> tuple[TensorDataset, TensorDataset]:
+def choose_device(rank: int) -> torch.device:
+    """One GPU for each trainer of this machine, as far as there are any."""
+    return torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def load_data(device: torch.device) -> tuple[TensorDataset, TensorDataset]:
     """1,437 images of 8x8 pixels to train on and 360 that are held out; the same split everywhere."""
     images, labels = load_digits(return_X_y=True)
     inputs = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
     parts = train_test_split(inputs, torch.tensor(labels), test_size=0.2, random_state=0, stratify=labels)
+    parts = [part.to(device) for part in parts]
     return TensorDataset(parts[0], parts[2]), TensorDataset(parts[1], parts[3])
 
 
@@ -54,11 +60,12 @@ def main() -> None:
     torch.set_num_threads(1)  # several trainers share this machine
     session = connect()  # (1) rank and world size; waits for its place in the run
     torch.manual_seed(options.seed)
-    train, held_out = load_data()
+    device = choose_device(session.rank)
+    train, held_out = load_data(device)
     sampler = DistributedSampler(train, session.world_size, session.rank, seed=options.seed)  # (2) its part of the data
     loader = DataLoader(train, options.batch_size, sampler=sampler)
 
-    model = make_model()
+    model = make_model().to(device)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=options.lr, weight_decay=0.01)
     optimizer = RemoteOptimizer(optimizer, model=model)  # (3) step() happens on the pservers
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.epochs * len(loader))

@@ -1,0 +1,137 @@
+"""docker-compose.yml and the Dockerfile keep to their rules, whatever tool reads them; nothing is started."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ps_protocol.environment import KNOWN_VARIABLES
+
+from .conftest import ROOT
+
+COMPOSE = ROOT / "docker-compose.yml"
+DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
+FILE: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())
+SERVICES: dict[str, dict[str, Any]] = FILE["services"]
+BUILT = {service["image"]: service["build"] for service in SERVICES.values() if "build" in service}
+
+for_each_service = pytest.mark.parametrize("name", SERVICES)
+
+
+def stages() -> dict[str, str]:
+    """The stages of the Dockerfile, by name."""
+    parts = re.split(r"^FROM \S+ AS (\S+)\n", DOCKERFILE.read_text(), flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def test_it_fits_the_specification() -> None:
+    """That of Docker Compose v2, as the validator holds it."""
+    command = [sys.executable, "-P", "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(COMPOSE)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@for_each_service
+def test_a_service_may_do_no_more_than_it_needs(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["init"] is True
+    assert service.get("network_mode", "none") == "none"
+    widening = {"cap_add", "privileged", "devices", "pid", "ipc", "userns_mode", "group_add", "volumes_from"}
+    assert not widening & service.keys()
+    if name != "tokens":  # it alone writes them
+        assert all(volume.endswith(":ro") for volume in service.get("volumes", []) if volume.startswith("tokens:"))
+
+
+@for_each_service
+def test_nobody_is_root(name: str) -> None:
+    service = SERVICES[name]
+    if service["image"] in {"gradpost", *BUILT}:
+        assert "user" not in service
+        assert re.search(r"^USER gradpost$", stages()[BUILT[service["image"]]["target"]], re.MULTILINE)
+    else:
+        assert re.match(r"[1-9]", service["user"])
+
+
+@for_each_service
+def test_ports_are_this_machines_alone(name: str) -> None:
+    assert all(re.fullmatch(r"127\.0\.0\.1:\d+:\d+", port) for port in SERVICES[name].get("ports", []))
+
+
+@for_each_service
+def test_the_environment_holds_settings_and_no_secret(name: str) -> None:
+    environment = SERVICES[name].get("environment", {})
+    assert environment.keys() <= KNOWN_VARIABLES
+    assert not [key for key in environment if re.search("TOKEN|SECRET|PASSWORD|KEY|INSECURE", key)]
+    assert "env_file" not in SERVICES[name]
+
+
+@for_each_service
+def test_images_are_ours_or_have_a_tag(name: str) -> None:
+    image = SERVICES[name]["image"]
+    assert image in BUILT or re.fullmatch(r"[a-z./-]+:\d+\.\d+\.\d+", image)
+    assert image in BUILT or SERVICES[name]["profiles"], "without a profile nothing else is pulled"
+
+
+def test_every_image_is_built_once() -> None:
+    assert len(BUILT) == len([service for service in SERVICES.values() if "build" in service])
+    assert all(build["target"] in stages() for build in BUILT.values())
+
+
+def test_whatever_is_mounted_is_there() -> None:
+    mounts = [volume.split(":") for service in SERVICES.values() for volume in service.get("volumes", [])]
+    folders = [mount for mount in mounts if mount[0].startswith(".")]
+    assert folders
+    for source, _, mode in folders:
+        assert (ROOT / source).exists()
+        assert mode == "ro"
+    assert {mount[0] for mount in mounts} - {mount[0] for mount in folders} == FILE["volumes"].keys()
+
+
+def test_grafana_finds_its_files_where_they_are_mounted() -> None:
+    targets = [volume.split(":")[1] for volume in SERVICES["grafana"]["volumes"]]
+    folder = ROOT / "deploy" / "grafana"
+    shipped = [
+        "grafana.ini",
+        "dashboards",
+        *(f"provisioning/{path.name}" for path in (folder / "provisioning").iterdir()),
+    ]
+    assert sorted(targets) == sorted([*(f"/etc/grafana/{name}" for name in shipped), "/var/lib/grafana"])
+
+
+def test_base_images_are_named_by_tag() -> None:
+    names = re.findall(r"^FROM (\S+)", DOCKERFILE.read_text(), re.MULTILINE)
+    assert len(names) == len(stages())
+    assert all(re.fullmatch(r"[a-z]+:[\w.-]+", name) for name in names)  # no digest, no variable
+
+
+@pytest.mark.parametrize(
+    "path",
+    [COMPOSE, *(path for path in (ROOT / "deploy").rglob("*") if path.is_file())],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_nothing_that_is_shipped_opens_a_cluster(path: Path) -> None:
+    assert "insecure" not in path.read_text().lower()
+
+
+@pytest.mark.parametrize("name", ["trainer", "gpu-trainer"])
+def test_a_run_waits_for_as_many_trainers_as_are_started(name: str) -> None:
+    assert SERVICES[name]["scale"] == SERVICES["coordinator"]["environment"]["GRADPOST_NUM_TRAINERS"]
+
+
+def test_gpu_trainers_have_a_gpu_and_torch_for_it() -> None:
+    trainer, other = SERVICES["gpu-trainer"], SERVICES["trainer"]
+    [device] = trainer["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+    assert device["count"] == "all"  # a number gives the first ones to every container
+    assert trainer["build"]["args"]["TORCH_INDEX"] == ""
+    own = {"profiles", "image", "build", "deploy"}
+    assert {key: trainer[key] for key in trainer.keys() - own} == {key: other[key] for key in other.keys() - {"image"}}
