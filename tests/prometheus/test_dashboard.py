@@ -12,7 +12,7 @@ import yaml
 
 from tests.docs.markdown import codes, read, tables
 
-from .configuration import CONFIGURATION, DASHBOARD, GRAFANA, Query, dashboard, queries, rules
+from .configuration import CONFIGURATION, DASHBOARD, DEPLOY, GRAFANA, Query, dashboard, queries, rules
 
 QUERIES = [*queries()]
 HISTOGRAM_ENDINGS = ("_bucket", "_sum", "_count")
@@ -73,6 +73,21 @@ def test_panels_ask_the_data_source_that_is_chosen_and_say_their_unit() -> None:
             assert panel["fieldConfig"]["defaults"]["unit"]
             references = [target["refId"] for target in panel["targets"]]
             assert len({*references}) == len(references)
+
+
+def test_legends_find_their_labels_in_kubernetes_too() -> None:
+    """There Prometheus finds pods by itself; elsewhere the coordinator's service discovery says who is who."""
+    monitors = [
+        *yaml.safe_load_all((DEPLOY / "kubernetes" / "components" / "monitoring" / "monitors.yaml").read_text())
+    ]
+    specs = [monitor["spec"] for monitor in monitors]
+    endpoints = [one for spec in specs for one in spec.get("endpoints", spec.get("podMetricsEndpoints"))]
+    assert len(endpoints) == len(monitors)
+    given = {rule["targetLabel"] for endpoint in endpoints for rule in endpoint["relabelings"]}
+    shown = {label for query in QUERIES for label in re.findall(r"{{(\w+)}}", query.legend)}
+    discovered = {"role", "pserver", "trainer"}
+    assert given == discovered
+    assert discovered <= shown
 
 
 def provisioned(kind: str) -> dict[str, Any]:
