@@ -86,9 +86,13 @@ def _configure(coordinator: str, tokens: Path, folder: Path) -> None:
     assert COORDINATOR in text
     text = text.replace(TOKENS, str(tokens)).replace(COORDINATOR, urlsplit(coordinator).netloc)
     configuration = yaml.safe_load(text)
-    configuration["global"]["scrape_interval"] = f"{SCRAPE_SECONDS:g}s"
+    interval = f"{SCRAPE_SECONDS:g}s"
+    configuration["global"]["scrape_interval"] = interval
+    for job in configuration["scrape_configs"]:
+        for discovery in job.get("http_sd_configs", []):
+            discovery["refresh_interval"] = interval
     (folder / CONFIGURATION.name).write_text(yaml.safe_dump(configuration))
     rules = yaml.safe_load(RULES.read_text())
     for group in rules["groups"]:
-        group["interval"] = f"{SCRAPE_SECONDS:g}s"
+        group["interval"] = interval
     (folder / RULES.name).write_text(yaml.safe_dump(rules))

@@ -85,7 +85,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Watc
         }
         for one in found.values():
             for trainer in one.trainers:
-                trainer.wait_for("round", 1)
+                trainer.wait_for("round", 1, timeout=60)
         yield found
 
 
