@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -75,13 +76,22 @@ def watch(stack: ExitStack, folder: Path, num_pservers: int, num_trainers: int, 
     return Watched(cluster, trainers, prometheus)
 
 
+def other_loopback() -> str:
+    """That of IPv6, where there is one: its addresses look different in a target."""
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return "::1"
+    except OSError:
+        return "127.0.0.1"
+
+
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Watched]]:
     """One cluster of each kind, as soon as both train."""
     with ExitStack() as stack:
         found = {
             "sync": watch(stack, tmp_path_factory.mktemp("sync"), 2, 2, checkpoint_rounds=20),
-            "async": watch(stack, tmp_path_factory.mktemp("async"), 1, 2, mode="async"),
+            "async": watch(stack, tmp_path_factory.mktemp("async"), 1, 2, mode="async", host=other_loopback()),
         }
         for one in found.values():
             for trainer in one.trainers:
