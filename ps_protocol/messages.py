@@ -112,6 +112,29 @@ class PserverRegistered(Message):
     lease_seconds: float
 
 
+class PserverLoad(Message):
+    """Where a pserver stands and what it has done for its run, counted since it took up this attempt of it.
+
+    `participants` are those whose contributions are in the newest applied round. Sums of seconds are over as many
+    cases as the number beside them; `staleness` has pairs of an upper bound, None for the last, and how many were
+    beyond the bound before it.
+    """
+
+    batch_barriers: tuple[Rank, ...] = Field(default=(), description="whose are in, of the open round")
+    participants: tuple[Rank, ...] = ()
+    clocks: dict[Rank, Round] = Field(default={}, description="asynchronous modes: completed steps of each trainer")
+    num_blocks: int
+    shard_bytes: int
+    pushed_bytes: int
+    pulled_bytes: int
+    num_queued: int = Field(description="gradients in the queues of blocks, and pushes that wait for room there")
+    num_applies: int
+    apply_seconds: float
+    num_waits: int
+    wait_seconds: float = Field(description="from when the first trainer waits to the last one's arrival")
+    staleness: tuple[tuple[float | None, int], ...] = ()
+
+
 class PserverHeartbeat(Message):
     """A pserver is alive and this far."""
 
@@ -124,6 +147,7 @@ class PserverHeartbeat(Message):
     failure: dict[str, Any] | None = Field(default=None, description="what has ended the run here")
     checkpoints: tuple[ShardFile, ...] = Field(default=(), description="its shards of checkpoints that are whole")
     is_stopping: bool = Field(default=False, description="it has written down what it holds, and will be back")
+    load: PserverLoad | None = Field(default=None, description="for those who watch; nothing is decided by it")
 
 
 class PserverHeartbeatReply(Message):
@@ -345,6 +369,7 @@ class PserverState(Message):
     members: tuple[Rank, ...]
     batch_barriers: tuple[Rank, ...] = Field(default=(), description="whose are in, of the open round")
     fetch_barriers: tuple[Rank, ...] = Field(default=(), description="whose are in, of the applied round")
+    participants: tuple[Rank, ...] = Field(default=(), description="whose contributions are in the applied round")
     clocks: dict[Rank, Round] = Field(default={}, description="asynchronous modes: completed steps of each trainer")
     missing: tuple[Rank, ...]
     waiting_seconds: float

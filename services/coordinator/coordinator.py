@@ -20,6 +20,7 @@ from services.runtime.checkpoints import Manifest, all_checkpoints, complete_che
 from services.runtime.logs import bind_facts, get_logger
 from services.runtime.places import open_place
 
+from .activity import ActivityLog
 from .audit import AuditLog
 from .cluster import Cluster
 from .control import RESULT_SECONDS, TIMEOUT_SECONDS, want_checkpoint
@@ -60,6 +61,7 @@ class Coordinator:
         self.is_stopping = False
         self.events = Events()
         self.curves = Curves()
+        self.activity = ActivityLog()
         self.replacements = Replacements(settings.state_dir / "replacements")
         self.audit = AuditLog(settings.state_dir)
         self._installer = Installer(self.cluster, http, self.now, self.keep, self.replacements)

@@ -38,13 +38,19 @@ class Curves:
             if len(points) > MAX_POINTS:
                 del points[1:-1:2]
 
-    def describe(self) -> dict[str, Any]:
-        """By name and rank; each curve in three columns: rounds, seconds since 1970, values."""
+    def describe(self, max_points: int = MAX_POINTS) -> dict[str, Any]:
+        """By name and rank; each curve in three columns: rounds, seconds since 1970, values; evenly thinned out."""
         curves: dict[str, dict[Rank, dict[str, list[float]]]] = {}
         for (name, rank), points in sorted(self._points.items()):
-            rounds, times, values = zip(*points, strict=True)
+            rounds, times, values = zip(*_thin_out(points, max_points), strict=True)
             curves.setdefault(name, {})[rank] = {"round": list(rounds), "at": list(times), "value": list(values)}
         return {"run": self._run, "curves": curves}
+
+
+def _thin_out(points: list[tuple[Round, float, float]], most: int) -> list[tuple[Round, float, float]]:
+    if len(points) <= most:
+        return points
+    return [points[i * (len(points) - 1) // (most - 1)] for i in range(most)]
 
 
 def _first_after(points: list[tuple[Round, float, float]], round_: Round) -> int:

@@ -382,6 +382,7 @@ class Pserver:
             failure=run.failure.to_problem() if run and isinstance(run.failure, Ended) else None,
             checkpoints=tuple(run.storage.checkpoints.values()) if run and run.storage else (),
             is_stopping=self._is_stopping,
+            load=run.describe_load() if run else None,
         )
 
     async def stop(self) -> None:

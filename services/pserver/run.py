@@ -29,7 +29,7 @@ from ps_protocol.errors import (
     UnknownBlock,
 )
 from ps_protocol.fence import Fence
-from ps_protocol.messages import BarrierAnswer, FrozenRounds, InstallMembers, InstallRun, PushAnswer
+from ps_protocol.messages import BarrierAnswer, FrozenRounds, InstallMembers, InstallRun, PserverLoad, PushAnswer
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
@@ -40,6 +40,7 @@ from .bodies import Body
 from .checkpoint_writer import CheckpointWriter
 from .durable.storage import Restored, RunStorage
 from .history import History
+from .load import LoadMeter
 from .metrics import PserverMetrics
 from .pushes import read_blocks, read_buffers
 from .shard import Shard
@@ -96,6 +97,7 @@ class PserverRun(ABC):
         self.transports: set[str] = set()  # HTTP versions of the data requests
         self.notice = ""  # what the coordinator says of those who were lost
         self.writer = CheckpointWriter(storage, install.checkpoint_rounds, metrics)
+        self._meter = LoadMeter(metrics)
         self._condition = asyncio.Condition()
         self._compute = compute
         self._metrics = metrics
@@ -412,6 +414,21 @@ class PserverRun(ABC):
             self.storage.close()
 
     # ------------------------------------------------------------------ inspection
+
+    def describe_load(self) -> PserverLoad:
+        """Where it stands and what it has done so far."""
+        trainers = self.describe_trainers()
+        return PserverLoad(
+            batch_barriers=trainers.get("batch_barriers", ()),
+            participants=trainers.get("participants", ()),
+            clocks=trainers.get("clocks", {}),
+            num_blocks=len(self.plan.shards[self.index]),
+            shard_bytes=self.plan.shard_bytes(self.index),
+            pushed_bytes=self.pushed_bytes,
+            pulled_bytes=self.pulled_bytes,
+            num_queued=self.num_queued + self._meter.num_held,
+            **self._meter.read(),
+        )
 
     async def look(self, make: Look[T], more: Mapping[str, str] | None = None) -> T:
         """What `make` finds between two updates, on the compute thread; it is given the metadata of the version."""

@@ -99,6 +99,7 @@ class SyncRun(PserverRun):
         return {
             "batch_barriers": tuple(sorted(rounds.batch_barriers)),
             "fetch_barriers": tuple(sorted(rounds.fetch_barriers)),
+            "participants": rounds.history.participants.get(rounds.applied, ()),
         }
 
     # ------------------------------------------------------------------ push

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated, Any, TypeAlias
 
 from fastapi import FastAPI, Query, Request, Response
@@ -14,7 +15,9 @@ from ps_protocol.vocabulary import Round
 from services.runtime.large_replies import LargeReplies, LargeReply, StreamedReply
 
 from ..coordinator import Coordinator
+from ..curves import MAX_POINTS
 from ..events import MAX_EVENTS, Event
+from .activity import Activity, describe_activity
 from .event_stream import EventStreams
 from .formats import CONTENT_TYPES, Format
 from .parameters import describe_parameters, find_parameter, owners_of, read_parameter, read_slots, wait_for_newer
@@ -46,6 +49,11 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
     async def status() -> ClusterStatus:
         """Who is here, how far they are, and what is being waited for."""
         return describe_status(coordinator)
+
+    @app.get(routes.ACTIVITY, tags=["inspection"])
+    async def activity() -> Activity:
+        """Who takes part, how fast it goes, where it waits, and what each pserver has to do; asks nobody."""
+        return describe_activity(coordinator, time.time())
 
     @app.get(routes.PARAMETERS, tags=["inspection"])
     async def parameters() -> dict[str, Any]:
@@ -102,9 +110,12 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
         return StreamedReply(large, lambda: open_model(coordinator), CONTENT_TYPE)
 
     @app.get(routes.CURVES, tags=["inspection"])
-    async def curves() -> dict[str, Any]:
-        """What trainers report (`Session.report`), as curves: by name and rank, in columns."""
-        return coordinator.curves.describe()
+    async def curves(max_points: Annotated[int, Query(ge=2, le=MAX_POINTS)] = MAX_POINTS) -> dict[str, Any]:
+        """What trainers report (`Session.report`), as curves: by name and rank, in columns.
+
+        Of a curve with more than `max_points` points, that many are answered, the first and the last one included.
+        """
+        return coordinator.curves.describe(max_points)
 
     @app.get(routes.EVENTS, tags=["inspection"])
     async def events(after: EventId = 0, limit: Annotated[int, Query(ge=1, le=MAX_EVENTS)] = 100) -> list[Event]:

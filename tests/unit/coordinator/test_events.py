@@ -80,3 +80,13 @@ def test_a_curve_is_thinned_out_and_follows_a_run_that_goes_back():
     assert curves.describe()["curves"] == {
         "loss": {1: {"round": [1], "at": [curves.describe()["curves"]["loss"][1]["at"][0]], "value": [5.0]}}
     }
+
+
+def test_curves_are_thinned_out_evenly_on_request():
+    curves = Curves()
+    for round_ in range(101):
+        curves.add("run1", 0, round_, {"loss": float(round_)})
+    thin = curves.describe(5)["curves"]["loss"][0]
+    assert thin["round"] == [0, 25, 50, 75, 100]
+    assert thin["value"] == [0.0, 25.0, 50.0, 75.0, 100.0]
+    assert len(curves.describe(101)["curves"]["loss"][0]["round"]) == 101

@@ -1,0 +1,183 @@
+"""How the run goes just now, and who takes part in it: `ActivityLog` as an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from ps_protocol.messages import Message
+from ps_protocol.vocabulary import Mode, PserverIndex, Rank, Round
+
+from ..activity import Heard, Sample, rate
+from ..coordinator import Coordinator
+
+
+class Rates(Message):
+    """One sample a second, of the newest five minutes, in columns; null where there was nothing to compare with."""
+
+    at: tuple[float, ...] = Field(description="seconds since 1970")
+    rounds_per_second: tuple[float | None, ...]
+    steps_per_second: tuple[float | None, ...] = Field(description="of all trainers together")
+
+
+class Barrier(Message):
+    """Where the run waits: at the pserver where somebody has been waiting longest."""
+
+    pserver: PserverIndex
+    round: Round
+    arrived: tuple[Rank, ...]
+    missing: tuple[Rank, ...]
+    waiting_since: float = Field(description="seconds since 1970")
+
+
+class PserverActivity(Message):
+    """Of one pserver. Rates and means are of the newest five seconds; a mean is null if there was nothing then."""
+
+    index: PserverIndex
+    round: Round
+    num_blocks: int
+    shard_bytes: int
+    num_queued: int
+    pushed_bytes: int
+    pulled_bytes: int
+    pushed_bytes_per_second: float | None
+    pulled_bytes_per_second: float | None
+    apply_seconds: float | None
+    wait_seconds: float | None
+
+
+class TrainerActivity(Message):
+    """Of one trainer that was heard in this run."""
+
+    rank: Rank
+    steps: Round
+    steps_per_second: float | None
+    has_contributed: bool = Field(description="to the newest round; asynchronous modes: within the newest five seconds")
+    steps_behind: int | None = Field(description="asynchronous modes: the fastest trainer")
+
+
+class Activity(Message):
+    """The answer of `GET /v1/activity`: as heartbeats have told it, a second late at most."""
+
+    run: str
+    attempt: int
+    mode: Mode
+    at: float = Field(description="seconds since 1970, by the coordinator's clock")
+    round: Round
+    participants: tuple[Rank, ...] = Field(description="synchronous mode: whose contributions are in the newest round")
+    rounds_per_second: float | None
+    steps_per_second: float | None
+    rates: Rates
+    barrier: Barrier | None = Field(description="null: nobody waits for a trainer")
+    pservers: tuple[PserverActivity, ...]
+    trainers: tuple[TrainerActivity, ...]
+    staleness: tuple[tuple[float | None, int], ...] = Field(
+        description="asynchronous modes: upper bounds, null for the last, and how many updates were between two"
+    )
+
+
+def describe_activity(coordinator: Coordinator, wall: float) -> Activity:
+    """How it goes now; `wall` is the time since 1970."""
+    run, log = coordinator.cluster.run, coordinator.activity
+    newest = {index: heard[-1] for index, heard in sorted(log.pservers.items())}
+    samples = list(log.samples)
+    last = samples[-1] if samples and run.state == "training" else None
+    furthest = max(newest.values(), key=lambda heard: heard.round, default=None)
+    participants = furthest.load.participants if furthest else ()
+    return Activity(
+        run=run.name,
+        attempt=run.attempt,
+        mode=run.mode,
+        at=wall,
+        round=furthest.round if furthest else 0,
+        participants=participants,
+        rounds_per_second=last.rounds_per_second if last else None,
+        steps_per_second=last.steps_per_second if last else None,
+        rates=_rates(samples),
+        barrier=_barrier(newest) if run.state == "training" else None,
+        pservers=tuple(_pserver(index, list(log.pservers[index])) for index in newest),
+        trainers=_trainers(coordinator, newest, participants),
+        staleness=_staleness(list(newest.values())),
+    )
+
+
+def _rates(samples: Sequence[Sample]) -> Rates:
+    return Rates(
+        at=tuple(sample.wall for sample in samples),
+        rounds_per_second=tuple(sample.rounds_per_second for sample in samples),
+        steps_per_second=tuple(sample.steps_per_second for sample in samples),
+    )
+
+
+def _barrier(newest: dict[PserverIndex, Heard]) -> Barrier | None:
+    waiting = {index: heard for index, heard in newest.items() if heard.missing}
+    if not waiting:
+        return None
+    index = max(waiting, key=lambda i: waiting[i].waiting_seconds)
+    heard = waiting[index]
+    return Barrier(
+        pserver=index,
+        round=heard.round + 1,
+        arrived=heard.load.batch_barriers,
+        missing=heard.missing,
+        waiting_since=heard.wall - heard.waiting_seconds,
+    )
+
+
+def _pserver(index: PserverIndex, heard: Sequence[Heard]) -> PserverActivity:
+    first, last = heard[0], heard[-1]
+    a, b = first.load, last.load
+    return PserverActivity(
+        index=index,
+        round=last.round,
+        num_blocks=b.num_blocks,
+        shard_bytes=b.shard_bytes,
+        num_queued=b.num_queued,
+        pushed_bytes=b.pushed_bytes,
+        pulled_bytes=b.pulled_bytes,
+        pushed_bytes_per_second=rate(a.pushed_bytes, b.pushed_bytes, first.at, last.at),
+        pulled_bytes_per_second=rate(a.pulled_bytes, b.pulled_bytes, first.at, last.at),
+        apply_seconds=_mean(b.apply_seconds - a.apply_seconds, b.num_applies - a.num_applies),
+        wait_seconds=_mean(b.wait_seconds - a.wait_seconds, b.num_waits - a.num_waits),
+    )
+
+
+def _mean(total: float, number: int) -> float | None:
+    return total / number if number else None
+
+
+def _trainers(
+    coordinator: Coordinator, newest: dict[PserverIndex, Heard], participants: Sequence[Rank]
+) -> tuple[TrainerActivity, ...]:
+    run, log = coordinator.cluster.run, coordinator.activity
+    is_async = run.defaults.consistency.is_async
+    steps = {rank: trainer.round for rank, trainer in sorted(run.trainers.items())}
+    for heard in newest.values():  # a pserver may have heard of a step before its trainer's next heartbeat
+        for rank, clock in heard.load.clocks.items():
+            steps[rank] = max(steps.get(rank, 0), clock)
+    fastest = max(steps.values(), default=0)
+    found = []
+    for rank, number in steps.items():
+        heard_steps = log.trainers.get(rank)
+        speed = None
+        if heard_steps and run.state == "training" and rank in run.members:
+            speed = rate(heard_steps[0][1], heard_steps[-1][1], heard_steps[0][0], heard_steps[-1][0])
+        found.append(
+            TrainerActivity(
+                rank=rank,
+                steps=number,
+                steps_per_second=speed,
+                has_contributed=bool(speed) if is_async else rank in participants,
+                steps_behind=fastest - number if is_async else None,
+            )
+        )
+    return tuple(found)
+
+
+def _staleness(newest: Sequence[Heard]) -> tuple[tuple[float | None, int], ...]:
+    counts: dict[float | None, int] = {}
+    for heard in newest:
+        for bound, number in heard.load.staleness:
+            counts[bound] = counts.get(bound, 0) + number
+    return tuple(counts.items()) if any(counts.values()) else ()
