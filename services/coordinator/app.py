@@ -29,6 +29,7 @@ from services.runtime.metrics import ServiceMetrics
 
 from .administration_routes import add_administration_routes
 from .coordinator import Coordinator
+from .dashboard.routes import add_dashboard_routes
 from .inspection.routes import add_inspection_routes
 from .targets import describe_targets
 
@@ -62,6 +63,7 @@ def make_coordinator_app(
     async def pserver_heartbeat(index: PserverIndex, message: PserverHeartbeat) -> PserverHeartbeatReply:
         """A pserver renews its lease and reports its progress."""
         reply = cluster.pserver_heartbeat(index, message, coordinator.now())
+        coordinator.activity.pserver_heard(cluster, index, message, coordinator.now())
         coordinator.changed()
         return reply
 
@@ -95,6 +97,7 @@ def make_coordinator_app(
         """A trainer renews its lease and learns whether the run has failed."""
         reply = cluster.trainer_heartbeat(rank, message, coordinator.now())
         coordinator.curves.add(message.run, rank, message.round, message.results)
+        coordinator.activity.trainer_heard(cluster, rank, message, coordinator.now())
         coordinator.changed()
         return reply
 
@@ -123,4 +126,5 @@ def make_coordinator_app(
 
     add_inspection_routes(app, coordinator)
     add_administration_routes(app, coordinator)
+    add_dashboard_routes(app)
     return app

@@ -16,11 +16,16 @@ from ps_protocol.tokens import Scope
 
 DOCS = "/docs"
 OPENAPI = "/openapi.json"
+DASHBOARD = "/"
+DASHBOARD_FILE = "/dashboard/{name}"
 
 # None: everybody may, so that probes need no token.
 ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     ("GET", routes.HEALTH): None,
     ("GET", routes.READY): None,
+    # a page without data; it asks for a token
+    ("GET", DASHBOARD): None,
+    ("GET", DASHBOARD_FILE): None,
     # looking
     ("GET", routes.METRICS): "read",
     ("GET", OPENAPI): "read",
@@ -37,6 +42,7 @@ ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     ("GET", routes.STATISTICS): "read",
     ("GET", routes.PARAMETER_SLOTS): "read",
     ("GET", routes.MODEL): "read",
+    ("GET", routes.ACTIVITY): "read",
     ("GET", routes.CURVES): "read",
     ("GET", routes.EVENTS): "read",
     ("GET", routes.EVENT_STREAM): "read",

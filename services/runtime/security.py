@@ -46,6 +46,7 @@ def guard(app: FastAPI, settings: ServiceSettings, address: str) -> None:
     if app.middleware_stack is not None:
         raise RuntimeError("an application that has answered already cannot be guarded any more")
     tokens = None if settings.tokens_dir is None else TokenFolder(settings.tokens_dir, log.warning)
+    app.state.wants_token = tokens is not None
     names = [settings.host, *(urlsplit(url).hostname or "" for url in (address, settings.coordinator))]
     # Innermost, so that a refusal is measured, and whoever is still sending a body gets to read it.
     app.user_middleware.append(

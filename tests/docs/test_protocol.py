@@ -156,10 +156,11 @@ async def test_the_routes_of_a_pserver() -> None:
 async def test_the_routes_of_the_coordinator() -> None:
     async with run_coordinator() as app:
         served = served_routes(app.openapi())
-    expected = served.keys() | FASTAPI_ROUTES
+    expected = served.keys() | FASTAPI_ROUTES | PAGE_ROUTES
     assert documented_routes("Of the coordinator").keys() | documented_routes("Of both").keys() == expected
 
 
+PAGE_ROUTES = {("GET", "/"), ("GET", "/dashboard/{name}")}
 FASTAPI_ROUTES = {("GET", "/openapi.json"), ("GET", "/docs")}
 
 

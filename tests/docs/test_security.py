@@ -58,7 +58,7 @@ def test_the_table() -> None:
         ("POST /v1/send/", "admin"),
         ("POST /V1/SEND", "admin"),
         ("DELETE /healthz", "admin"),
-        ("GET /", "admin"),
+        ("GET /dashboard", "admin"),
     ],
 )
 def test_paths_are_matched_as_the_router_does_it(request_: str, scope: str) -> None:

@@ -1,0 +1,131 @@
+// The page: asks once a second while it is looked at, and says so when it cannot.
+
+import { ask, forgetToken, hasToken, keepToken } from "./api.js";
+import { loadCharts } from "./charts.js";
+import { showCurves } from "./curves.js";
+import { byId, flag, show } from "./dom.js";
+import { followEvents, leaveEvents, setUpEvents } from "./events.js";
+import * as format from "./format.js";
+import * as panels from "./panels.js";
+import * as parameters from "./parameters.js";
+import { setUpTheme } from "./theme.js";
+
+const PERIOD_MS = 1000;
+const CURVES_EVERY = 2; // rounds of asking
+const MAX_RETRY_MS = 5000;
+const POINTS = 3000; // of all curves of one name
+
+let turn = 0;
+let silentSince = null;
+let timer = null;
+let asking = false;
+
+async function refresh() {
+  const [status, activity] = await Promise.all([ask("v1/status"), ask("v1/activity")]);
+  flag(byId("main"), "data-loading", false);
+  panels.showHeadline(status, activity);
+  panels.showNotices(status, activity);
+  panels.showTrainers(status, activity);
+  panels.showBarrier(status, activity);
+  panels.showPservers(status, activity);
+  panels.showSpeed(status, activity);
+  panels.showStaleness(status, activity);
+  if (turn % CURVES_EVERY === 0) {
+    const most = Math.max(50, Math.min(500, Math.floor(POINTS / Math.max(1, status.trainers.length))));
+    showCurves(await ask(`v1/curves?max_points=${most}`), status.mode === "sync" ? "round" : "step of the trainer");
+  }
+  if (status.plan_digest === null) parameters.forgetParameters();
+  else if (parameters.needsParameters(status)) parameters.showParameters(await ask("v1/parameters"));
+  turn += 1;
+  followEvents();
+  if (status.plan_digest !== null && isSeen(byId("parameter"))) await refreshStatistics();
+}
+
+// A pserver that is away or a value that is not there yet is no reason to stop showing the rest.
+async function refreshStatistics() {
+  try {
+    await parameters.refreshStatistics();
+  } catch (error) {
+    if (error.wantsToken || error.status === undefined) throw error;
+    show(byId("parameter-more"), error.message);
+  }
+}
+
+function isSeen(element) {
+  const { top, bottom } = element.getBoundingClientRect();
+  return bottom > 0 && top < innerHeight;
+}
+
+async function run() {
+  if (asking || document.hidden || byId("sign-in").open) return;
+  if (document.body.hasAttribute("data-wants-token") && !hasToken()) {
+    askForToken();
+    return;
+  }
+  asking = true;
+  clearTimeout(timer);
+  let wait = PERIOD_MS;
+  try {
+    await refresh();
+    silentSince = null;
+    connection("live", "live");
+  } catch (error) {
+    if (error.wantsToken) askForToken(error);
+    else {
+      silentSince ??= Date.now() / 1000;
+      wait = Math.min(MAX_RETRY_MS, PERIOD_MS * 2);
+      const why = error.status ? error.message : "the coordinator does not answer";
+      connection("gone", `${why}, since ${format.clock(silentSince)}; trying again`);
+    }
+  } finally {
+    asking = false;
+  }
+  if (!byId("sign-in").open) timer = setTimeout(run, wait);
+}
+
+function connection(state, text) {
+  byId("connection").dataset.state = state;
+  document.body.dataset.connection = state;
+  show(byId("connection-text"), text);
+  byId("forget").hidden = !hasToken();
+}
+
+function askForToken(error) {
+  connection("locked", "signed out");
+  leaveEvents();
+  show(byId("sign-in-problem"), error && hasToken() ? `This token will not do: ${error.message}.` : "");
+  forgetToken();
+  byId("forget").hidden = true;
+  byId("token").value = "";
+  byId("sign-in").showModal();
+}
+
+byId("sign-in").addEventListener("cancel", (event) => event.preventDefault()); // without one there is nothing to see
+byId("sign-in").addEventListener("close", () => {
+  keepToken(byId("token").value.trim());
+  byId("token").value = "";
+  run();
+});
+byId("forget").addEventListener("click", () => {
+  forgetToken();
+  location.reload();
+});
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) {
+    clearTimeout(timer);
+    leaveEvents();
+  } else run();
+});
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, textarea, dialog")) return;
+  if (event.key === "/") {
+    event.preventDefault();
+    byId("filter").focus();
+  } else if (event.key === "t") byId("theme").click();
+});
+setUpTheme();
+setUpEvents();
+parameters.setUpParameters(() => refreshStatistics().catch(() => {}));
+for (const section of document.querySelectorAll("section")) flag(section, "data-empty", true);
+loadCharts();
+run();

@@ -1,0 +1,51 @@
+// What trainers report: one curve for each trainer, of the name that is chosen.
+
+import { draw, series } from "./charts.js";
+import { byId, flag, keep, make, show } from "./dom.js";
+import * as format from "./format.js";
+
+const MAX_NAMED = 6; // more trainers than colours: all alike, and pale
+
+let chosen = "loss";
+let newest = { curves: {} };
+let steps = "round"; // what is counted on the axis
+
+export function showCurves(answer, unit) {
+  newest = answer;
+  steps = unit;
+  const names = Object.keys(answer.curves).sort((a, b) => (b === "loss") - (a === "loss") || a.localeCompare(b));
+  flag(byId("curves"), "data-empty", names.length === 0);
+  if (names.length === 0) return;
+  if (!names.includes(chosen)) [chosen] = names;
+  keep(byId("curve-names"), names, (name) => name, makeTab, (tab, name) => {
+    show(tab, name);
+    tab.setAttribute("aria-pressed", String(name === chosen));
+  });
+  drawChosen();
+}
+
+function makeTab(name) {
+  const tab = make("button", { type: "button" });
+  tab.addEventListener("click", () => {
+    chosen = name;
+    showCurves(newest, steps);
+    drawChosen(true);
+  });
+  return tab;
+}
+
+function drawChosen(now = false) {
+  const curves = Object.entries(newest.curves[chosen]);
+  const value = (one) => (format.isNumber(one) ? one : null); // NaN is a gap
+  const last = curves.map(([rank, curve]) => `trainer ${rank} ${format.digits(curve.value.at(-1), 4)}`).slice(0, MAX_NAMED);
+  byId("curve-chart").dataset.value = JSON.stringify(Object.fromEntries(curves.map(([rank, curve]) => [rank, curve.value.at(-1)])));
+  const isFew = curves.length <= MAX_NAMED;
+  draw("curve-chart", {
+    label: `${chosen}, newest: ${last.join(", ")}`,
+    traces: () => curves.map(([rank, curve], i) => ({
+      x: curve.round, y: curve.value.map(value), name: `trainer ${rank}`, mode: curve.value.length > 1 ? "lines" : "markers",
+      opacity: isFew ? 1 : 0.4, line: { color: series(isFew ? i : 0), width: isFew ? 1.8 : 1 }, hovertemplate: "%{y:.4~g}",
+    })),
+    layout: { showlegend: isFew, xaxis: { title: steps, hoverformat: ",d" }, yaxis: { rangemode: "normal" }, uirevision: chosen, hovermode: isFew ? "x unified" : "closest" },
+  }, { now });
+}

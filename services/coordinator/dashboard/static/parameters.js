@@ -1,0 +1,102 @@
+// The parameter browser: a list with a filter, and the statistics of the one that is chosen, read again and again.
+
+import { ask } from "./api.js";
+import { colour, draw } from "./charts.js";
+import { byId, flag, keep, make, show } from "./dom.js";
+import * as format from "./format.js";
+
+const MAX_SHOWN = 500; // rows; the filter finds the others
+
+let known = { run: "", digest: "", parameters: [] };
+let chosen = null;
+let wanted = null; // what was asked for last: an answer for another one is late
+
+export function setUpParameters(refresh) {
+  byId("filter").addEventListener("input", showList);
+  const list = byId("parameter-list");
+  list.addEventListener("click", (event) => choose(event.target.closest("[role=option]")?.dataset.key, refresh));
+  list.addEventListener("keydown", (event) => {
+    const names = [...list.children].map((row) => row.dataset.key);
+    const at = names.indexOf(chosen);
+    const to = { ArrowDown: at + 1, ArrowUp: Math.max(at - 1, 0), Home: 0, End: names.length - 1 }[event.key];
+    if (to === undefined || names[to] === undefined) return;
+    event.preventDefault();
+    choose(names[to], refresh);
+    list.children[to].scrollIntoView({ block: "nearest" });
+  });
+}
+
+export const needsParameters = (status) => status.plan_digest !== null && (known.run !== status.run || known.digest !== status.plan_digest);
+
+export function showParameters(answer) {
+  known = answer;
+  if (!answer.parameters.some(({ name }) => name === chosen)) chosen = answer.parameters[0]?.name ?? null;
+  showList();
+}
+
+export function forgetParameters() {
+  if (known.parameters.length) showParameters({ run: "", digest: "", parameters: [] });
+  flag(byId("parameters"), "data-empty", true);
+}
+
+export async function refreshStatistics() {
+  if (chosen === null) return;
+  wanted = chosen;
+  const answer = await ask(`v1/statistics/${chosen.split("/").map(encodeURIComponent).join("/")}`);
+  if (answer.name === wanted) showStatistics(answer);
+}
+
+function choose(name, refresh) {
+  if (name === undefined || name === chosen) return;
+  chosen = name;
+  showList();
+  show(byId("parameter-more"), "reading…");
+  refresh();
+}
+
+function showList() {
+  const { parameters } = known;
+  flag(byId("parameters"), "data-empty", parameters.length === 0);
+  const text = byId("filter").value.trim().toLowerCase();
+  const found = parameters.filter(({ name }) => name.toLowerCase().includes(text));
+  show(byId("parameters-note"), parameters.length ? `${format.count(found.length)} of ${format.count(parameters.length)}${found.length > MAX_SHOWN ? `, the first ${MAX_SHOWN} are shown` : ""}` : "");
+  const list = byId("parameter-list");
+  keep(list, found.slice(0, MAX_SHOWN), ({ name }) => name, makeRow, (row, { name }) => {
+    row.setAttribute("aria-selected", String(name === chosen));
+    if (name === chosen) list.setAttribute("aria-activedescendant", row.id);
+  });
+  show(byId("parameter-name"), chosen ?? "Choose a parameter");
+}
+
+function makeRow({ name, shape, bytes, blocks }) {
+  const owners = [...new Set(blocks.map(({ pserver }) => pserver))];
+  return make("div", { role: "option", id: `parameter-${name}`, title: name },
+    make("span", { class: "name" }, name), make("span", { class: "shape" }, shape.join("×") || "scalar"),
+    make("span", { class: "size" }, format.bytes(bytes)),
+    make("span", { class: "owners" }, format.names("pserver", owners)));
+}
+
+const ROWS = [
+  ["norm", "Norm", format.digits], ["update_ratio", "Update / norm", format.digits], ["mean", "Mean", format.digits],
+  ["deviation", "Deviation", format.digits], ["minimum", "Smallest", format.digits], ["maximum", "Largest", format.digits],
+  ["num_nan", "NaN", format.count], ["num_infinite", "Infinite", format.count], ["num_zero", "Zero", format.count],
+];
+
+function showStatistics(answer) {
+  show(byId("parameter-more"), `${format.count(answer.num_elements)} elements, version ${format.count(answer.version)}`, answer.version);
+  const create = () => make("div", {}, make("dt"), make("dd"));
+  keep(byId("statistics"), ROWS, ([key]) => key, create, (row, [key, title, text]) => {
+    show(row.firstChild, title);
+    show(row.lastChild, text(answer[key]), answer[key]);
+    flag(row, "data-bad", (key === "num_nan" || key === "num_infinite") && answer[key] > 0);
+  });
+  const { begin, width, counts } = answer.histogram;
+  byId("histogram-chart").dataset.value = JSON.stringify(answer.histogram);
+  const middles = counts.map((_, i) => begin + (i + 0.5) * width);
+  const edges = counts.map((_, i) => `${format.digits(begin + i * width)} to ${format.digits(begin + (i + 1) * width)}`);
+  draw("histogram-chart", {
+    label: `Histogram of ${answer.name} in ${counts.length} bins from ${format.digits(begin)} on`,
+    traces: () => [{ type: "bar", x: middles, y: counts, width, customdata: edges, marker: { color: colour("series-1") }, hovertemplate: "%{customdata}: %{y:,}<extra></extra>" }],
+    layout: { bargap: 0.02, hovermode: "closest", uirevision: answer.name, xaxis: { title: "value" }, yaxis: { title: "elements", tickformat: "~s" } },
+  });
+}
