@@ -4,26 +4,41 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ps_protocol.errors import GradpostError
+from ps_protocol.errors import Unreachable
+from trainer_client.inspection import ClusterView
 
-from .output import EXIT_FAILED, CommandError, print_line
-from .status import open_view
+from .output import print_line, warn
+from .status import asking
+
+RETRY_SECONDS = 1.0
 
 
 def show_events(coordinator: str | None, token_file: Path | None, *, follow: bool, as_json: bool) -> None:
-    """Print the newest thousand, and with `follow` those that come, until the coordinator ends. Raises CommandError."""
-    with open_view(coordinator, token_file) as view:
-        try:
-            events: Iterable[dict[str, Any]] = view.follow_events() if follow else view.events()
-            for event in events:
-                if as_json:
-                    print(json.dumps(event), flush=True)
-                    continue
-                at = time.strftime("%H:%M:%S", time.localtime(event["at"]))
-                print_line(f"{at}  round {event['round']:>7,}  {event['text']}", flush=True)
-        except GradpostError as error:
-            raise CommandError(str(error), exit_code=EXIT_FAILED) from None
+    """Print the newest thousand, and with `follow` those that come, until Ctrl-C."""
+    with asking(coordinator, token_file) as view, suppress(KeyboardInterrupt):
+        for event in _follow(view) if follow else view.events():
+            if as_json:
+                print(json.dumps(event), flush=True)
+                continue
+            at = time.strftime("%H:%M:%S", time.localtime(event["at"]))
+            print_line(f"{at}  round {event['round']:>7,}  {event['text']}", flush=True)
+
+
+def _follow(view: ClusterView) -> Iterator[dict[str, Any]]:
+    """For ever: a coordinator that is away may come back, and knows where we were. It has to be there at first."""
+    view.status()
+    newest, is_away = 0, False
+    while True:
+        with suppress(Unreachable):
+            for event in view.follow_events(newest):
+                newest, is_away = event["id"], False
+                yield event
+        if not is_away:
+            warn(f"the coordinator at {view.coordinator} is gone; waiting for it, until Ctrl-C")
+        is_away = True
+        time.sleep(RETRY_SECONDS)

@@ -21,12 +21,13 @@ from ps_protocol.slicing import DEFAULT_MIN_BLOCK_SIZE
 from ps_protocol.tokens import SCOPES, Scope
 from ps_protocol.vocabulary import Durability, LossPolicy, Mode, NonfinitePolicy, Placement
 
+from .completion import RoleCommand, complete_parameter
 from .output import CommandError, exit_with
 
 app = typer.Typer(
     name="gradpost",
     help="A parameter server for PyTorch over plain HTTP.",
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode=None,  # help and usage errors are plain text: half the time, and the same in a pipe
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -100,7 +101,7 @@ PASS_ON: dict[str, Any] = {"ignore_unknown_options": True, "help_option_names": 
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS]")]
 
 
-@serve_app.command(context_settings=PASS_ON)
+@serve_app.command(cls=RoleCommand, context_settings=PASS_ON)
 def coordinator(arguments: Arguments = None) -> None:
     """Run the coordinator: who is here, the slice plan, the inspection API."""
     from .serve import serve
@@ -108,7 +109,7 @@ def coordinator(arguments: Arguments = None) -> None:
     serve("coordinator", arguments or [])
 
 
-@serve_app.command(context_settings=PASS_ON)
+@serve_app.command(cls=RoleCommand, context_settings=PASS_ON)
 def pserver(arguments: Arguments = None) -> None:
     """Run a pserver: it holds a shard of the model and steps the optimizer."""
     from .serve import serve
@@ -233,7 +234,9 @@ def up(
     sys.exit(run_up(command, pservers, trainers, settings, max_restarts=max_restarts, verbose=verbose, as_json=as_json))
 
 
-checkpoint_app = typer.Typer(help="Make, list and export checkpoints.", rich_markup_mode=None, no_args_is_help=True)
+checkpoint_app = typer.Typer(
+    help="Make, list, restore and export checkpoints.", rich_markup_mode=None, no_args_is_help=True
+)
 app.add_typer(checkpoint_app, name="checkpoint")
 Place = Annotated[
     str | None,
@@ -263,11 +266,22 @@ def restore(
 
 
 @checkpoint_app.command("list")
-def list_(checkpoints: Place = None, as_json: Json = False) -> None:
-    """List complete checkpoints, newest first."""
-    from .checkpoint import default_place, list_checkpoints
+def list_(
+    checkpoints: Place = None,
+    coordinator: Annotated[
+        str | None, typer.Option(metavar="URL", help="Ask it for those of its run, instead of looking in a place.")
+    ] = None,
+    token_file: TokenPath = None,
+    as_json: Json = False,
+) -> None:
+    """List complete checkpoints, newest first.
 
-    list_checkpoints(checkpoints or default_place(), as_json=as_json)
+    Those in --checkpoints, or of the run of the --coordinator; else in GRADPOST_CHECKPOINTS, else of the run of
+    GRADPOST_COORDINATOR, else of the newest `up` in this folder. Places are read without any service.
+    """
+    from .checkpoint import list_checkpoints
+
+    list_checkpoints(checkpoints, coordinator, token_file, as_json=as_json)
 
 
 @checkpoint_app.command()
@@ -279,7 +293,10 @@ def export(
         int | None, typer.Option("--round", metavar="N", help="Of this round [default: the newest].")
     ] = None,
 ) -> None:
-    """Write the model of a checkpoint for `safetensors.torch.load_file`: whole tensors, buffers and tied names."""
+    """Write the model of a checkpoint for `safetensors.torch.load_file`: whole tensors, buffers and tied names.
+
+    No service is needed for it. The model of a run that trains, as it is now: gradpost params -o MODEL.safetensors
+    """
     from .checkpoint import default_place, export_model
 
     export_model(file, checkpoints or default_place(), run, round_)
@@ -300,15 +317,24 @@ def status(
 
 @app.command()
 def params(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="One of them, in numbers.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="One of them, in numbers.", autocompletion=complete_parameter),
+    ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write its values: .safetensors, .npy, .json.")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write its values, .safetensors, .npy or .json; without NAME the whole model, .safetensors.",
+        ),
     ] = None,
     coordinator: Coordinator = None,
     token_file: TokenPath = None,
     as_json: Json = False,
 ) -> None:
-    """Show the parameters of the run that trains, or one of them with a histogram."""
+    """Show the parameters of the run that trains, or one of them with a histogram; or download one, or all."""
     from .params import show_parameters
 
     show_parameters(coordinator, token_file, name, output, as_json=as_json)
@@ -316,7 +342,10 @@ def params(
 
 @app.command()
 def events(
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="And those that come, until Ctrl-C.")] = False,
+    follow: Annotated[
+        bool,
+        typer.Option("--follow", "-f", help="And those that come, until Ctrl-C; over restarts of the coordinator."),
+    ] = False,
     coordinator: Coordinator = None,
     token_file: TokenPath = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document a line.")] = False,

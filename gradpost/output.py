@@ -10,10 +10,13 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from ps_protocol.environment import SettingsError
 from ps_protocol.errors import BadInput, GradpostError
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -46,34 +49,48 @@ def print_line(text: str = "", *, flush: bool = False) -> None:
     print(printable(text), flush=flush)
 
 
-def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: drawn to the terminal's width, or, into a file or pipe, plain, whole and always the same."""
-    from rich.console import Console
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows under columns; rich draws it to the width that there is."""
 
-    rows = [[printable(cell) for cell in row] for row in rows]
-    console = Console()
-    if console.is_terminal:
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[str]]
+
+    def __rich__(self) -> RichTable:
         from rich import box
-        from rich.table import Table
+        from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for column in columns:
+        table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+        for column in self.columns:
             is_text = column.justify == "left"
             table.add_column(column.title, justify=column.justify, overflow="fold", no_wrap=not is_text)
-        for row in rows:
-            table.add_row(*map(Text, row))
+        for row in self.rows:
+            table.add_row(*(Text(printable(cell)) for cell in row))
+        return table
+
+    def lines(self) -> list[str]:
+        """The same for a file or pipe: plain, whole and always the same."""
+        cells = [[column.title for column in self.columns], *([printable(cell) for cell in row] for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        return [
+            "  ".join(
+                cell.rjust(width) if column.justify == "right" else cell.ljust(width)
+                for cell, width, column in zip(row, widths, self.columns, strict=True)
+            ).rstrip()
+            for row in cells
+        ]
+
+
+def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: drawn to the terminal's width, or, into a file or pipe, plain."""
+    from rich.console import Console
+
+    table, console = Table(columns, rows), Console()
+    if console.is_terminal:
         console.print(table)
-        return
-    lines = [[column.title for column in columns], *rows]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    for line in lines:
-        cells = (
-            cell.rjust(width) if column.justify == "right" else cell.ljust(width)
-            for cell, width, column in zip(line, widths, columns, strict=True)
-        )
-        print("  ".join(cells).rstrip())
-    print()
+    else:
+        print("\n".join([*table.lines(), ""]))
 
 
 def warn(message: str) -> None:

@@ -1,4 +1,4 @@
-"""`gradpost params`: the parameters of a run, live: a list, or one of them in numbers, or as a file."""
+"""`gradpost params`: the parameters of a run, live: a list, one of them in numbers, or one or all as a file."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ps_protocol.errors import GradpostError
+from safetensors import safe_open
+
+from trainer_client.inspection import ClusterView
 
 from .output import EXIT_FAILED, Column, CommandError, count, print_json, print_line, print_table
-from .status import open_view
+from .status import asking
 
 MAX_BAR = 50
 FORMATS = {".npy": "npy", ".json": "json", ".safetensors": "safetensors"}
@@ -18,19 +20,18 @@ FORMATS = {".npy": "npy", ".json": "json", ".safetensors": "safetensors"}
 def show_parameters(
     coordinator: str | None, token_file: Path | None, name: str | None, output: Path | None, *, as_json: bool
 ) -> None:
-    """Print all of them, or statistics of one, or write its values to a file. Raises CommandError."""
-    with open_view(coordinator, token_file) as view:
-        try:
-            if name is None:
-                listed = view.parameters()
-                print_json(listed) if as_json else _print_list(listed)
-            elif output is not None:
-                _write(output, view.parameter(name, _format_of(output)))
-            else:
-                statistics = view.statistics(name)
-                print_json(statistics) if as_json else _print_statistics(statistics)
-        except GradpostError as error:
-            raise CommandError(str(error), exit_code=EXIT_FAILED) from None
+    """Print all of them, or statistics of one, or write to a file its values or all."""
+    with asking(coordinator, token_file) as view:
+        if name is None and output is not None:
+            _write_model(output, view)
+        elif name is None:
+            listed = view.parameters()
+            print_json(listed) if as_json else _print_list(listed)
+        elif output is not None:
+            _write(output, view.parameter(name, _format_of(output)))
+        else:
+            statistics = view.statistics(name)
+            print_json(statistics) if as_json else _print_statistics(statistics)
 
 
 def _format_of(output: Path) -> str:
@@ -45,6 +46,28 @@ def _write(output: Path, data: bytes) -> None:
     except OSError as error:
         raise CommandError(f"{output} cannot be written: {error.strerror}", exit_code=EXIT_FAILED) from None
     print_line(f"{output}: {count(len(data), 'byte')}")
+
+
+def _write_model(output: Path, view: ClusterView) -> None:
+    """Whole or not at all, under that name."""
+    if output.suffix != ".safetensors":
+        raise CommandError(f"a whole model is written as FILE.safetensors, not {output.name!r}; or name a parameter")
+    partial = output.with_name(output.name + ".part")
+    try:
+        with partial.open("wb") as file:
+            for piece in view.model():
+                file.write(piece)
+        partial.replace(output)
+    except OSError as error:
+        raise CommandError(f"{output} cannot be written: {error.strerror}", exit_code=EXIT_FAILED) from None
+    finally:
+        partial.unlink(missing_ok=True)
+    with safe_open(output, framework="np") as model:
+        num_tensors, metadata = len(model.keys()), model.metadata()
+    print_line(
+        f"{output}: {count(num_tensors, 'tensor')} of round {int(metadata['round']):,} of run {metadata['run']}, "
+        f"{count(output.stat().st_size, 'byte')}"
+    )
 
 
 def _print_list(listed: dict[str, Any]) -> None:
@@ -82,6 +105,7 @@ def _print_statistics(found: dict[str, Any]) -> None:
     for label, key in (("NaN", "num_nan"), ("infinite", "num_infinite"), ("zero", "num_zero")):
         if found[key]:
             print_line(f"  {label:24}{found[key]:,} of {found['num_elements']:,}")
+    print_line(f"{'from':>9} {'values':>9}")
     for line in draw_histogram(found["histogram"]):
         print_line(line)
 

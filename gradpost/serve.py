@@ -25,6 +25,12 @@ _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 def serve(role: Role, arguments: Sequence[str]) -> NoReturn:
     """Parse the role's own flags and run the service; exits with its exit code."""
+    make_role_app(role)(list(arguments), prog_name=f"gradpost serve {role}")
+    raise SystemExit(0)
+
+
+def make_role_app(role: Role) -> typer.Typer:
+    """The command that has the role's settings as flags."""
     settings_class = _settings_class(role)
 
     def run(**flags: Any) -> None:
@@ -35,8 +41,7 @@ def serve(role: Role, arguments: Sequence[str]) -> NoReturn:
     run.__signature__ = inspect.Signature(make_options(settings_class, _HIDDEN[role]))  # type: ignore[attr-defined]
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command()(run)
-    app(list(arguments), prog_name=f"gradpost serve {role}")
-    raise SystemExit(0)
+    return app
 
 
 def _settings_class(role: Role) -> type[ServiceSettings]:

@@ -4,53 +4,58 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ps_protocol.certificates import TlsFiles
 from ps_protocol.environment import PREFIX, check_environment, read_settings_file
-from ps_protocol.errors import Forbidden, GradpostError, Unauthenticated
+from ps_protocol.errors import Forbidden, Unauthenticated, Unreachable
 from ps_protocol.messages import ClusterStatus
 from ps_protocol.tokens import Scope
 from trainer_client.inspection import ClusterView
 
-from .output import EXIT_FAILED, Column, CommandError, count, print_json, print_line, print_table
+from .output import EXIT_FAILED, Column, CommandError, Table, count, print_json, print_line, print_table
 
 DEFAULT_COORDINATOR = "http://127.0.0.1:7070"
-WATCH_SECONDS = 1.0
 TIMEOUT_SECONDS = 5.0
-_CLEAR = "\x1b[H\x1b[2J"
 
 
 def show_status(coordinator: str | None, token_file: Path | None, *, watch: bool, as_json: bool) -> None:
-    """Print the status, once or every second. Raises CommandError if no coordinator answers, or refuses."""
-    with open_view(coordinator, token_file) as view:
-        while True:
-            try:
-                status = view.status()
-            except (Unauthenticated, Forbidden) as error:
-                raise CommandError(
-                    f"the coordinator refuses: {error} (--token-file, or GRADPOST_TOKENS_DIR)", exit_code=EXIT_FAILED
-                ) from None
-            except GradpostError as error:
-                raise CommandError(
-                    f"no coordinator: {error} (its address is --coordinator or GRADPOST_COORDINATOR)",
-                    exit_code=EXIT_FAILED,
-                ) from None
-            if watch and sys.stdout.isatty():
-                print(_CLEAR, end="")
-            if as_json:
-                print_json(json.loads(status.model_dump_json()))
-            else:
-                print_status(status)
-            if not watch:
-                return
-            sys.stdout.flush()
-            time.sleep(WATCH_SECONDS)
+    """Print the status, once or until Ctrl-C. Raises CommandError if no coordinator answers, or refuses."""
+    with asking(coordinator, token_file) as view:
+        if watch:
+            from .watch import watch_status
+
+            watch_status(view, as_json=as_json)
+        else:
+            print_status(view.status(), as_json=as_json)
 
 
-def open_view(coordinator: str | None, token_file: Path | None = None, scope: Scope = "read") -> ClusterView:
+@contextmanager
+def asking(coordinator: str | None, token_file: Path | None = None, scope: Scope = "read") -> Iterator[ClusterView]:
+    """A view as of `open_view`, whose errors end the command with what to do about them, as CommandError."""
+    with open_view(coordinator, token_file, scope) as view:
+        try:
+            yield view
+        except (Unauthenticated, Forbidden) as error:
+            raise CommandError(
+                f"the coordinator refuses: {error} (--token-file, or GRADPOST_TOKENS_DIR)", exit_code=EXIT_FAILED
+            ) from None
+        except Unreachable as error:
+            raise CommandError(
+                f"no coordinator: {error} (its address is --coordinator or GRADPOST_COORDINATOR)",
+                exit_code=EXIT_FAILED,
+            ) from None
+
+
+def open_view(
+    coordinator: str | None,
+    token_file: Path | None = None,
+    scope: Scope = "read",
+    *,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> ClusterView:
     """A client of the coordinator that the flag, the environment or the settings file names.
 
     So are its token and certificates; without a `token_file` it sends that of the `scope` in `tokens_dir`, if any.
@@ -64,7 +69,7 @@ def open_view(coordinator: str | None, token_file: Path | None = None, scope: Sc
         token_file = path_setting("token_file")
     if token_file is None and (folder := path_setting("tokens_dir")):
         token_file = folder / scope
-    return ClusterView(address, tls=tls, token_file=token_file, timeout_seconds=TIMEOUT_SECONDS)
+    return ClusterView(address, tls=tls, token_file=token_file, timeout_seconds=timeout_seconds)
 
 
 def named_coordinator() -> str | None:
@@ -83,20 +88,28 @@ def _setting(name: str) -> str | None:
     return value
 
 
-def print_status(status: ClusterStatus) -> None:
-    """Print it for a person."""
+def print_status(status: ClusterStatus, *, as_json: bool = False) -> None:
+    """Print it for a person or a program."""
+    if as_json:
+        print_json(json.loads(status.model_dump_json()))
+        return
+    for part in describe_status(status):
+        print_line(part) if isinstance(part, str) else print_table(part.columns, part.rows)
+
+
+def describe_status(status: ClusterStatus) -> Iterator[str | Table]:
+    """What is printed for a person: lines and tables."""
     line = f"run {status.run}: {status.state}, mode {status.mode}, round {status.round:,}"
     if status.plan_digest:
         line += f", {count(status.num_parameters, 'parameter')}, {count(status.parameter_bytes, 'byte')}"
-    print_line(line)
+    yield line
     if status.waiting_for:
-        print_line(f"waiting for {', '.join(status.waiting_for)}")
-    for line in status.prospects:
-        print_line(line)
+        yield f"waiting for {', '.join(status.waiting_for)}"
+    yield from status.prospects
     if status.failure:
-        print_line(f"failed: {status.failure.get('detail')} ({status.failure.get('code')})")
-    print_line()
-    print_table(
+        yield f"failed: {status.failure.get('detail')} ({status.failure.get('code')})"
+    yield ""
+    yield Table(
         [Column("pserver"), Column("address"), Column("round", "right"), Column("waits for"), Column("heartbeat")],
         [
             (
@@ -109,7 +122,7 @@ def print_status(status: ClusterStatus) -> None:
             for p in status.pservers
         ],
     )
-    print_table(
+    yield Table(
         [Column("trainer"), Column("state"), Column("round", "right"), Column("results"), Column("heartbeat")],
         [
             (

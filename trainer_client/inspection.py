@@ -25,9 +25,11 @@ from ps_protocol.messages import (
 )
 from ps_protocol.routes import (
     CHECKPOINTS,
+    CURVES,
     EVENT_STREAM,
     EVENTS,
     LEAVE,
+    MODEL,
     PARAMETER,
     PARAMETERS,
     ROLL_BACK,
@@ -92,13 +94,34 @@ class ClusterView:
 
     def statistics(self, name: str) -> dict[str, Any]:
         """Norm, mean, histogram, … of one parameter, not older than a second."""
-        found: dict[str, Any] = self._get_json(STATISTICS.replace("{name:path}", quote(name)))
+        path = STATISTICS.replace("{name:path}", quote(name))
+        found: dict[str, Any] = self._get_json(path, READ_SECONDS)
         return found
 
     def parameter(self, name: str, form: str = "safetensors") -> bytes:
         """One parameter as a file: `safetensors`, `npy` or `json`."""
         path = PARAMETER.replace("{name:path}", quote(name))
         return self._request("GET", f"{self.coordinator}{path}?format={form}", timeout=READ_SECONDS)
+
+    def model(self) -> Iterator[bytes]:
+        """The whole model of one round as a safetensors file, piece by piece while it trains."""
+        try:
+            with self._http.stream("GET", self.coordinator + MODEL, timeout=READ_SECONDS) as response:
+                if response.is_error:
+                    response.read()
+                    raise read_problem(response)
+                yield from response.iter_bytes()
+        except httpx.TransportError as error:
+            raise Unreachable(f"the model of {self.coordinator} broke off: {error!r}") from error
+
+    def checkpoints(self) -> list[CheckpointCreated]:
+        """The complete checkpoints of the run, newest first."""
+        return [CheckpointCreated.model_validate(one) for one in self._get_json(CHECKPOINTS)]
+
+    def curves(self) -> dict[str, Any]:
+        """What trainers have reported: by name and rank, in columns."""
+        found: dict[str, Any] = self._get_json(CURVES)
+        return found
 
     def events(self, after: int = 0) -> list[dict[str, Any]]:
         """What has happened behind this event, oldest first."""
@@ -127,9 +150,9 @@ class ClusterView:
         )
         return done
 
-    def _get_json(self, path: str) -> Any:
+    def _get_json(self, path: str, timeout: float | None = None) -> Any:
         try:
-            return json.loads(self._request("GET", self.coordinator + path, timeout=READ_SECONDS))
+            return json.loads(self._request("GET", self.coordinator + path, timeout=timeout))
         except ValueError as error:
             raise _something_else(self.coordinator + path) from error
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from ps_protocol.routes import STATUS
 
 from .canned import serving
 from .conftest import RunCommand
+from .terminal import Terminal
 
 STATE = ClusterStatus(
     run="5f0c", state="failed", mode="sync", num_pservers=2, num_trainers=2, waiting_for=("pserver 1", "trainer 0"),
@@ -113,16 +115,48 @@ def test_what_is_no_address(run_command: RunCommand, url: str) -> None:
 
 
 def test_watch_shows_it_again_and_again(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into a pipe; Ctrl-C is how it ends, and no failure. Somebody who is away is asked again."""
     pauses: list[float] = []
+    with ExitStack() as servers:
+        url = servers.enter_context(serving(ANSWERS))
 
-    def pause(seconds: float) -> None:
-        pauses.append(seconds)
-        if len(pauses) == 3:
-            raise KeyboardInterrupt
+        def pause(seconds: float) -> None:
+            pauses.append(seconds)
+            if len(pauses) == 3:
+                servers.close()
+            elif len(pauses) == 5:
+                servers.enter_context(serving(ANSWERS, port=int(url.rpartition(":")[2])))
+            elif len(pauses) == 6:
+                raise KeyboardInterrupt
 
-    monkeypatch.setattr("time.sleep", pause)
-    with serving(ANSWERS) as url:
+        monkeypatch.setattr("time.sleep", pause)
         outcome = run_command("status", "--watch", "--coordinator", url)
-    assert outcome.exit_code == 130
-    assert pauses == [1.0] * 3
-    assert outcome.stdout.count("run 5f0c") == 3
+    assert outcome.exit_code == 0
+    assert pauses == [1.0] * 6
+    assert outcome.stdout.count("run 5f0c") == 4
+    assert outcome.stderr.count("gradpost: warning: no coordinator: nobody answers at ") == 1
+
+
+def test_watch_wants_somebody_at_first(run_command: RunCommand) -> None:
+    outcome = run_command("status", "--watch", "--coordinator", "http://127.0.0.1:1")
+    assert (outcome.exit_code, outcome.stdout) == (1, "")
+    assert "its address is --coordinator or GRADPOST_COORDINATOR" in outcome.stderr
+
+
+def test_watch_on_a_terminal() -> None:
+    """In place on the other screen, through an absence; afterwards the newest is left on the usual one."""
+    with ExitStack() as servers:
+        url = servers.enter_context(serving(ANSWERS))
+        with Terminal("status", "--watch", "--coordinator", url) as terminal:
+            terminal.wait_for("\x1b[?1049h")  # the other screen
+            terminal.wait_for("trainer 0, trainer 1 (3.2 s)")
+            servers.close()
+            terminal.wait_for("no coordinator for ")
+            terminal.wait_for("this is how it was")
+            servers.enter_context(serving(ANSWERS, port=int(url.rpartition(":")[2])))
+            terminal.wait_for("until Ctrl-C run 5f0c")
+            terminal.type("\x03")
+            assert "\x1b[2J" not in terminal.wait_for("\x1b[?1049l")
+            terminal.wait_for("run 5f0c: failed")
+            assert terminal.wait() == 0
+            assert "Traceback" not in terminal.shown
