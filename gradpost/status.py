@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from ps_protocol.certificates import TlsFiles
@@ -60,16 +61,31 @@ def open_view(
 
     So are its token and certificates; without a `token_file` it sends that of the `scope` in `tokens_dir`, if any.
     """
+    found = find_connection(coordinator, token_file, scope)
+    return ClusterView(found.address, tls=found.tls, token_file=found.token_file, timeout_seconds=timeout_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """Where the coordinator is, and what to show to it and to the pservers."""
+
+    address: str
+    tls: TlsFiles
+    token_file: Path | None
+
+
+def find_connection(coordinator: str | None, token_file: Path | None = None, scope: Scope = "read") -> Connection:
+    """As of `open_view`. Raises CommandError for what is no address, SettingsError for bad settings."""
     check_environment(os.environ)
     address = coordinator or named_coordinator() or DEFAULT_COORDINATOR
     if not address.startswith(("http://", "https://")):
         raise CommandError(f"expected the coordinator's base URL, such as {DEFAULT_COORDINATOR}, not {address!r:.200}")
-    tls = TlsFiles(*map(path_setting, ("tls_ca", "tls_client_cert", "tls_client_key")))
     if token_file is None:
         token_file = path_setting("token_file")
     if token_file is None and (folder := path_setting("tokens_dir")):
         token_file = folder / scope
-    return ClusterView(address, tls=tls, token_file=token_file, timeout_seconds=timeout_seconds)
+    tls = TlsFiles(*map(path_setting, ("tls_ca", "tls_client_cert", "tls_client_key")))
+    return Connection(address.rstrip("/"), tls, token_file)
 
 
 def named_coordinator() -> str | None:

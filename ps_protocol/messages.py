@@ -50,6 +50,34 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
+class Software(Message):
+    """Versions of what a process runs on."""
+
+    gradpost: str
+    python: str
+    torch: str
+
+
+class Traffic(Message):
+    """What went of late between a trainer and a pserver in one direction, and for how long something was on its way."""
+
+    num_requests: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+class Link(Message):
+    """A trainer's way to one pserver, as it has measured it.
+
+    A push lasts until it is acknowledged, which in asynchronous modes may be a wait for room in a queue; a pull from
+    the first byte of the answer to its last.
+    """
+
+    round_trip_seconds: float | None = Field(default=None, description="of a small request, when it was connected")
+    pushes: Traffic = Traffic()
+    pulls: Traffic = Traffic()
+
+
 class ShardFile(Message):
     """One shard's file of a checkpoint, as its pserver wrote it; `digest` is the XXH3-128 of its bytes, in hex."""
 
@@ -148,6 +176,7 @@ class PserverHeartbeat(Message):
     checkpoints: tuple[ShardFile, ...] = Field(default=(), description="its shards of checkpoints that are whole")
     is_stopping: bool = Field(default=False, description="it has written down what it holds, and will be back")
     load: PserverLoad | None = Field(default=None, description="for those who watch; nothing is decided by it")
+    software: Software | None = None
 
 
 class PserverHeartbeatReply(Message):
@@ -244,6 +273,8 @@ class TrainerHeartbeat(Message):
     ahead_of: dict[PserverIndex, Incarnation] = Field(
         default={}, description="pservers that have lost a round which this trainer has pulled"
     )
+    software: Software | None = None
+    links: dict[PserverIndex, Link] = {}
 
 
 class TrainerHeartbeatReply(Message):
@@ -392,6 +423,7 @@ class PserverStatus(Message):
     missing: tuple[Rank, ...]
     waiting_seconds: float
     heartbeat_age_seconds: float
+    software: Software | None = Field(default=None, description="null until its next heartbeat")
 
 
 class TrainerStatus(Message):
@@ -404,6 +436,11 @@ class TrainerStatus(Message):
     heartbeat_age_seconds: float
     metrics_address: str | None
     results: dict[str, float]
+    software: Software | None = Field(default=None, description="null until its next heartbeat")
+    links: dict[PserverIndex, Link] = Field(default={}, description="its way to each pserver, as it has measured it")
+    unreachable: dict[PserverIndex, float] = Field(
+        default={}, description="pservers that do not answer it, and for how many seconds"
+    )
 
 
 class ClusterStatus(Message):
@@ -423,6 +460,7 @@ class ClusterStatus(Message):
     round: Round
     pservers: tuple[PserverStatus, ...]
     trainers: tuple[TrainerStatus, ...]
+    software: Software | None = Field(default=None, description="of the coordinator")
 
 
 class ShardSummary(Message):

@@ -11,6 +11,7 @@ GET = "/v1/get"
 BARRIER = "/v1/barrier"
 INITIAL = "/v1/initial"
 # pserver: control and inspection
+SPEED = "/v1/speed"
 RUN = "/v1/run"
 FREEZE = "/v1/freeze"
 MEMBERS = "/v1/members"

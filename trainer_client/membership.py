@@ -34,8 +34,10 @@ from ps_protocol.routes import (
     SUMMARY,
     TRAINER_HEARTBEAT,
 )
-from ps_protocol.vocabulary import PROTOCOL_VERSION, Round
+from ps_protocol.software import this_software
+from ps_protocol.vocabulary import PROTOCOL_VERSION, PserverIndex, Round
 
+from .links import LinkMeter
 from .logs import make_log
 from .news import News
 from .pauses import choose_pause, read_retry_after
@@ -56,6 +58,7 @@ class Membership:
         self.results: dict[str, float] = {}
         self.failure: asyncio.Future[GradpostError] | None = None
         self.news = News()
+        self.links: dict[PserverIndex, LinkMeter] = {}
         self._settings = settings
         self._http = http
         self._coordinator = settings.coordinator.rstrip("/")
@@ -138,6 +141,8 @@ class Membership:
             results=dict(self.results),
             unreachable=self.news.unreachable(asyncio.get_running_loop().time()),
             ahead_of=dict(self.news.ahead_of),
+            software=this_software(),
+            links={index: meter.describe() for index, meter in self.links.items()},
         )
 
     async def _send_heartbeats(self) -> None:

@@ -44,6 +44,7 @@ from ps_protocol.routes import (
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 from .frame_sink import FrameSink
+from .links import LinkMeter
 from .membership import read_problem
 from .metrics import TrainerMetrics
 from .news import News
@@ -72,6 +73,7 @@ class PserverClient:
         http: Callable[[PserverInfo], httpx.AsyncClient],
         metrics: TrainerMetrics,
         news: News,
+        link: LinkMeter,
         *,
         retry_seconds: float,
         deadline_seconds: float,
@@ -83,6 +85,7 @@ class PserverClient:
         self._http_of = http
         self._metrics = metrics
         self._news = news
+        self._link = link
         self._first_life = info.incarnation
         self._kept: dict[Round, list[memoryview]] = {}  # pushed, and not pulled yet: a pserver may lose it
         self._retry_seconds = retry_seconds
@@ -91,8 +94,15 @@ class PserverClient:
         self._limits = FrameLimits(max_body_bytes=1 << 62, max_header_bytes=1 << 30, max_tensors=1 << 30)
 
     async def warm_up(self) -> None:
-        """Open the connection: the first frames are small until the server's settings arrive."""
-        await self._repeat(HEALTH, lambda: self._http.get(self.info.address + HEALTH))
+        """Open the connection: the first frames are small until the server's settings arrive. Take its time."""
+
+        async def attempt() -> None:
+            await self._http.get(self.info.address + HEALTH)
+            asked = perf_counter()
+            await self._http.get(self.info.address + HEALTH)
+            self._link.round_trip_seconds = perf_counter() - asked
+
+        await self._repeat(HEALTH, attempt)
 
     @property
     def _http(self) -> httpx.AsyncClient:
@@ -111,10 +121,12 @@ class PserverClient:
 
         async def attempt() -> PushAnswer:
             headers = {**self._fence.at_round(round_).to_headers(), "content-type": CONTENT_TYPE}
-            response = await self._http.post(
-                self.info.address + path, headers=headers, extensions={BODY_EXTENSION: body}
-            )
+            with self._link.pushes.transfer():
+                response = await self._http.post(
+                    self.info.address + path, headers=headers, extensions={BODY_EXTENSION: body}
+                )
             _raise_for_problem(response)
+            self._link.pushes.add(len(body))
             return PushAnswer.model_validate_json(response.content)
 
         answer = await self._repeat(path, attempt)
@@ -206,8 +218,10 @@ class PserverClient:
                 if response.is_error:
                     await response.aread()
                 _raise_for_problem(response)
-                async for chunk in response.aiter_raw():
-                    sink.feed(chunk)
+                with self._link.pulls.transfer():
+                    async for chunk in response.aiter_raw():
+                        sink.feed(chunk)
+                self._link.pulls.add(response.num_bytes_downloaded)
                 self._metrics.pulled_bytes.inc(response.num_bytes_downloaded)
             finally:
                 await response.aclose()

@@ -22,12 +22,13 @@ _MARKS: dict[Level, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The outcome of one check; `advice` says what to do, if anything is to be done."""
+    """The outcome of one check; `advice` says what to do if anything is to be done, `why` what happens else."""
 
     check: str
     level: Level
     detail: str
     advice: str = ""
+    why: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """A member of `checks` in what `--json` prints."""
@@ -35,13 +36,15 @@ class Finding:
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    """One line for each check, the advice below it, and a verdict."""
+    """One line for each check, below it why it matters and what to do, and a verdict."""
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     width = max(len(finding.check) for finding in findings)
     for finding in findings:
         mark, style = _MARKS[finding.level]
         line = Text.assemble((f"{mark:8}", style), f"{finding.check:{width}}  ", printable(finding.detail))
         console.print(line)
+        if finding.why:
+            console.print(Text.assemble(" " * (8 + width + 2), printable(finding.why)))
         if finding.advice:
             console.print(Text.assemble(" " * (8 + width + 2), ("-> " + printable(finding.advice), "bold")))
     broken = sum(finding.level == "broken" for finding in findings)

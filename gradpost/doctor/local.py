@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -19,6 +20,7 @@ NEWEST_TESTED_PYTHON = (3, 13)
 MIN_MEMORY_BYTES = 2 << 30  # four processes with torch, and a small model
 MIN_SHARED_MEMORY_BYTES = 256 << 20
 MIN_OPEN_FILES = 1024
+MIN_FREE_SHARE = 0.1  # as the alert has it
 _CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -85,7 +87,11 @@ def check_memory() -> Finding:
     shared = Path("/dev/shm")
     if available < MIN_MEMORY_BYTES:
         return Finding(
-            "memory", "warning", detail, "each process takes about 0.3 GB besides the model; a pserver also its slots"
+            "memory",
+            "warning",
+            detail,
+            "start fewer processes here, or give it more memory",
+            "each process takes about 0.3 GB besides the model; a pserver also its slots",
         )
     if shared.is_dir():
         status = os.statvfs(shared)
@@ -93,7 +99,7 @@ def check_memory() -> Finding:
         if size < MIN_SHARED_MEMORY_BYTES:
             return Finding(
                 "memory", "warning", f"{detail}; /dev/shm has {size / 1e6:.0f} MB",
-                "data loaders with workers pass batches through it; give a container --shm-size=1g",
+                "give a container --shm-size=1g", "data loaders with workers pass batches through it",
             )  # fmt: skip
     return Finding("memory", "ok", detail)
 
@@ -104,6 +110,18 @@ def _memory_limits() -> Iterator[tuple[int, str]]:
         yield int(match[1]) * 1024, "available"
     if _CGROUP_MEMORY.exists() and (text := _CGROUP_MEMORY.read_text().strip()).isdecimal():
         yield int(text), "allowed by the container"
+
+
+def check_disk() -> Finding:
+    """Whether there is room where services on this machine keep their state."""
+    path = Path(os.environ.get(f"{PREFIX}STATE_DIR") or ".").absolute()
+    folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    usage = shutil.disk_usage(folder)
+    detail = f"{usage.free / 1e9:.1f} GB of {usage.total / 1e9:.0f} GB are free in {folder}"
+    if usage.free < MIN_FREE_SHARE * usage.total:
+        advice = "make room, or keep the state elsewhere: --state-dir or GRADPOST_STATE_DIR"
+        return Finding("disk", "warning", detail, advice, "rounds wait while a service here cannot write its log")
+    return Finding("disk", "ok", detail)
 
 
 def check_open_files() -> Finding:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from ps_protocol.environment import SettingsError
-from ps_protocol.errors import GradpostError
+from ps_protocol.errors import Forbidden, GradpostError, Unauthenticated
+from ps_protocol.messages import ClusterStatus
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 
 from ..output import CommandError
@@ -68,27 +70,34 @@ def check_proxies() -> Finding:
     return Finding("proxies", "warning", detail, f"for curl and the like: export NO_PROXY={hosts}")
 
 
-def check_coordinator() -> Finding:
-    """Whether the coordinator that the settings name answers, and speaks our version."""
+def check_coordinator(
+    coordinator: str | None = None, token_file: Path | None = None
+) -> tuple[Finding, ClusterStatus | None]:
+    """Whether the coordinator that the flag or the settings name answers, and speaks our version; and its status.
+
+    If none is named, one at the usual address will do, and none is no fault.
+    """
     try:
-        address = named_coordinator()
+        is_named = bool(coordinator or named_coordinator())
     except SettingsError:
-        return Finding("coordinator", "skipped", "the settings cannot be read")
-    if not address:
-        return Finding("coordinator", "skipped", "GRADPOST_COORDINATOR is not set")
+        return Finding("coordinator", "skipped", "the settings cannot be read"), None
     try:
-        with open_view(address) as view:
-            version, status = view.protocol_version(), view.status()
-    except (GradpostError, CommandError, SettingsError) as error:
-        return Finding(
-            "coordinator",
-            "broken",
-            str(error),
-            "start it (gradpost serve coordinator), or correct GRADPOST_COORDINATOR",
-        )
+        with open_view(coordinator, token_file) as view:
+            address, version, status = view.coordinator, view.protocol_version(), view.status()
+    except (Unauthenticated, Forbidden, CommandError, SettingsError) as error:
+        advice = "show a token of scope read (--token-file, GRADPOST_TOKENS_DIR), and certificates if it wants some"
+        return Finding("coordinator", "broken", str(error), advice), None
+    except GradpostError as error:
+        if not is_named:
+            detail = f"GRADPOST_COORDINATOR is not set, and {error}"
+            return Finding("coordinator", "skipped", detail, "name one with --coordinator to have it looked at"), None
+        advice = "start it (gradpost serve coordinator), or correct --coordinator or GRADPOST_COORDINATOR"
+        return Finding("coordinator", "broken", str(error), advice, "everybody finds the others by it"), None
     if version != str(PROTOCOL_VERSION):
         return Finding(
-            "coordinator", "broken", f"{address} speaks version {version}, this is version {PROTOCOL_VERSION}",
-            "install the same Gradpost here and there",
-        )  # fmt: skip
-    return Finding("coordinator", "ok", f"{address}: run {status.run} is {status.state}")
+            "coordinator", "broken",
+            f"{address} speaks version {version} of the protocol, this is version {PROTOCOL_VERSION}",
+            "install the same Gradpost here and there", "a trainer from here would be refused",
+        ), None  # fmt: skip
+    waits = f", waiting for {', '.join(status.waiting_for)}" if status.waiting_for else ""
+    return Finding("coordinator", "ok", f"{address}: run {status.run} is {status.state}{waits}"), status

@@ -10,31 +10,20 @@ import time
 from typing import Any
 
 import httpx
-from starlette.types import Receive, Scope, Send
 
 from ps_protocol.environment import PREFIX
-from services.runtime.app import add_raw_route, make_app
+from ps_protocol.routes import SPEED
+from services.runtime.app import make_app
 from services.runtime.logs import configure_logs
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.server import serve
 from services.runtime.settings import ServiceSettings
+from services.runtime.speed import add_speed_routes
 from trainer_client.transport import BODY_EXTENSION, BulkTransport
 
 BODY_BYTES = 4_000_000
 NUM_REQUESTS = 8
 TIMEOUT_SECONDS = 20.0
-PATH = "/probe"
-
-
-async def _count_bytes(scope: Scope, receive: Receive, send: Send) -> None:
-    num_bytes, more = 0, True
-    while more:
-        message = await receive()
-        num_bytes += len(message.get("body", b""))
-        more = message.get("more_body", False)
-    answer = f"HTTP/{scope['http_version']} {num_bytes}".encode()
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(answer))]})
-    await send({"type": "http.response.body", "body": answer})
 
 
 async def _measure(address: str) -> dict[str, object]:
@@ -43,18 +32,22 @@ async def _measure(address: str) -> dict[str, object]:
         await client.get(address + "/healthz")
         started = time.monotonic()
         for _ in range(NUM_REQUESTS):
-            response = await client.post(address + PATH, extensions={BODY_EXTENSION: body})
-            version, num_bytes = response.text.split()
-            if int(num_bytes) != BODY_BYTES:
-                raise RuntimeError(f"{num_bytes} bytes arrived of {BODY_BYTES}")
+            response = await client.post(address + SPEED, extensions={BODY_EXTENSION: body})
+            counted = response.json()
+            if counted["num_bytes"] != BODY_BYTES:
+                raise RuntimeError(f"{counted['num_bytes']} bytes arrived of {BODY_BYTES}")
         seconds = time.monotonic() - started
     megabytes = NUM_REQUESTS * BODY_BYTES // 1_000_000
-    return {"version": version, "megabytes": megabytes, "megabytes_per_second": round(megabytes / seconds)}
+    return {
+        "version": f"HTTP/{counted['http_version']}",
+        "megabytes": megabytes,
+        "megabytes_per_second": round(megabytes / seconds),
+    }
 
 
 async def _probe() -> dict[str, object]:
     app = make_app(title="Probe", role="probe", metrics=ServiceMetrics("probe"), is_ready=lambda: None)
-    add_raw_route(app, PATH, _count_bytes, methods=["POST"], summary="Count bytes")
+    add_speed_routes(app)
     stop = asyncio.Event()
     started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(serve(app, ServiceSettings(), stop=stop, on_started=started.set_result))

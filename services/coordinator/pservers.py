@@ -12,6 +12,7 @@ from ps_protocol.messages import (
     PserverRegistered,
     RegisterPserver,
     ShardFile,
+    Software,
 )
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 
@@ -32,6 +33,7 @@ class PserverMember:
     is_stopping: bool = False  # it has said that it will be back
     held: HeldRun | None = None  # what it brought along when it registered
     here_since: float = 0.0
+    software: Software | None = None
     is_recalled: bool = False  # known from the coordinator's record, and not registered since
 
 
@@ -113,6 +115,7 @@ class PserverRegistry:
         member.missing, member.waiting_seconds = message.missing, message.waiting_seconds
         member.checkpoints = {file.round: file for file in message.checkpoints}
         member.attempt, member.is_stopping = message.attempt, message.is_stopping
+        member.software = message.software
 
     def was_here(self, index: PserverIndex, incarnation: Incarnation, since: float, now: float) -> bool:
         """Whether this life of a pserver could be reached since then, for a lease at least: who could not is cut off.

@@ -278,6 +278,8 @@ class Run:
             self.pulled = max(self.pulled, message.round)
             self.has_trained = True
         trainer.results = dict(message.results)
+        trainer.software, trainer.links = message.software, message.links
+        trainer.unreachable = {index: seconds for index, (_, seconds) in message.unreachable.items()}
         if trainer.state == "lost" and self._may_return(trainer) and not trainer.is_stuck:
             self._revive(trainer)
 

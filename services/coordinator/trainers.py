@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ps_protocol.messages import DeclareModel
-from ps_protocol.vocabulary import Incarnation, Rank, Round
+from ps_protocol.messages import DeclareModel, Link, Software
+from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 
 TrainerState = Literal["joined", "declared", "done", "failed", "lost"]
 
@@ -30,6 +31,9 @@ class TrainerMember:
     is_awaited: bool = False  # nobody goes on without it: it, or another life of its rank, is to come back
     is_resumed: bool = False  # awaited since the run was resumed, so that all begin together
     has_chosen: bool = False  # its rank, with RANK
+    software: Software | None = None
+    links: Mapping[PserverIndex, Link] = field(default_factory=dict)
+    unreachable: Mapping[PserverIndex, float] = field(default_factory=dict)  # for how many seconds
     is_stuck: bool = False  # lost although it lives: it does not progress
 
     @property

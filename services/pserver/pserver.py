@@ -34,6 +34,7 @@ from ps_protocol.messages import (
     WantCheckpoint,
 )
 from ps_protocol.plan import SlicePlan
+from ps_protocol.software import this_software
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.failpoints import reach_failpoint
@@ -383,6 +384,7 @@ class Pserver:
             checkpoints=tuple(run.storage.checkpoints.values()) if run and run.storage else (),
             is_stopping=self._is_stopping,
             load=run.describe_load() if run else None,
+            software=this_software(),
         )
 
     async def stop(self) -> None:

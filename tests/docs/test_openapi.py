@@ -27,7 +27,15 @@ FENCED = [("post", path) for path in sorted(TENSORS)] + [("get", routes.BUFFERS)
 CONTROL = {
     routes.RUN, routes.FREEZE, routes.MEMBERS, routes.RESTORABLE, routes.WANT_CHECKPOINT, routes.REPLACEMENT,
 }  # fmt: skip
-LOOKING = {routes.STATE, routes.BLOCKS, routes.SHARD, routes.SLOTS, routes.BLOCK_STATISTICS, routes.BUFFERS}
+LOOKING = {
+    routes.STATE,
+    routes.SPEED,
+    routes.BLOCKS,
+    routes.SHARD,
+    routes.SLOTS,
+    routes.BLOCK_STATISTICS,
+    routes.BUFFERS,
+}
 OF_A_PSERVER = TENSORS | CONTROL | LOOKING
 HEADERS = Fence(1, "run", 0, "plan", 0, 1, 0, 1, 1).to_headers()
 

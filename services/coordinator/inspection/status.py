@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ps_protocol.messages import ClusterStatus, PserverStatus, TrainerStatus
+from ps_protocol.software import this_software
 
 from ..coordinator import Coordinator
 
@@ -37,6 +38,7 @@ def describe_status(coordinator: Coordinator) -> ClusterStatus:
                 missing=member.missing,
                 waiting_seconds=member.waiting_seconds,
                 heartbeat_age_seconds=now - member.seen_at,
+                software=member.software,
             )
             for member in pservers
         ),
@@ -49,7 +51,11 @@ def describe_status(coordinator: Coordinator) -> ClusterStatus:
                 heartbeat_age_seconds=now - trainer.seen_at,
                 metrics_address=trainer.metrics_address,
                 results=trainer.results,
+                software=trainer.software,
+                links=dict(trainer.links),
+                unreachable=dict(trainer.unreachable),
             )
             for _, trainer in sorted(run.trainers.items())
         ),
+        software=this_software(),
     )
