@@ -25,7 +25,6 @@ from ps_protocol.vocabulary import PROTOCOL_VERSION, NonfinitePolicy, ParameterS
 
 from .authorization import BearerAuth
 from .buckets import Bucket, make_buckets
-from .links import LinkMeter
 from .membership import Membership
 from .metrics import MetricsServer, TrainerMetrics
 from .pserver_client import PserverClient
@@ -186,12 +185,12 @@ class ParameterClient:
                     self._bulk_client,
                     self.metrics,
                     news,
-                    self.membership.links.setdefault(info.index, LinkMeter()),
                     retry_seconds=settings.retry_seconds,
                     deadline_seconds=self.joined.round_timeout_seconds + 30,
                     max_delay=self.joined.consistency.max_delay,
                 )
             )
+        self.membership.links = {pserver.info.index: pserver.link for pserver in self.pservers}
         self.is_declared = True
         with contextlib.suppress(RolledBack):  # what is done next meets it again
             await self._on_all(lambda pserver: pserver.warm_up())

@@ -9,7 +9,7 @@ from time import perf_counter
 
 from ps_protocol.messages import Link, Traffic
 
-WINDOW_SECONDS = 10.0  # of traffic: when there is more, the older half counts for half
+WINDOW_SECONDS = 10.0  # of traffic; when there is more, all of it counts for half beside what comes
 
 
 @dataclass(slots=True)
@@ -37,13 +37,13 @@ class TrafficMeter:
             self._busy_since = now
 
     def add(self, num_bytes: int) -> None:
-        """So many have arrived, in one request."""
+        """So many have arrived in one request, whose time is over."""
+        self._num_requests += 1
+        self._num_bytes += num_bytes
         if self._seconds > WINDOW_SECONDS:
             self._num_requests, self._num_bytes, self._seconds = (
                 self._num_requests / 2, self._num_bytes / 2, self._seconds / 2,
             )  # fmt: skip
-        self._num_requests += 1
-        self._num_bytes += num_bytes
 
     def describe(self) -> Traffic:
         """As it travels."""

@@ -73,7 +73,6 @@ class PserverClient:
         http: Callable[[PserverInfo], httpx.AsyncClient],
         metrics: TrainerMetrics,
         news: News,
-        link: LinkMeter,
         *,
         retry_seconds: float,
         deadline_seconds: float,
@@ -85,7 +84,7 @@ class PserverClient:
         self._http_of = http
         self._metrics = metrics
         self._news = news
-        self._link = link
+        self.link = LinkMeter()
         self._first_life = info.incarnation
         self._kept: dict[Round, list[memoryview]] = {}  # pushed, and not pulled yet: a pserver may lose it
         self._retry_seconds = retry_seconds
@@ -100,7 +99,7 @@ class PserverClient:
             await self._http.get(self.info.address + HEALTH)
             asked = perf_counter()
             await self._http.get(self.info.address + HEALTH)
-            self._link.round_trip_seconds = perf_counter() - asked
+            self.link.round_trip_seconds = perf_counter() - asked
 
         await self._repeat(HEALTH, attempt)
 
@@ -121,12 +120,12 @@ class PserverClient:
 
         async def attempt() -> PushAnswer:
             headers = {**self._fence.at_round(round_).to_headers(), "content-type": CONTENT_TYPE}
-            with self._link.pushes.transfer():
+            with self.link.pushes.transfer():
                 response = await self._http.post(
                     self.info.address + path, headers=headers, extensions={BODY_EXTENSION: body}
                 )
             _raise_for_problem(response)
-            self._link.pushes.add(len(body))
+            self.link.pushes.add(len(body))
             return PushAnswer.model_validate_json(response.content)
 
         answer = await self._repeat(path, attempt)
@@ -218,10 +217,10 @@ class PserverClient:
                 if response.is_error:
                     await response.aread()
                 _raise_for_problem(response)
-                with self._link.pulls.transfer():
+                with self.link.pulls.transfer():
                     async for chunk in response.aiter_raw():
                         sink.feed(chunk)
-                self._link.pulls.add(response.num_bytes_downloaded)
+                self.link.pulls.add(response.num_bytes_downloaded)
                 self._metrics.pulled_bytes.inc(response.num_bytes_downloaded)
             finally:
                 await response.aclose()

@@ -45,24 +45,23 @@ def _slow(status: ClusterStatus, trainers: list[TrainerStatus]) -> Iterator[Find
             (trainer.rank, pserver): speed
             for trainer in trainers
             for pserver, link in trainer.links.items()
-            if (speed := _speed(getattr(link, way), MIN_REQUEST_BYTES)) is not None
+            if (speed := _speed(getattr(link, way))) is not None
         }
         usual = median(speeds.values()) if len(speeds) > 2 else 0.0  # of two nobody knows which is unusual
         for (rank, pserver), speed in speeds.items():
             if speed < SLOW_SHARE * usual:
                 yield Finding(
                     "links", "warning",
-                    f"trainer {rank} {way.replace('es', '').rstrip('s')}s {speed / 1e6:.0f} MB/s "
+                    f"trainer {rank} {way} {speed / 1e6:.0f} MB/s "
                     f"{'to' if way == 'pushes' else 'from'} pserver {pserver}; {usual / 1e6:.0f} MB/s are usual here",
                     "look at the network between these two machines, and at what else runs on them",
                     "in every round all wait for the slowest pair",
                 )  # fmt: skip
 
 
-def _speed(traffic: Traffic, min_request_bytes: int = 0) -> float | None:
-    if not traffic.num_requests or not traffic.seconds:
-        return None
-    if traffic.num_bytes / traffic.num_requests < min_request_bytes:
+def _speed(traffic: Traffic) -> float | None:
+    """Bytes a second; None if nothing went, or only what is too small to tell."""
+    if traffic.num_bytes < MIN_REQUEST_BYTES * max(traffic.num_requests, 1) or not traffic.seconds:
         return None
     return traffic.num_bytes / traffic.seconds
 
@@ -97,7 +96,7 @@ def _cell(link: Link | None) -> str:
         return "not connected"
     parts = [] if link.round_trip_seconds is None else [f"{link.round_trip_seconds * 1e3:.1f} ms"]
     for verb, traffic in (("push", link.pushes), ("pull", link.pulls)):
-        if (speed := _speed(traffic, MIN_REQUEST_BYTES)) is not None:
+        if (speed := _speed(traffic)) is not None:
             parts.append(f"{verb} {speed / 1e6:.0f} MB/s")
     if len(parts) < 2 and link.pushes.num_requests:
         parts.append(f"{link.pushes.num_bytes / link.pushes.num_requests / 1e3:.0f} kB a push: no speed")
