@@ -66,6 +66,7 @@ class Coordinator:
         self.audit = AuditLog(settings.state_dir)
         self._installer = Installer(self.cluster, http, self.now, self.keep, self.replacements)
         self._last_summary: RunSummary | None = None
+        self._asked: tuple[str, Round, float] = "", 0, 0.0  # the newest round that a summary told of, and when first
         self._recording: asyncio.Task[None] | None = None
         self._recorded: Run | None = None  # its summary and its last checkpoint have been taken
         self.place = open_place(settings.checkpoints or str(settings.state_dir / "checkpoints"))
@@ -396,7 +397,11 @@ class Coordinator:
             return self._last_summary
         answers = await self.ask_pservers(self._state_of)
         states = [state for state in answers if state.run == run.name]
-        end = run.ended_at if run.ended_at is not None else self.now()
+        rounds = min((state.round for state in states), default=0)
+        if self._asked[:2] != (run.name, rounds):
+            self._asked = run.name, rounds, self.now()
+        # Whoever is a little later after the same round hears the same: all trainers print their summary at the end.
+        end = self._asked[2] if run.ended_at is None else run.ended_at
         results: dict[str, float] = {}
         for _, trainer in sorted(run.trainers.items(), reverse=True):
             results.update(trainer.results)  # the lowest rank's word counts
@@ -406,7 +411,7 @@ class Coordinator:
             mode=run.mode,
             transport="+".join(sorted({f"HTTP/{v}" for state in states for v in state.transports})) or "none",
             num_trainers=len(run.trainers),
-            rounds=min((state.round for state in states), default=0),
+            rounds=rounds,
             seconds=0.0 if run.started_at is None else end - run.started_at,
             shards=tuple(
                 ShardSummary(

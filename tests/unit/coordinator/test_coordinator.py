@@ -7,13 +7,14 @@ import errno
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from ps_protocol.errors import NotReady, StorageFailed, TrainerLost
-from ps_protocol.messages import InstallMembers, Message
+from ps_protocol.messages import InstallMembers, Message, PserverState
 from ps_protocol.routes import DECLARE_MODEL, JOIN_TRAINER, LEAVE, REGISTER_PSERVER
 from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
@@ -177,3 +178,24 @@ async def test_one_coordinator_at_a_time_uses_a_folder(tmp_path):
         await one.run(stop)
         await other.recall()
         await other.run(stop)
+
+
+async def test_all_who_ask_after_the_same_round_hear_the_same_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainers print them at the end, and one may be slower than another by then."""
+    async with httpx.AsyncClient() as http:
+        coordinator = Coordinator(CoordinatorSettings(state_dir=tmp_path), http)
+    coordinator.cluster.run.started_at = 10.0
+
+    async def ask(round_: int, now: float) -> tuple[int, float]:
+        async def answer(_: object) -> list[PserverState]:
+            facts = {"index": 0, "transports": (), "shard_bytes": 0, "pushed_bytes": 0, "pulled_bytes": 0}
+            return [PserverState.model_construct(run=coordinator.cluster.run.name, round=round_, **facts)]
+
+        monkeypatch.setattr(coordinator, "ask_pservers", answer)
+        monkeypatch.setattr(coordinator, "now", lambda: now)
+        summary = await coordinator.summary()
+        return summary.rounds, summary.seconds
+
+    assert [await ask(7, 12.0), await ask(7, 13.0), await ask(8, 14.0)] == [(7, 2.0), (7, 2.0), (8, 4.0)]
