@@ -36,7 +36,7 @@ def render_folder(folder: Path) -> list[Object]:
             done = subprocess.run([*command, folder], capture_output=True, text=True, timeout=60)
             assert done.returncode == 0, done.stderr
             return list(yaml.safe_load_all(done.stdout))
-    pytest.skip("needs kubectl or kustomize, to render manifests")
+    pytest.skip("needs kubectl or kustomize, to render manifests", allow_module_level=True)
 
 
 def of_kind(overlay: str, *kinds: str) -> list[Object]:
