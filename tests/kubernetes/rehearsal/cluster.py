@@ -1,0 +1,214 @@
+"""A cluster as Kubernetes would make it of rendered objects, without Kubernetes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer_client.testing.guardian import Guardian
+
+from ..network import Labels, Place, allowed_one_way
+from ..rendering import Object, pod_of_train_job
+from .container import make_image
+from .pod import NAMESPACE, Machine, Pod
+from .volumes import empty_volume, make_secrets, secret_volume
+from .wires import NOBODY, NODE, Namespace, Wires
+
+WAIT_SECONDS = 180.0
+
+
+class Cluster:
+    """Makes every pod of these objects, all at once; closed at the end of the `with` block."""
+
+    def __init__(self, objects: list[Object], folder: Path) -> None:
+        self.objects = objects
+        self.secrets = make_secrets(objects)
+        self.lines: list[tuple[str, str]] = []
+        self.pods: dict[str, Pod] = {}
+        self.strangers: dict[str, tuple[Namespace, str, Place]] = {}
+        self._changed = threading.Condition()
+        self._rewiring = threading.Lock()
+        self._guardian = Guardian()
+        self.wires = Wires()
+        folder.mkdir()
+        self.folder = folder
+        hosts = folder / "hosts"
+        hosts.write_text("127.0.0.1 localhost\n")
+        folder.chmod(0o755)
+        make_image(folder / "image")
+        self._machine = Machine(
+            self.wires, folder / "image", hosts, folder, self._guardian, self._on_line, self._on_ready
+        )  # fmt: skip
+
+    def __enter__(self) -> Cluster:
+        try:
+            for name, index, template in self._wanted():
+                mounts = self._mount(name, template)
+                self.pods[name] = Pod(name, index, template, self.objects, mounts, self._machine)
+            self._rewire()
+            for pod in self.pods.values():
+                pod.run()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for pod in self.pods.values():
+            pod.close()
+        for network, *_ in self.strangers.values():
+            network.close()
+        self.wires.close()
+        self._guardian.close()
+
+    def replace(self, name: str) -> Pod:
+        """A pod is gone with its machine; the next one has its name and volumes, and another address."""
+        with self._rewiring:
+            old = self.pods.pop(name)
+        old.kill()
+        shutil.rmtree(self._machine.folder / name / "tmp")  # an emptyDir goes with its pod
+        index = int(name.rpartition("-")[2])
+        new = self.pods[name] = Pod(name, index, old.template, self.objects, old.mounts, self._machine)
+        empty_volume(self._machine.folder / name / "tmp")
+        self._rewire()
+        new.run()
+        return new
+
+    def add_stranger(self, name: str, labels: Labels, namespace: str) -> Namespace:
+        """A pod that is not of these objects, and runs nothing."""
+        network, address = self.wires.plug()
+        self.strangers[name] = network, address, Place(labels, namespace)
+        self._rewire()
+        return network
+
+    def wait_for(self, pattern: str, number: int = 1) -> list[tuple[str, str]]:
+        """Names and whole lines of so many lines that match, once they are there."""
+        found: list[tuple[str, str]] = []
+
+        def are_there() -> bool:
+            found[:] = [(name, line) for name, line in self.lines if re.search(pattern, line)]
+            return len(found) >= number
+
+        self._wait_until(are_there)
+        return found
+
+    def wait_until_ready(self) -> None:
+        """Every pod is, or has ended well."""
+        self._wait_until(lambda: all(pod.is_ready for pod in self.pods.values()))
+
+    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Raises AssertionError with all output if it never is, or if a pod ends badly."""
+        until = time.monotonic() + WAIT_SECONDS
+        with self._changed:
+            while not is_so():
+                assert time.monotonic() < until, self.describe()
+                for pod in self.pods.values():
+                    assert pod.process.is_running or pod.process.exit_code == 0, self.describe()
+                self._changed.wait(1)  # an end changes nothing here
+
+    def describe(self) -> str:
+        """For a failure."""
+        return "\n".join([*map(repr, self.pods.values()), *(f"[{name}] {line}" for name, line in self.lines[-200:])])
+
+    def _on_line(self, name: str, line: str) -> None:
+        with self._changed:
+            self.lines.append((name, line))
+            self._changed.notify_all()
+
+    def _wanted(self) -> Iterator[tuple[str, int, Object]]:
+        """The coordinator last: who starts first must not matter."""
+        for one in sorted(self.objects, key=lambda one: one["kind"], reverse=True):
+            name, spec = one["metadata"]["name"], one.get("spec", {})
+            if one["kind"] == "TrainJob":
+                [runtime] = [other for other in self.objects if other["kind"] == "TrainingRuntime"]
+                name, number, template = f"{name}-node-0", spec["trainer"]["numNodes"], pod_of_train_job(one, runtime)
+            elif one["kind"] in ("Deployment", "StatefulSet", "Job"):
+                number, template = spec.get("replicas", spec.get("completions")), spec["template"]
+            else:
+                continue
+            for index in range(number):
+                yield f"{name}-{index}", index, template
+
+    def _mount(self, name: str, template: Object) -> dict[str, Path]:
+        """The folder at each path."""
+        volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+        [container] = template["spec"]["containers"]
+        folders = {}
+        for mount in container["volumeMounts"]:
+            folder = self._machine.folder / name / mount["name"]
+            volume: dict[str, Any] = volumes.get(mount["name"], {})
+            secret = volume.get("secret")
+            folders[mount["mountPath"]] = (
+                secret_volume(folder, secret, self.secrets[secret["secretName"]]) if secret else empty_volume(folder)
+            )
+        return folders
+
+    # ------------------------------------------------------------------ the network
+
+    def _on_ready(self) -> None:
+        self._rewire()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _rewire(self) -> None:
+        """Bring names and rules to how the pods are now."""
+        with self._rewiring:
+            self._write_hosts()
+            everybody = [(pod.network, pod.address, pod.place) for pod in self.pods.values()]
+            everybody += self.strangers.values()
+            for network, address, place in everybody:
+                others = [(where, other) for _, where, other in everybody if where != address]
+                network.nft(self._rules(place, others))
+
+    def _write_hosts(self) -> None:
+        """What CoreDNS would answer, with the namespace's search path."""
+        lines = ["127.0.0.1 localhost"]
+        for one in self.objects:
+            if one["kind"] != "Service":
+                continue
+            service, spec = one["metadata"]["name"], one["spec"]
+            behind = [pod for pod in self.pods.values() if spec["selector"].items() <= pod.place.labels.items()]
+            published = [pod for pod in behind if pod.is_ready or spec.get("publishNotReadyAddresses")]
+            if spec.get("clusterIP") == "None":
+                lines += [f"{pod.address} {_long_names(f'{pod.name}.{service}')}" for pod in published]
+            else:
+                lines.append(f"{published[0].address if published else NOBODY} {_long_names(service)}")
+        with self._machine.hosts.open("r+") as file:  # in place: it is mounted; and never empty: it is read meanwhile
+            file.write("".join(f"{line}\n" for line in lines))
+            file.truncate()
+
+    def _rules(self, own: Place, others: list[tuple[str, Place]]) -> str:
+        policies = [one for one in self.objects if one["kind"] == "NetworkPolicy"]
+        chains = []
+        for hook, side, direction in (("input", "saddr", "Ingress"), ("output", "daddr", "Egress")):
+            # Who is under no policy in this direction may do everything, to addresses that nobody has, too.
+            is_open = not any(
+                one["metadata"]["namespace"] == own.namespace and direction in one["spec"]["policyTypes"]
+                for one in policies
+            )
+            rules = [
+                f"ip {side} {address} {protocol.lower()} dport {port} accept"
+                for address, peer in others
+                for protocol, port in sorted(allowed_one_way(policies, direction, own, peer))
+            ]
+            if direction == "Ingress":
+                rules.append(f"ip saddr {NODE} accept")  # the kubelet
+            rules = ["meta oif lo accept" if hook == "output" else "meta iif lo accept", *rules]
+            chains.append(
+                f"chain {hook} {{ type filter hook {hook} priority 0; policy {'accept' if is_open else 'drop'};\n"
+                "ct state established,related accept\n" + "\n".join(rules) + "\n}"
+            )
+        return (
+            "add table inet policies\ndelete table inet policies\ntable inet policies {\n" + "\n".join(chains) + "\n}\n"
+        )
+
+
+def _long_names(name: str) -> str:
+    return " ".join(
+        f"{name}{suffix}" for suffix in ("", f".{NAMESPACE}", f".{NAMESPACE}.svc", f".{NAMESPACE}.svc.cluster.local")
+    )

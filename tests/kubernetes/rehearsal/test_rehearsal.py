@@ -1,0 +1,94 @@
+"""The pods of an overlay, really run: their commands, variables, volumes, probes, and the rules of the network.
+
+What is not Kubernetes here: names come from a hosts file, a Service leads straight to its pod, and volumes are folders.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ..rendering import KUBERNETES, Object, render_folder
+from .cluster import Cluster
+from .scraping import scrape
+from .wires import NODE
+
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(400)]
+
+LAST_LINE = r"^trained: mode=sync transport=HTTP/2 accuracy=0\.9\d+ rounds=\d+ seconds=[\d.]+$"
+
+
+def render_with_checkpoints(overlay: str, folder: Path) -> list[Object]:
+    """As a user would: an overlay over ours. The examples are too short for a checkpoint every 1,000 rounds."""
+    patch = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "gradpost-settings"},
+        "data": {"GRADPOST_CHECKPOINT_ROUNDS": "40"},
+    }
+    kustomization = {
+        "resources": [os.path.relpath(KUBERNETES / overlay, folder)],
+        "patches": [{"target": {"kind": "ConfigMap"}, "patch": yaml.safe_dump(patch)}],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    return render_folder(folder)
+
+
+@pytest.fixture(params=["overlays/laptop", "overlays/mutual-tls", "examples"])
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("rehearsal")
+    for parent in folder.parents[:2]:  # pytest lets nobody else in, and the pods have a user of their own
+        parent.chmod(0o755)
+    objects = render_with_checkpoints(request.param, folder)
+    with Cluster(objects, folder / "machine") as cluster:
+        yield cluster
+
+
+def test_it_trains_to_the_end_though_a_pserver_moves(cluster: Cluster) -> None:
+    pods = cluster.pods
+    cluster.wait_for(r"^epoch  2 of 8")
+    if any(one["kind"] == "ServiceMonitor" for one in cluster.objects):
+        pages = scrape(cluster)
+        assert pages.keys() == pods.keys()
+        assert all("gradpost_" in page for page in pages.values())
+    before = pods["pserver-0"].address
+    pserver = cluster.replace("pserver-0")
+    assert pserver.address != before
+    assert not [line for _, line in cluster.lines if line.startswith(("epoch  7", "epoch  8"))], "it came too late"
+
+    lines = cluster.wait_for(LAST_LINE, 2)
+    trainers = [pod for pod in pods.values() if pod.role == "trainer"]
+    assert {name for name, _ in lines} == {pod.name for pod in trainers}
+    assert len({line for _, line in lines}) == 1, lines
+    assert [pod.process.wait(30) for pod in trainers] == [0, 0], cluster.describe()
+    assert cluster.wait_for("restored from disk")[0][0] == "pserver-0"
+
+    cluster.wait_until_ready()
+    check_who_reaches_whom(cluster)
+    services = [pod for pod in pods.values() if pod.role != "trainer"]
+    assert [pod.failures for pod in services] == [[], [], []]
+    assert not [line for _, line in cluster.lines if "may be read by others" in line]
+    assert [pod.stop() for pod in services] == [0, 0, 0], cluster.describe()
+    for secret in cluster.secrets["gradpost-tokens"].values():
+        assert not [line for _, line in cluster.lines if secret.decode() in line]
+
+
+def check_who_reaches_whom(cluster: Cluster) -> None:
+    """The rules do not merely stand there."""
+    pods = cluster.pods
+    coordinator, pserver = pods["coordinator-0"], pods["pserver-1"]
+    trainer, other = (pod for pod in pods.values() if pod.role == "trainer")
+    assert trainer.network.try_to_connect(coordinator.address, 7070) == "open"
+    assert trainer.network.try_to_connect(pserver.address, 7071) == "open"
+    assert pods["pserver-0"].network.try_to_connect(coordinator.address, 7070) == "open"
+    assert pods["pserver-0"].network.try_to_connect(pserver.address, 7071) == "blocked"
+    assert trainer.network.try_to_connect(other.address, 7072) == "blocked"
+    assert trainer.network.try_to_connect(NODE, 7070) == "blocked"  # nor the world behind it
+    elsewhere = cluster.add_stranger("elsewhere", trainer.place.labels, "default")
+    assert elsewhere.try_to_connect(NODE, 7070) == "refused"  # it may go where it likes
+    for pod, port in ((coordinator, 7070), (pserver, 7071), (trainer, 7072)):
+        assert elsewhere.try_to_connect(pod.address, port) == "blocked"

@@ -1,0 +1,129 @@
+"""Network namespaces on one bridge, as the pods of a cluster whose network plug-in keeps to policies.
+
+    the node: a bridge, 10.213.78.1  ═══ veth ═══ 10.213.78.10, a pod
+                                     ═══ veth ═══ 10.213.78.11, another …
+
+The bridge is in a namespace of its own, so that nothing of this is seen on the machine. Namespaces live as long as a
+process in them, which is not long even if the test is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import pytest
+
+from ...cluster.namespaces import run
+
+T = TypeVar("T")
+
+NODE = "10.213.78.1"  # where the kubelet's probes come from
+NOBODY = "10.213.78.2"  # the node's, too; nothing listens there, as on a Service without a pod that is ready
+CONNECT_SECONDS = 0.5  # the kernels answer
+_LIFE_SECONDS = 300
+_CLONE_NEWNET = 0x40000000
+
+
+class Namespace:
+    """A network namespace, kept by a process that sleeps."""
+
+    def __init__(self) -> None:
+        command = ["unshare", "--net", "sh", "-c", f"echo; exec sleep {_LIFE_SECONDS}"]
+        self._keeper = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert self._keeper.stdout is not None
+        if not self._keeper.stdout.readline():
+            pytest.skip("there can be no network namespace here")
+        self.pid = self._keeper.pid
+        self.prefix = ["nsenter", f"--net=/proc/{self.pid}/ns/net"]
+        self.ip("link set lo up")
+
+    def ip(self, arguments: str) -> None:
+        run(*self.prefix, "ip", *arguments.split())
+
+    def nft(self, rules: str) -> None:
+        done = subprocess.run([*self.prefix, "nft", "-f", "-"], input=rules, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    def enter(self) -> None:
+        """Take the calling thread, and no other, into this namespace for good."""
+        with open(f"/proc/{self.pid}/ns/net") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), "setns")
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """What a function returns, or raises, on a thread in this namespace."""
+        outcome: list[Any] = []
+
+        def work() -> None:
+            try:
+                self.enter()
+                outcome.append(function(*arguments))
+            except BaseException as error:
+                outcome.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        if isinstance(outcome[0], BaseException):
+            raise outcome[0]
+        return outcome[0]  # type: ignore[no-any-return]
+
+    def try_to_connect(self, address: str, port: int) -> Literal["open", "refused", "blocked"]:
+        """What becomes of a connection from here. Who is refused has got through."""
+        try:
+            self.call(socket.create_connection, (address, port), CONNECT_SECONDS).close()
+        except ConnectionRefusedError:
+            return "refused"
+        except TimeoutError:
+            return "blocked"
+        return "open"
+
+    def close(self) -> None:
+        self._keeper.kill()
+        with self._keeper:
+            pass
+
+
+class Wires:
+    """The node and its bridge, and a new address for every pod."""
+
+    def __init__(self) -> None:
+        if os.geteuid() != 0:
+            pytest.skip("a network namespace needs root")
+        tools = ("ip", "nft", "nsenter", "unshare", "setpriv", "chroot", "mount")
+        if missing := [tool for tool in tools if shutil.which(tool) is None]:
+            pytest.skip(f"{' and '.join(missing)} are not installed (Debian packages iproute2, nftables, util-linux)")
+        self.node = Namespace()
+        self._taken = 9
+        for command in (
+            "link add bridge0 type bridge",
+            f"address add {NODE}/24 dev bridge0",
+            f"address add {NOBODY}/24 dev bridge0",
+            "link set bridge0 up",
+        ):
+            self.node.ip(command)
+
+    def plug(self) -> tuple[Namespace, str]:
+        """A new namespace and its address."""
+        pod = Namespace()
+        self._taken += 1
+        address = f"10.213.78.{self._taken}"
+        run(*f"ip link add pod{pod.pid} netns {self.node.pid} type veth peer name eth0 netns {pod.pid}".split())
+        self.node.ip(f"link set pod{pod.pid} master bridge0 up")
+        for command in (f"address add {address}/24 dev eth0", "link set eth0 up", f"route add default via {NODE}"):
+            pod.ip(command)
+        return pod, address
+
+    def unplug(self, pod: Namespace) -> None:
+        """As if its machine had gone: not even a last word gets out."""
+        self.node.ip(f"link delete pod{pod.pid}")
+
+    def close(self) -> None:
+        self.node.close()
