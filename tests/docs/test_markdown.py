@@ -9,7 +9,7 @@ import pytest
 
 from .markdown import DOCS, ROOT, anchors, code_blocks, links
 
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "deploy" / "README.md"])
 
 
 def name(path: Path) -> str:

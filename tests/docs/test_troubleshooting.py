@@ -1,0 +1,327 @@
+"""docs/troubleshooting.md: each symptom is provoked, and the cluster says what stands there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from ps_protocol.errors import ERRORS
+from trainer_client.testing import LocalCluster
+
+from ..cluster.trainer_processes import Plot, Trainer
+from ..unit.protocol.test_certificates import Authority
+from .markdown import anchors, code_blocks, codes, links, read, section, table
+from .stage import Stage, run_gradpost
+
+TEXT = read("troubleshooting.md")
+SECTIONS = {
+    heading: section(TEXT, heading)
+    for heading in re.findall(r"^### (.+)$", TEXT, re.MULTILINE)
+    if code_blocks(section(TEXT, heading), "text")
+}
+
+played = pytest.mark.extended  # minutes on a busy machine: some symptoms are what nobody does for seconds
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="wants curl (apt-get install curl)")
+
+Symptom = Callable[[Stage], str]
+SYMPTOMS: dict[str, Symptom] = {}
+
+
+def symptom(heading: str) -> Callable[[Symptom], Symptom]:
+    """Say under which heading what it provokes is described."""
+
+    def register(provoke: Symptom) -> Symptom:
+        SYMPTOMS[heading] = provoke
+        return provoke
+
+    return register
+
+
+def commands(text: str) -> list[str]:
+    return [block.text for block in code_blocks(text, "sh")]
+
+
+def alike(text: str) -> str:
+    """Without what differs from run to run: numbers, names of runs, and how a log line is wrapped."""
+    text = text.replace('\\"', '"').replace("\\\\", "\\")
+    text = re.sub(r"\b(?=\w*\d)[0-9a-f]{12}\b", "RUN", text)
+    return re.sub(r"\d+(\.\d+)?", "0", " ".join(text.split()))
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    stage = Stage(tmp_path_factory.mktemp("stage"))
+    with stage.cluster:
+        stage.clear()
+        yield stage
+
+
+def test_every_symptom_is_provoked() -> None:
+    assert SYMPTOMS.keys() == SECTIONS.keys()
+
+
+@pytest.mark.cluster
+@played
+@needs_curl
+@pytest.mark.parametrize("heading", SECTIONS)
+def test_a_symptom_is_as_it_says(heading: str, stage: Stage) -> None:
+    try:
+        said = SYMPTOMS[heading](stage)
+    finally:
+        stage.clear()
+    for block in code_blocks(SECTIONS[heading], "text"):
+        for line in block.text.splitlines():
+            assert alike(line) in alike(said), f"nobody said {line!r}, but\n{said}"
+
+
+@pytest.mark.cluster
+@played
+@needs_curl
+def test_the_first_look(stage: Stage) -> None:
+    try:
+        stage.play(Plot(), Plot())
+        stage.wait_for(lambda: stage.cluster.status().round > 0)
+        assert "is training" in stage.shell(*commands(TEXT[: TEXT.index("\n## ")]))
+    finally:
+        stage.clear()
+
+
+# ---------------------------------------------------------------- a service does not start
+
+
+def serve(role: str, *flags: str, cwd: Path, **env: str) -> str:
+    return run_gradpost("serve", role, *flags, cwd=cwd, **env)
+
+
+@symptom("The address is in use")
+def _(stage: Stage) -> str:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return serve("coordinator", "--port", str(taken.getsockname()[1]), cwd=stage.folder)
+
+
+@symptom("It will not listen beyond loopback")
+def _(stage: Stage) -> str:
+    return serve("coordinator", "--host", "0.0.0.0", cwd=stage.folder)
+
+
+@symptom("A setting is unknown or wrong")
+def _(stage: Stage) -> str:
+    settings = [{"GRADPOST_LEASE_SECOND": "3"}, {"GRADPOST_LEASE_SECONDS": "soon"}]
+    return "".join(serve("coordinator", cwd=stage.folder, **env) for env in settings)
+
+
+@symptom("Its folder is in use")
+def _(stage: Stage) -> str:
+    flags = ["--state-dir", "state", "--port", "0"]
+    return serve("coordinator", *flags, cwd=stage.folder) + serve(
+        "pserver", *flags, "--pserver-index", "0", "--coordinator", stage.cluster.address, cwd=stage.folder
+    )
+
+
+@symptom("A file is damaged")
+def _(stage: Stage) -> str:
+    (stage.folder / "damaged").mkdir()
+    (stage.folder / "damaged" / "coordinator.json").write_text("{}")
+    return serve("coordinator", "--state-dir", "damaged", "--port", "0", cwd=stage.folder)
+
+
+# ---------------------------------------------------------------- the run does not begin
+
+
+def gather(stage: Stage) -> None:
+    """A run that waits for trainer 1."""
+    stage.play(Plot())
+    stage.wait_for(lambda: [trainer.state for trainer in stage.cluster.status().trainers] == ["declared"])
+
+
+@symptom("It waits for somebody")
+def _(stage: Stage) -> str:
+    gather(stage)
+    return stage.run("status") + stage.run("checkpoint", "create")
+
+
+@symptom("The coordinator does not answer")
+def _(stage: Stage) -> str:
+    nobody = "http://127.0.0.1:9"
+    return stage.run("status", GRADPOST_COORDINATOR=nobody) + stage.train(0, nobody, retry_seconds=1)
+
+
+@symptom("The rank is taken")
+def _(stage: Stage) -> str:
+    gather(stage)
+    return stage.train(0, retry_seconds=1)
+
+
+@symptom("Trainers and cluster do not agree")
+def _(stage: Stage) -> str:
+    gather(stage)
+    tries = [stage.train(5), stage.train(1, world_size=3), stage.train(1, mode="async"), stage.train(1, size=3)]
+    return "\n".join(tries)
+
+
+@symptom("The optimizer or the model is refused")
+def _(stage: Stage) -> str:
+    return stage.train(0, kind=torch.optim.LBFGS)
+
+
+@symptom("413: too large")
+def _(stage: Stage) -> str:
+    with ThreadPoolExecutor() as both:
+        return "\n".join(both.map(lambda rank: stage.train(rank, size=250_000), (0, 1)))
+
+
+# ---------------------------------------------------------------- the run stands still
+
+
+@symptom("It hangs at a barrier")
+def _(stage: Stage) -> str:
+    survivor, hanging = stage.play(Plot(), Plot(hangs_after=3))
+    hanging.wait_for("hanging")
+    status = stage.status_with("trainer 1 (")
+    end = survivor.wait_for_end()
+    return f"{status}\n{end.what}: {end.text}"
+
+
+@symptom("It was paused")
+def _(stage: Stage) -> str:
+    for trainer in stage.play(Plot(), Plot()):
+        trainer.wait_for("round", 1)
+    stage.ask("POST", "/v1/controls/pause")
+    status = stage.status_with("paused")
+    stage.shell(*commands(SECTIONS["It was paused"]))
+    stage.wait_for(lambda: "paused" not in stage.cluster.status().model_dump_json())
+    return status
+
+
+@symptom("A trainer was lost")
+def _(stage: Stage) -> str:
+    survivor, victim = stage.play(Plot(), Plot())
+    victim.wait_for("round", 1)
+    victim.signal(signal.SIGKILL)
+    status = stage.status_with("was lost")
+    end = survivor.wait_for_end()
+    return f"{status}\n{end.what}: {end.text}"
+
+
+@symptom("A pserver is silent")
+def _(stage: Stage) -> str:
+    trainers = stage.play(Plot(), Plot())
+    for trainer in trainers:
+        trainer.wait_for("round", 1)
+    stage.cluster.pservers[0].signal(signal.SIGKILL)
+    try:
+        status = stage.status_with("is silent")
+        ends = [trainer.wait_for_end() for trainer in trainers]
+    finally:
+        stage.cluster.start_pserver(0)
+    return status + "\n".join(f"{end.what}: {end.text}" for end in ends)
+
+
+@symptom("The disk is full")
+def _(stage: Stage) -> str:
+    with LocalCluster(pservers=1, trainers=1, failpoints="log.append.before=enospc@3") as cluster:
+        trainer = Trainer(cluster.address, 0, Plot(5))
+        assert trainer.wait_for_end().what == "done"
+        trainer.end()
+    return "\n".join(cluster.output)
+
+
+# ---------------------------------------------------------------- errors and refusals
+
+
+@symptom("NaN or infinity")
+def _(stage: Stage) -> str:
+    [survivor] = stage.play(Plot())
+    blamed = stage.train(1, nan_at=4)
+    end = survivor.wait_for_end()
+    return f"{blamed}\n{end.what}: {end.text}"
+
+
+@symptom("409: stale")
+def _(stage: Stage) -> str:
+    survivor, evicted = stage.play(Plot(), Plot(hangs_after=1))
+    evicted.wait_for("hanging")
+    stage.ask("POST", "/v1/trainers/1/evict")
+    survivor.wait_for("round", 100)  # meanwhile the other one has sent a heartbeat
+    evicted.wake()
+    stale = [evicted.wait_for_end()]
+    stage.cluster.coordinator.signal(signal.SIGKILL)
+    stage.cluster.coordinator.wait()
+    (stage.folder / "state" / "coordinator.json").unlink()
+    stage.cluster.restart_coordinator()
+    stale.append(survivor.wait_for_end())
+    return "\n".join(f"{end.what}: {end.text}" for end in stale)
+
+
+@symptom("401 and 403")
+def _(stage: Stage) -> str:
+    return (
+        run_gradpost("status", GRADPOST_COORDINATOR=stage.cluster.address)
+        + stage.run("checkpoint", "create", "--token-file", str(stage.tokens / "read"))
+        + run_gradpost("status", "--token-file", "nowhere", GRADPOST_COORDINATOR=stage.cluster.address)
+    )
+
+
+@symptom("421 and 403: host and origin")
+def _(stage: Stage) -> str:
+    return stage.ask("GET", "/v1/status", host="gradpost.example.com") + stage.ask(
+        "POST", "/v1/controls/pause", origin="http://elsewhere.example"
+    )
+
+
+@symptom("A certificate is refused")
+def _(stage: Stage) -> str:
+    files = Authority(stage.folder / "authority").issue("service")
+    with LocalCluster(pservers=1, trainers=1, tls_cert=files.cert, tls_key=files.key, tls_ca=files.ca) as cluster:
+        said = run_gradpost("status", GRADPOST_COORDINATOR=cluster.address)
+        return said + stage.train(0, cluster.address, retry_seconds=1)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+@symptom("A checkpoint is refused")
+def _(stage: Stage) -> str:
+    train_until_checkpoint(stage)
+    (stage.folder / "empty").mkdir()
+    nowhere = str(stage.folder / "empty")
+    return stage.run("checkpoint", "restore", "--round", "12345") + stage.run(
+        "checkpoint", "export", "model.safetensors", "--checkpoints", nowhere
+    )
+
+
+def train_until_checkpoint(stage: Stage) -> None:
+    """A run of which there is checkpoint 0."""
+    for trainer in stage.play(Plot(), Plot()):
+        trainer.wait_for("round", 1)
+    stage.wait_for(lambda: [one["round"] for one in json.loads(stage.ask("GET", "/v1/checkpoints"))] == [0])
+
+
+@symptom("The loss jumps back")
+def _(stage: Stage) -> str:
+    train_until_checkpoint(stage)
+    return stage.run("checkpoint", "restore", "--round", "0") + stage.run("events")
+
+
+# ---------------------------------------------------------------- codes
+
+
+def test_every_code_is_there_with_its_status() -> None:
+    found: dict[str, set[str]] = {}
+    for row in table(section(TEXT, "By code"), "codes"):
+        for code in codes(row["codes"]):
+            found.setdefault(code, set()).update(row["status"].split(", "))
+    assert found.keys() == ERRORS.keys()
+    for code, statuses in found.items():
+        assert str(ERRORS[code].status) in statuses, code
+    assert "protocol.md#errors" in links(section(TEXT, "By code"))
+    assert "errors" in anchors(read("protocol.md"))
