@@ -1,4 +1,4 @@
-"""The one page that a service shows to people, and the headers that keep it from doing anything.
+"""The page about the API that every service shows to people, and the headers that keep pages from doing anything.
 
 Not Swagger UI: that comes from another site's servers, in whatever version they hand out that day, and its script
 could send whatever this origin accepts. Besides, a cluster often has no way to the internet. The page has no script.

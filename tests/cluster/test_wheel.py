@@ -28,6 +28,17 @@ for _ in range(3):
 """
 
 
+PAGE = """
+import sys
+from services.coordinator.dashboard import files
+assert sys.prefix in files.__file__, files.__file__
+page = files.read_page(wants_token=False).body.decode()
+assert "<template id=" in page, "the chart library is another one"
+names = [part.split('"')[0] for part in page.split('"dashboard/')[1:]]
+assert len(names) >= 4 and all(files.read_file(name).body for name in [*names, files.CHARTS])
+"""
+
+
 def run(command: list[str], **kwargs: object) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, **kwargs)  # type: ignore[call-overload]
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
@@ -44,6 +55,7 @@ def test_the_wheel_trains_outside_the_checkout(tmp_path: Path) -> None:
     (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = [sys.executable, "-m", "pip", "--python", str(prefix / "bin" / "python"), "install"]
     run([*pip, "--no-deps", "--no-index", "--quiet", str(wheel)])
+    run([str(prefix / "bin" / "python"), "-P", "-c", PAGE], cwd=tmp_path)
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}

@@ -104,10 +104,15 @@ def describe_activity(coordinator: Coordinator, wall: float) -> Activity:
 
 def _rates(samples: Sequence[Sample]) -> Rates:
     return Rates(
-        at=tuple(sample.wall for sample in samples),
-        rounds_per_second=tuple(sample.rounds_per_second for sample in samples),
-        steps_per_second=tuple(sample.steps_per_second for sample in samples),
+        at=tuple(round(sample.wall, 3) for sample in samples),
+        rounds_per_second=tuple(_short(sample.rounds_per_second) for sample in samples),
+        steps_per_second=tuple(_short(sample.steps_per_second) for sample in samples),
     )
+
+
+def _short(rate_: float | None) -> float | None:
+    """Three decimals: there are hundreds of them in an answer, and people look at them."""
+    return None if rate_ is None else round(rate_, 3)
 
 
 def _barrier(newest: dict[PserverIndex, Heard]) -> Barrier | None:

@@ -1,0 +1,109 @@
+"""A browser that keeps an eye on what a page does: errors, requests, and what it shows."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Browser, Page, Request, Route, sync_playwright
+
+# As root there is no sandbox; nothing is asked of other hosts for the browser's own sake.
+FLAGS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+]
+
+
+@contextmanager
+def start_browser() -> Iterator[Browser]:
+    """Debian's Chromium, headless, with a profile of its own; skips the test where there is none."""
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("chromium is not installed")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+class Visit:
+    """One page in a context of its own, that is: with storage of its own."""
+
+    def __init__(self, browser: Browser, address: str, *, token: str = "", path: str = "/", **context: Any) -> None:
+        self.address = address
+        self.errors: list[str] = []
+        self.requests: list[Request] = []
+        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **context})
+        self.page: Page = self.context.new_page()
+        self.page.set_default_timeout(20_000)
+        self.page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request))
+        self.page.goto(address + path)
+        if token:
+            self.sign_in(token)
+
+    def __enter__(self) -> Visit:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            error.add_note(f"console: {self.errors}\n{self.page.inner_text('body')[:3000]}")
+        self.context.close()
+
+    @property
+    def hosts(self) -> set[str]:
+        """Whom the page has asked."""
+        return {urlsplit(request.url).netloc for request in self.requests}
+
+    def sign_in(self, token: str) -> None:
+        self.page.wait_for_selector("#sign-in[open]")
+        self.page.fill("#token", token)
+        self.page.keyboard.press("Enter")
+
+    def wait_until_live(self) -> None:
+        self.page.wait_for_selector("#connection[data-state=live]")
+
+    def wait_until(self, expression: str, *arguments: Any) -> None:
+        """Until an expression of the page's language holds."""
+        self.page.wait_for_function(expression, arg=arguments[0] if arguments else None)
+
+    def exact(self, selector: str) -> Any:
+        """What the API said, of the element that shows it."""
+        return json.loads(self.page.get_attribute(selector, "data-value") or "null")
+
+    def table(self, selector: str) -> list[list[Any]]:
+        """The same of every cell of a table's body; None where there is only text."""
+        cells = "rows => rows.map(row => [...row.cells].map(cell => cell.dataset.value ?? 'null'))"
+        rows = self.page.eval_on_selector_all(f"{selector} tbody tr", cells)
+        return [[json.loads(cell) for cell in row] for row in rows]
+
+    def see(self, selector: str) -> None:
+        self.page.locator(selector).first.scroll_into_view_if_needed()
+
+    def hold_answers(self, *paths: str) -> list[Any]:
+        """What the API answers next; from now on it is answered again and again, to be compared with what is shown."""
+        held: dict[str, Any] = {}
+
+        def answer(route: Route) -> None:
+            path = urlsplit(route.request.url).path
+            if path not in held:
+                reply = route.fetch()
+                assert reply.ok, reply.text()
+                held[path] = reply.json()
+            route.fulfill(json=held[path])
+
+        for path in paths:
+            self.page.route(re.compile(re.escape(path) + r"(\?|$)"), answer)
+        for path in (*paths, paths[0]):
+            with self.page.expect_response(lambda reply, path=path: urlsplit(reply.url).path == path):  # type: ignore[misc]
+                pass
+        return [held[path] for path in paths]

@@ -1,0 +1,266 @@
+"""The dashboard in a real browser, over a real cluster that wants tokens and trains."""
+
+from __future__ import annotations
+
+import json
+from signal import SIGCONT, SIGSTOP
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Browser
+
+from .browsing import Visit
+from .conftest import Closed
+from .proxy import PREFIX, serve_under_a_path
+
+pytestmark = [pytest.mark.cluster, pytest.mark.extended]
+
+
+def test_it_asks_for_the_token_once(browser: Browser, closed: Closed) -> None:
+    token = closed.token()
+    with Visit(browser, closed.address) as visit:
+        visit.page.wait_for_selector("#sign-in[open]")
+        assert not [r.url for r in visit.requests if "/v1/" in r.url]  # it does not try without one
+        assert visit.errors == []
+        visit.sign_in("x" * len(token))
+        visit.wait_until("() => document.querySelector('#sign-in-problem').textContent.includes('will not do')")
+        assert visit.errors
+        assert all("401" in error for error in visit.errors)
+        visit.errors.clear()
+        visit.sign_in(token)
+        visit.wait_until_live()
+        visit.page.reload()
+        visit.wait_until_live()
+        assert not visit.page.is_visible("#sign-in")
+        assert visit.errors == []
+        assert not [r.url for r in visit.requests if token in r.url]
+        assert visit.hosts == {urlsplit(closed.address).netloc}
+        assert visit.page.evaluate("[Object.values(localStorage), document.cookie]") == [[], ""]
+        visit.page.click("#forget")
+        visit.page.wait_for_selector("#sign-in[open]")
+
+
+def test_it_lives_while_the_cluster_trains(browser: Browser, closed: Closed) -> None:
+    with Visit(browser, closed.address, token=closed.token()) as visit:
+        visit.wait_until_live()
+        visit.see("#parameters")
+        visit.wait_until("() => document.querySelector('#histogram-chart .bars path')")  # drawn, not only known
+        version = visit.exact("#parameter-more")
+        round_ = visit.exact("#round")
+        made = closed.ask("POST", "/v1/checkpoints", "admin").json()["round"]
+        visit.wait_until("round => Number(document.querySelector('#round').dataset.value) > round", round_)
+        visit.wait_until("old => Number(document.querySelector('#parameter-more').dataset.value) > old", version)
+        text = f"checkpoint of round {made} is complete"
+        visit.wait_until("text => document.querySelector('#event-list').textContent.includes(text)", text)
+        visit.see("#curves")
+        lines = "() => document.querySelectorAll('#curve-chart .scatterlayer .trace').length === 2"
+        visit.wait_until(lines)
+        shown = visit.page.evaluate("document.querySelector('#curve-chart').data[0].x.length")
+        visit.wait_until("n => document.querySelector('#curve-chart').data[0].x.length > n", shown)
+        assert visit.errors == []
+
+
+def test_every_panel_shows_what_the_api_says(browser: Browser, closed: Closed) -> None:
+    with Visit(browser, closed.address, token=closed.token()) as visit:
+        visit.wait_until_live()
+        visit.wait_until("() => document.querySelectorAll('#parameter-list > *').length > 0")
+        visit.see("#parameters")
+        visit.page.click("[id='parameter-layers.1.mix.weight']")
+        visit.wait_until("() => document.querySelector('#parameter-more').dataset.value")
+        name = "/v1/statistics/layers.1.mix.weight"
+        status, activity, curves, statistics = visit.hold_answers("/v1/status", "/v1/activity", "/v1/curves", name)
+        visit.wait_until("value => document.querySelector('#round').dataset.value === value", str(activity["round"]))
+        version = str(statistics["version"])
+        visit.wait_until("value => document.querySelector('#parameter-more').dataset.value === value", version)
+        check_headline(visit, status, activity)
+        check_members(visit, status, activity)
+        exact = "all => all.map(one => JSON.parse(one.dataset.value))"
+        shown = visit.page.eval_on_selector_all("#statistics dd", exact)
+        names = ("norm", "update_ratio", "mean", "deviation", "minimum", "maximum")
+        assert shown == [statistics[key] for key in (*names, "num_nan", "num_infinite", "num_zero")]
+        visit.see("#histogram-chart")
+        counts = json.dumps(statistics["histogram"]["counts"], separators=(",", ":"))
+        drawn = "document.querySelector('#histogram-chart').data?.[0].y"
+        visit.wait_until(f"counts => JSON.stringify({drawn}) === counts", counts)
+        newest = {rank: curve["value"][-1] for rank, curve in curves["curves"]["loss"].items()}
+        wanted = json.dumps(newest, separators=(",", ":"))
+        visit.wait_until("wanted => document.querySelector('#curve-chart').dataset.value === wanted", wanted)
+        check_parameters(visit, closed.ask("GET", "/v1/parameters").json()["parameters"])
+        check_events(visit, closed.ask("GET", "/v1/events?limit=1000").json())
+
+
+def check_headline(visit: Visit, status: dict[str, Any], activity: dict[str, Any]) -> None:
+    page = visit.page
+    assert (visit.exact("#state"), visit.exact("#mode"), visit.exact("#run-name")) == (
+        "training",
+        "sync",
+        status["run"],
+    )
+    assert visit.exact("#rounds-per-second") == activity["rounds_per_second"] > 0
+    assert visit.exact("#steps-per-second") == activity["steps_per_second"] > 0
+    assert visit.exact("#taking-part") == len(activity["participants"]) == 2
+    assert page.inner_text("#taking-part") == "2 of 2"
+    assert page.inner_text("#num-pservers") == "2 of 2"
+    assert visit.exact("#model-bytes") == status["parameter_bytes"]
+    assert page.inner_text("#round") == f"{activity['round']:,}"
+
+
+def check_members(visit: Visit, status: dict[str, Any], activity: dict[str, Any]) -> None:
+    trainers = [
+        [t["rank"], s["state"], t["has_contributed"], t["steps"], t["steps_per_second"], s["results"]["loss"]]
+        for s, t in zip(status["trainers"], activity["trainers"], strict=True)
+    ]
+    assert [[*row[:5], row[6]] for row in visit.table("#trainers")] == trainers
+    figures = ("shard_bytes", "num_blocks", "num_queued", "apply_seconds", "wait_seconds")
+    rates = ("pushed_bytes_per_second", "pulled_bytes_per_second")
+    pservers = [[p["index"], None, *(p[key] for key in (*figures, *rates)), None] for p in activity["pservers"]]
+    assert visit.table("#pservers") == pservers
+    assert all(p["shard_bytes"] and p["num_blocks"] and p["apply_seconds"] for p in activity["pservers"])
+    if activity["barrier"] is not None:
+        assert visit.exact("#barrier-says") == activity["barrier"]
+    visit.see("#speed")
+    visit.wait_until(
+        "n => document.querySelector('#speed-chart').data?.[0].y.length === n", len(activity["rates"]["at"])
+    )
+    drawn = visit.page.evaluate("document.querySelector('#speed-chart').data.map(one => one.y)")
+    assert drawn == [activity["rates"]["rounds_per_second"], activity["rates"]["steps_per_second"]]
+
+
+def check_parameters(visit: Visit, parameters: list[dict[str, Any]]) -> None:
+    rows = visit.page.eval_on_selector_all(
+        "#parameter-list > *", "all => all.map(row => [row.dataset.key, row.querySelector('.shape').textContent])"
+    )
+    assert rows == [[p["name"], "×".join(map(str, p["shape"]))] for p in parameters]
+
+
+def check_events(visit: Visit, events: list[dict[str, Any]]) -> None:
+    shown = visit.page.eval_on_selector_all(
+        "#event-list > *", "all => all.map(line => [Number(line.dataset.key), line.querySelector('.text').textContent])"
+    )
+    listed = [[event["id"], event["text"]] for event in reversed(events)]
+    assert shown
+    assert [one for one in listed if one[0] <= shown[0][0]] == shown
+
+
+def test_a_barrier_says_for_whom_it_waits_and_since_when(browser: Browser, closed: Closed) -> None:
+    child = closed.run.cluster.trainers[1]
+    with Visit(browser, closed.address, token=closed.token()) as visit:
+        visit.wait_until_live()
+        child.signal(SIGSTOP)
+        try:
+            visit.page.wait_for_selector("#notices .warn")
+            barrier = closed.ask("GET", "/v1/activity").json()["barrier"]
+            assert (barrier["arrived"], barrier["missing"]) == ([0], [1])
+            assert "Waiting for trainer 1" in visit.page.inner_text("#notices")
+            said = visit.exact("#barrier-says")
+            assert (said["round"], said["missing"]) == (barrier["round"], [1])
+            assert abs(said["waiting_since"] - barrier["waiting_since"]) < 0.5
+            assert [row[5] for row in visit.table("#trainers")] == ["arrived", "awaited"]
+            states = visit.page.eval_on_selector_all("#barrier-ranks li", "all => all.map(one => one.innerText)")
+            assert [state.split() for state in states] == [["0", "arrived"], ["1", "missing"]]
+        finally:
+            child.signal(SIGCONT)
+        visit.page.wait_for_selector("#notices .warn", state="detached")
+        visit.wait_until("round => Number(document.querySelector('#round').dataset.value) > round", barrier["round"])
+
+
+CONTRAST = """() => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const light = (colour) => {
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    const parts = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map((part) => part / 255);
+    const [r, g, b] = parts.map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = (element) => {
+    const colour = getComputedStyle(element).backgroundColor;
+    return colour.startsWith("rgba(0, 0, 0, 0") ? ground(element.parentElement) : colour;
+  };
+  const found = [];
+  for (const element of document.querySelectorAll("main *:not(.chart *), body > header *, footer *")) {
+    const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+    if (!own || !element.checkVisibility()) continue;
+    const [a, b] = [light(getComputedStyle(element).color), light(ground(element))].sort((x, y) => y - x);
+    const ratio = (a + 0.05) / (b + 0.05);
+    if (ratio < 4.5) found.push(`${element.tagName}#${element.id}.${element.className} ${ratio.toFixed(2)}`);
+  }
+  return found;
+}"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_it_can_be_read(browser: Browser, closed: Closed, theme: Any, width: int) -> None:
+    size = {"width": width, "height": 850}
+    with Visit(browser, closed.address, token=closed.token(), color_scheme=theme, viewport=size) as visit:
+        visit.wait_until_live()
+        visit.wait_until("() => document.querySelectorAll('#parameter-list > *').length > 0")
+        visit.see("#event-list li")
+        assert visit.page.evaluate("document.documentElement.scrollWidth") == width
+        background = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert background == {"light": "rgb(245, 246, 248)", "dark": "rgb(16, 20, 24)"}[theme]
+        assert visit.page.evaluate(CONTRAST) == []
+        visit.page.keyboard.press("t")  # auto, light, dark
+        if theme == "light":
+            visit.page.keyboard.press("t")
+        assert visit.page.evaluate("getComputedStyle(document.body).backgroundColor") != background
+        visit.see("#curves")
+        visit.wait_until("() => document.querySelector('#curve-chart .scatterlayer .trace')")
+        assert visit.errors == []
+
+
+def test_it_can_be_used_from_the_keyboard(browser: Browser, closed: Closed) -> None:
+    with Visit(browser, closed.address, token=closed.token()) as visit:
+        page = visit.page
+        visit.wait_until_live()
+        visit.wait_until("() => document.querySelectorAll('#parameter-list > *').length > 3")
+        reached: list[str] = []
+        while "event-list" not in reached and len(reached) < 20:
+            page.keyboard.press("Tab")
+            reached.append(page.evaluate("document.activeElement.id || document.activeElement.getAttribute('href')"))
+            assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none", reached
+        wanted = ["#main", "forget", "theme", "filter", "parameter-list", "event-kind", "event-list"]
+        assert [name for name in reached if name in wanted] == wanted, reached
+        page.keyboard.press("/")
+        assert page.evaluate("document.activeElement.id") == "filter"
+        page.keyboard.type("layers.2.")
+        names = page.eval_on_selector_all("#parameter-list > *", "all => all.map(row => row.dataset.key)")
+        assert names == ["layers.2.mix.weight", "layers.2.mix.bias", "layers.2.out.weight", "layers.2.out.bias"]
+        page.keyboard.press("Tab")
+        for key, name in (("ArrowDown", names[0]), ("ArrowDown", names[1]), ("End", names[3]), ("ArrowUp", names[2])):
+            page.keyboard.press(key)
+            assert page.inner_text("#parameter-name") == name
+        visit.wait_until("() => document.querySelector('#statistics dd')")
+        page.focus("#curve-names button:last-child")
+        page.keyboard.press("Enter")
+        assert page.get_attribute("#curve-names button:nth-child(2)", "aria-pressed") == "true"
+
+
+def test_it_asks_nothing_while_nobody_looks(browser: Browser, closed: Closed) -> None:
+    with Visit(browser, closed.address, token=closed.token()) as visit:
+        visit.wait_until_live()
+        hide = "is => { Object.defineProperty(document, 'hidden', { value: is, configurable: true });"
+        tell = "document.dispatchEvent(new Event('visibilitychange')); }"
+        visit.page.evaluate(hide + tell, True)
+        visit.page.wait_for_timeout(500)  # what was under way
+        before = len(visit.requests)
+        visit.page.wait_for_timeout(2500)
+        assert len(visit.requests) == before
+        assert visit.page.inner_text("#events-note") == "paused"
+        visit.page.evaluate(hide + tell, False)
+        visit.wait_until("() => document.querySelector('#events-note').textContent === 'live'")
+        assert len(visit.requests) > before
+
+
+def test_a_path_before_it_changes_nothing(browser: Browser, closed: Closed) -> None:
+    with (
+        serve_under_a_path(closed.address) as address,
+        Visit(browser, address, token=closed.token(), path=f"{PREFIX}/") as visit,
+    ):
+        visit.wait_until_live()
+        visit.page.wait_for_selector("#event-list li")
+        visit.wait_until("() => document.querySelector('#curve-chart .scatterlayer .trace')")
+        assert all(urlsplit(request.url).path.startswith(PREFIX) for request in visit.requests)
+        assert visit.errors == []
