@@ -20,7 +20,7 @@ from .defaults import RunDefaults
 class CoordinatorSettings(ServiceSettings):
     """Flag over `GRADPOST_*` over file over default."""
 
-    port: int = Field(default=7070, ge=0, le=65535)
+    port: int = Field(default=7070, ge=0, le=65535, description="port to listen on; 0: a free one")
     num_pservers: int = Field(default=1, ge=1, description="how many pservers make the cluster complete")
     num_trainers: int = Field(default=1, ge=1, description="how many trainers make the cluster complete")
     max_trainers: int | None = Field(default=None, ge=1, description="up to so many may take part; none: num_trainers")
@@ -37,11 +37,15 @@ class CoordinatorSettings(ServiceSettings):
     compensation: Compensation = Field(default="none", description="async, ssp: what is done about staleness")
     dc_lambda: float = Field(default=0.04, ge=0, description="λ of compensation dc (DC-ASGD)")
     step_count: StepCount = Field(default="applied", description="async, ssp: what an optimizer counts as a step")
-    min_block_size: int = Field(default=DEFAULT_MIN_BLOCK_SIZE, ge=1, description="elements")
-    placement: Placement = DEFAULT_PLACEMENT
-    slice_parameters: bool = True
-    nonfinite: NonfinitePolicy = "reject"
-    round_timeout_seconds: float = Field(default=300.0, gt=0)
+    min_block_size: int = Field(
+        default=DEFAULT_MIN_BLOCK_SIZE, ge=1, description="a parameter is cut into ceil(elements / this) blocks at most"
+    )
+    placement: Placement = Field(default=DEFAULT_PLACEMENT, description="how blocks are dealt to pservers")
+    slice_parameters: bool = Field(default=True, description="no: each parameter stays whole on one pserver")
+    nonfinite: NonfinitePolicy = Field(default="reject", description="what becomes of a gradient with NaN or infinity")
+    round_timeout_seconds: float = Field(
+        default=300.0, gt=0, description="how long trainers wait for one that is alive and does not come"
+    )
     on_trainer_loss: LossPolicy = Field(
         default="wait", description="wait for another life of the trainer, continue without it, or fail"
     )
@@ -52,7 +56,7 @@ class CoordinatorSettings(ServiceSettings):
     )
     checkpoint_rounds: int | None = Field(default=None, ge=1, description="rounds between checkpoints at most")
     max_log_bytes: int | None = Field(default=None, ge=1, description="of a pserver; none: 4 shards, 64 MiB at least")
-    keep_checkpoints: int = Field(default=2, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1, description="complete checkpoints that are kept")
     resume: bool = Field(default=False, description="go on with the run in state_dir, or from its newest checkpoint")
 
     @property

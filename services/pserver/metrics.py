@@ -61,7 +61,7 @@ class PserverMetrics:
             "gradpost_checkpoint_round", "Round of this shard's newest checkpoint.", registry=registry
         )
         self.checkpoint_time = Gauge(
-            "gradpost_checkpoint_time_seconds", "When it was written, since 1970; 0: none yet.", registry=registry
+            "gradpost_checkpoint_time_seconds", "When this shard's newest checkpoint was written.", registry=registry
         )
         self.waiting_seconds = Gauge(
             "gradpost_barrier_waiting_seconds", "How long somebody has been waiting for others.", registry=registry
@@ -69,7 +69,7 @@ class PserverMetrics:
         self.disk_free = Gauge(
             "gradpost_disk_free_bytes", "Room on the disk with the log and the state.", registry=registry
         )
-        self.disk_size = Gauge("gradpost_disk_size_bytes", "Size of that disk.", registry=registry)
+        self.disk_size = Gauge("gradpost_disk_size_bytes", "Size of the disk with the log.", registry=registry)
         self.log_bytes = Gauge("gradpost_log_bytes", "Log since the newest checkpoint began.", registry=registry)
         self.log_failures = Counter(
             "gradpost_log_failures", "Tries to write an update to the log that failed.", registry=registry

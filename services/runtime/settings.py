@@ -34,7 +34,7 @@ class ServiceSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True)
 
     host: str = Field(default="127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
-    port: int = Field(default=0, ge=0, le=65535, description="0: a free one")
+    port: int = Field(default=0, ge=0, le=65535, description="port to listen on; 0: a free one")
     advertise_address: BaseUrl | None = Field(default=None, description="base URL under which others reach it")
     server: Literal["granian", "uvicorn"] = Field(
         default="granian", description="granian: HTTP/1.1 and HTTP/2 on one port; uvicorn: HTTP/1.1"
@@ -43,7 +43,7 @@ class ServiceSettings(BaseSettings):
     lease_seconds: float = Field(default=10.0, gt=0, description="a member that is silent for so long is lost")
     exit_when_done: bool = Field(default=False, description="exit when the run is over")
     log_format: LogFormat = Field(default="auto", description="auto: console on a terminal, JSON lines elsewhere")
-    log_level: LogLevel = "info"
+    log_level: LogLevel = Field(default="info", description="what is less important is not logged")
     tls_cert: FilePath | None = Field(default=None, description="PEM file of the certificate chain; turns TLS on")
     tls_key: FilePath | None = Field(default=None, description="PEM file of the certificate's private key")
     tls_ca: FilePath | None = Field(
@@ -66,9 +66,11 @@ class ServiceSettings(BaseSettings):
     allowed_hosts: str | None = Field(
         default=None, description="further host names that it goes by, separated by commas; *.example.com for all below"
     )
-    max_body_bytes: int = Field(default=_LIMITS.max_body_bytes, ge=1)
-    max_header_bytes: int = Field(default=_LIMITS.max_header_bytes, ge=1)
-    max_tensors: int = Field(default=_LIMITS.max_tensors, ge=1)
+    max_body_bytes: int = Field(
+        default=_LIMITS.max_body_bytes, ge=1, description="largest frame of tensors; every block must fit"
+    )
+    max_header_bytes: int = Field(default=_LIMITS.max_header_bytes, ge=1, description="largest header of a frame")
+    max_tensors: int = Field(default=_LIMITS.max_tensors, ge=1, description="most tensors of a frame")
     max_requests: int = Field(default=2048, ge=1, description="requests at once, those that wait included")
     max_connections: int = Field(default=1024, ge=1, description="open connections")
     max_untaken_bytes: int | None = Field(

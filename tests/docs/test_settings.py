@@ -71,6 +71,12 @@ def test_every_choice_is_named(model: type[BaseSettings], headings: list[str]) -
         assert set(choices_of(field.annotation)) <= set(codes(rows[name]["meaning"])), name
 
 
+@pytest.mark.parametrize("model", [CoordinatorSettings, PserverSettings])
+def test_every_flag_says_what_it_is_for(model: type[BaseSettings]) -> None:
+    """`gradpost serve coordinator --help`."""
+    assert [name for name, field in model.model_fields.items() if not field.description] == []
+
+
 def documented_variables() -> set[str]:
     variables = {
         codes(row["variable"])[0]
