@@ -43,7 +43,7 @@ class Visit:
         self.requests: list[Request] = []
         self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **context})
         self.page: Page = self.context.new_page()
-        self.page.set_default_timeout(20_000)
+        self.page.set_default_timeout(60_000)
         self.page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request))

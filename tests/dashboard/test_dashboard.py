@@ -153,6 +153,8 @@ def test_a_barrier_says_for_whom_it_waits_and_since_when(browser: Browser, close
             barrier = closed.ask("GET", "/v1/activity").json()["barrier"]
             assert (barrier["arrived"], barrier["missing"]) == ([0], [1])
             assert "Waiting for trainer 1" in visit.page.inner_text("#notices")
+            assert visit.page.inner_text("#barrier-says") == "1 of 2 have arrived"
+            assert "since" in visit.page.inner_text("#barrier-since")
             said = visit.exact("#barrier-says")
             assert (said["round"], said["missing"]) == (barrier["round"], [1])
             assert abs(said["waiting_since"] - barrier["waiting_since"]) < 0.5

@@ -9,7 +9,7 @@ from pydantic import Field
 from ps_protocol.messages import Message
 from ps_protocol.vocabulary import Mode, PserverIndex, Rank, Round
 
-from ..activity import Heard, Sample, rate
+from ..activity import WINDOW_SECONDS, Heard, Sample, rate
 from ..coordinator import Coordinator
 
 
@@ -80,7 +80,8 @@ class Activity(Message):
 def describe_activity(coordinator: Coordinator, wall: float) -> Activity:
     """How it goes now; `wall` is the time since 1970."""
     run, log = coordinator.cluster.run, coordinator.activity
-    newest = {index: heard[-1] for index, heard in sorted(log.pservers.items())}
+    here = coordinator.cluster.registry.members
+    newest = {index: heard[-1] for index, heard in sorted(log.pservers.items()) if index in here}
     samples = list(log.samples)
     last = samples[-1] if samples and run.state == "training" else None
     furthest = max(newest.values(), key=lambda heard: heard.round, default=None)
@@ -165,8 +166,8 @@ def _trainers(
     found = []
     for rank, number in steps.items():
         heard_steps = log.trainers.get(rank)
-        speed = None
-        if heard_steps and run.state == "training" and rank in run.members:
+        speed = None  # also of who is silent
+        if heard_steps and run.state == "training" and heard_steps[-1][0] > coordinator.now() - WINDOW_SECONDS:
             speed = rate(heard_steps[0][1], heard_steps[-1][1], heard_steps[0][0], heard_steps[-1][0])
         found.append(
             TrainerActivity(

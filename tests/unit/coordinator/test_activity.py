@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+from ps_protocol.consistency import Consistency
 from ps_protocol.messages import PserverLoad
 from services.coordinator.activity import MAX_SAMPLES, WINDOW_SECONDS, ActivityLog
 from services.coordinator.cluster import Cluster
+from services.coordinator.inspection.activity import Activity, describe_activity
 
-from .support import alive, beat, make_cluster, train
+from .support import LEASE, alive, beat, make_cluster, train
 
 
 def load(**changes: Any) -> PserverLoad:
@@ -59,3 +62,54 @@ def test_what_belongs_together_is_kept_together() -> None:
     cluster.run.attempt = 1
     log.pserver_heard(cluster, 0, beat(run="run1", attempt=1, load=load()), 402.0)
     assert (len(log.samples), len(log.pservers), len(log.trainers)) == (1, 1, 0)
+
+
+def describe(log: ActivityLog, cluster: Cluster, now: float) -> Activity:
+    coordinator: Any = SimpleNamespace(cluster=cluster, activity=log, now=lambda: now)
+    return describe_activity(coordinator, 1000.0)
+
+
+def test_who_takes_part_and_where_it_waits() -> None:
+    cluster, log = make_cluster(), ActivityLog()
+    empty = describe(log, cluster, 0.0)
+    assert (empty.round, empty.barrier, empty.pservers, empty.trainers, empty.staleness) == (0, None, (), (), ())
+    train(cluster)
+    for second in range(4):
+        done = {"num_applies": 10 * second, "apply_seconds": 0.5 * second, "pushed_bytes": 7 * second}
+        hear(log, cluster, 20 + second, float(second), participants=(0,), batch_barriers=(0,), **done)
+    for index, wait in ((0, 0.5), (1, 2.5)):
+        message = beat(
+            run="run1", round_=23 + index, missing=(1,), waiting_seconds=wait, load=load(batch_barriers=(0,))
+        )
+        log.pserver_heard(cluster, index, message, 3.0)
+    found = describe(log, cluster, 3.0)
+    assert found.barrier is not None
+    barrier = (found.barrier.pserver, found.barrier.round, found.barrier.arrived, found.barrier.missing)
+    assert barrier == (1, 25, (0,), (1,))
+    assert found.barrier.waiting_since == log.pservers[1][-1].wall - 2.5
+    hear(log, cluster, 24, 4.0, participants=(0,), num_applies=40, apply_seconds=2.0, pushed_bytes=28)
+    found = describe(log, cluster, 4.0)
+    assert (found.round, found.participants, found.barrier) == (24, (0,), None)
+    assert [(t.rank, t.steps, t.steps_per_second, t.has_contributed) for t in found.trainers] == [
+        (0, 24, 1.0, True),
+        (1, 24, 1.0, False),
+    ]
+    assert [(p.apply_seconds, p.wait_seconds, p.pushed_bytes_per_second) for p in found.pservers] == [
+        (0.05, None, 7)
+    ] * 2
+    silent = describe(log, cluster, 20.0)
+    assert [t.steps_per_second for t in silent.trainers] == [None, None]
+    cluster.pserver_heartbeat(1, beat(run="run1", round_=24), LEASE + 3)
+    cluster.expire(LEASE + 5)
+    assert [p.index for p in describe(log, cluster, LEASE + 5).pservers] == [1]
+
+
+def test_asynchronous_trainers_are_behind_the_fastest() -> None:
+    cluster, log = make_cluster(consistency=Consistency(mode="async")), ActivityLog()
+    train(cluster)
+    staleness = ((0.0, 3), (1.0, 2), (None, 1))
+    for second in range(3):
+        hear(log, cluster, 5, float(second), clocks={0: 5 + second, 1: 5}, staleness=staleness)
+    found = describe(log, cluster, 2.0)
+    assert [(t.steps, t.steps_behind, t.has_contributed) for t in found.trainers] == [(7, 0, False), (5, 2, False)]
+    assert found.staleness == ((0.0, 6), (1.0, 4), (None, 2))

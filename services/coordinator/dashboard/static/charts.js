@@ -80,9 +80,9 @@ function layoutOf({ layout = {} }) {
   });
   return {
     paper_bgcolor: "transparent", plot_bgcolor: "transparent", autosize: true, uirevision: "kept",
-    margin: { l: 8, r: 8, t: 8, b: 8 }, bargap: 0.08, showlegend: false,
+    margin: { l: 8, r: 8, t: layout.showlegend ? 30 : 8, b: 8 }, bargap: 0.08, showlegend: false,
     font: { family: getComputedStyle(document.body).fontFamily, size: 11, color: colour("ink") },
-    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { color: colour("soft") } },
+    legend: { orientation: "h", x: 0, xref: "container", y: 1, yref: "container", yanchor: "top", font: { color: colour("soft") } },
     hoverlabel: { bgcolor: colour("raised"), bordercolor: grid, font: { color: colour("ink") } },
     hovermode: "x unified", dragmode: narrow.matches ? false : "zoom",
     xaxis: titled({ showgrid: false, ...xaxis }), yaxis: titled({ rangemode: "tozero", ...yaxis }),

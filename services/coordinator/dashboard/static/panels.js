@@ -52,7 +52,7 @@ export function showNotices(status, activity) {
 
 export function showTrainers(status, activity) {
   const sync = isSync(status.mode);
-  show(byId("contributed-label"), sync ? "In this round" : "Active");
+  show(byId("contributed-label"), sync ? `In round ${format.count(activity.round)}` : "Active");
   show(byId("behind-label"), sync ? "Barrier" : "Behind");
   const arrived = new Set(activity.barrier?.arrived);
   const missing = new Set(activity.barrier?.missing);
@@ -84,10 +84,11 @@ export function showBarrier(status, activity) {
   show(byId("barrier-note"), barrier && sync ? `round ${format.count(barrier.round)}, pserver ${barrier.pserver}` : "");
   const wait = barrier ? activity.at - barrier.waiting_since : 0;
   flag(section, "data-late", wait > LATE_SECONDS);
-  const says = barrier
-    ? `Waiting for ${format.names("trainer", barrier.missing)} since ${format.clock(barrier.waiting_since)}`
-    : "Nobody waits for a trainer";
-  show(byId("barrier-says"), barrier && wait > LATE_SECONDS ? `${says}, for ${format.seconds(wait)}` : says, barrier);
+  const present = barrier ? barrier.arrived.length + barrier.missing.length : 0;
+  const says = sync ? (barrier ? `${barrier.arrived.length} of ${present} have arrived` : "All are computing") : barrier ? "A trainer waits for others" : "Everybody goes on";
+  show(byId("barrier-says"), says, barrier);
+  const since = barrier ? `Waiting for ${format.names("trainer", barrier.missing)} since ${format.clock(barrier.waiting_since)}` : "Nobody waits for a trainer";
+  show(byId("barrier-since"), wait > LATE_SECONDS ? `${since}, for ${format.seconds(wait)}` : since);
   const missing = new Set(barrier?.missing);
   const arrived = new Set(barrier?.arrived);
   const ranks = sync ? activity.trainers.filter((t) => missing.has(t.rank) || arrived.has(t.rank) || t.has_contributed) : [];
