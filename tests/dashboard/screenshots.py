@@ -38,7 +38,8 @@ def take(browser: Browser, run: FaultyRun, name: str, theme: Any, width: int, he
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     with start_browser() as browser, FaultyRun(1_000_000, script=SCRIPT, pservers=3, trainers=4) as run:
-        run.wait_for_round(800)
+        for round_ in range(100, 701, 100):  # each has its own patience
+            run.wait_for_round(round_)
         take(browser, run, "dashboard-light", "light", 1280, 1281)
         take(browser, run, "dashboard-dark", "dark", 1280, 620)
         take(browser, run, "dashboard-narrow", "dark", 390, 800)
