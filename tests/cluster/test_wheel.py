@@ -55,10 +55,10 @@ def test_the_wheel_trains_outside_the_checkout(tmp_path: Path) -> None:
     (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = [sys.executable, "-m", "pip", "--python", str(prefix / "bin" / "python"), "install"]
     run([*pip, "--no-deps", "--no-index", "--quiet", str(wheel)])
-    run([str(prefix / "bin" / "python"), "-P", "-c", PAGE], cwd=tmp_path)
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    run([str(prefix / "bin" / "python"), "-P", "-c", PAGE], cwd=tmp_path, env=environment)
     command = [str(prefix / "bin" / "gradpost"), "up", "--pservers", "2", "--trainers", "1", "--", "python", "train.py"]
     done = run(command, cwd=tmp_path, env=environment)
     assert done.stdout.splitlines()[-1].startswith("trained: mode=sync transport=HTTP/2 rounds=3 ")
