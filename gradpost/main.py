@@ -356,6 +356,24 @@ def events(
     show_events(coordinator, token_file, follow=follow, as_json=as_json)
 
 
+@app.command()
+def tensorboard(
+    logdir: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write to; the run gets one of its own in it.")],
+    every: Annotated[
+        float, typer.Option("--every-seconds", metavar="X", min=0, help="Between histograms; 0: no histograms.")
+    ] = 30.0,
+    coordinator: Coordinator = None,
+    token_file: TokenPath = None,
+) -> None:
+    """Write what trainers report, and histograms of the parameters, for TensorBoard, until the run is over or Ctrl-C.
+
+    It begins with what the coordinator still holds. Needs the package: pip install "gradpost[tensorboard]"
+    """
+    from .tensorboard import export_events
+
+    export_events(coordinator, token_file, logdir, every)
+
+
 token_app = typer.Typer(help="Create and show the tokens of a cluster.", rich_markup_mode=None, no_args_is_help=True)
 app.add_typer(token_app, name="token")
 TokensDir = Annotated[
