@@ -1,7 +1,6 @@
 """How every command speaks: tables for people, JSON for programs, one line on stderr for what went wrong.
 
-stdout carries the answer and nothing else. The exit code is 0, or 1 if the cluster failed (or is not there), or 2
-if the command was asked for something impossible; a command raises, and `main` turns that into line and code.
+stdout carries the answer and nothing else. A command raises, and `main` turns that into a line and one of `EXIT_CODES`.
 """
 
 from __future__ import annotations
@@ -20,6 +19,15 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+
+# As docs/cli.md has them. `up` has those of the scripts besides, and `serve` those of the service.
+EXIT_CODES = {
+    0: "done, or ended by Ctrl-C where that is how it ends (`--watch`, `--follow`, `tensorboard`)",
+    EXIT_FAILED: "the cluster is not there, refuses, or has failed; or a file cannot be read or written; or `doctor` "
+    "found something broken",
+    EXIT_BAD_INPUT: "asked for something impossible: a wrong option or setting, a parameter or round that is not there",
+    130: "interrupted by Ctrl-C",
+}
 
 
 class CommandError(Exception):

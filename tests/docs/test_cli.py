@@ -1,0 +1,82 @@
+"""docs/cli.md: its commands run as they stand there, and its tables and reference are those of the code.
+
+`python -m tests.docs.test_cli` writes these into it again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from gradpost.output import EXIT_CODES
+
+from ..cluster.faulty_run import FaultyRun
+from .markdown import DOCS, ROOT, code_blocks, read, section
+
+
+def make_table() -> str:
+    return "\n".join(f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items())
+
+
+def make_reference() -> str:
+    """What typer writes of all commands, as sections of the document."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "typer", "gradpost.main", "utils", "docs", "--name", "gradpost"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    return re.sub(r"^#", "###", done.stdout, flags=re.MULTILINE).strip()
+
+
+def test_exit_codes() -> None:
+    assert make_table() in section(read("cli.md"), "Exit codes")
+
+
+def test_the_reference_is_that_of_the_code() -> None:
+    assert section(read("cli.md"), "Reference").strip() == make_reference(), "run: python -m tests.docs.test_cli"
+
+
+@pytest.mark.cluster
+@pytest.mark.extended
+def test_every_command_works(tmp_path: Path) -> None:
+    program = tmp_path / "gradpost"
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P -m gradpost "$@"\n')
+    program.chmod(0o755)
+    (tmp_path / "python").symlink_to(sys.executable)
+    place = tmp_path / "checkpoints"
+    script = "\n".join(block.text for block in code_blocks(read("cli.md"), "sh"))
+    with FaultyRun(100_000, min_block_size=64, checkpoints=str(place), lease_seconds=30) as run:
+        run.wait_for_round(15)
+        done = subprocess.run(
+            ["bash", "-eux"], input=script, text=True, cwd=tmp_path, capture_output=True, timeout=110,
+            env={
+                **{name: value for name, value in os.environ.items() if not name.startswith("GRADPOST_")},
+                "PATH": f"{tmp_path}:{os.environ['PATH']}",
+                "PYTHONPATH": str(ROOT),
+                "GRADPOST_COORDINATOR": run.cluster.address,
+                "PLACE": str(place),
+                "OMP_NUM_THREADS": "1",
+            },
+        )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert load_file(tmp_path / "model.safetensors")["0.weight"].shape == (64, 20)
+
+
+def write() -> None:
+    path = DOCS / "cli.md"
+    text = path.read_text(encoding="utf-8")
+    codes = section(text, "Exit codes")
+    rows = "\n".join(line for line in codes.splitlines() if re.match(r"\| \d|EXITCODES", line))
+    text = text.replace(rows, make_table())
+    begin = text.index("\n## Reference\n") + len("\n## Reference\n")
+    path.write_text(f"{text[:begin]}\n{make_reference()}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()
