@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ps_protocol.environment import check_environment
+from ps_protocol.tokens import SCOPES
 from services.coordinator.settings import CoordinatorSettings
 from services.pserver.registration import GOODBYE_SECONDS, LAST_CHECKPOINT_SECONDS
 from services.pserver.settings import PserverSettings
@@ -241,3 +246,14 @@ def test_pservers_are_disturbed_one_at_a_time_and_keep_their_disks(overlay: str)
     assert mounts(template)[STATE] == {"claim": claim["metadata"]["name"]}
     assert pservers["spec"]["podManagementPolicy"] == "Parallel"  # no one waits for another to be ready
     assert "persistentVolumeClaimRetentionPolicy" not in pservers["spec"]  # which is to retain
+
+
+def test_the_documented_secret_has_what_is_mounted(tmp_path: Path) -> None:
+    """docs/deploy.md"""
+    if shutil.which("kubectl") is None:
+        pytest.skip("needs kubectl, to make a Secret")
+    tokens = tmp_path / "tokens"
+    subprocess.run([sys.executable, "-P", "-m", "gradpost", "token", "create", "--dir", tokens], check=True)
+    create = ["kubectl", "create", "secret", "generic", "gradpost-tokens", "--from-file", tokens]
+    made = subprocess.run([*create, "--dry-run=client", "-o", "json"], capture_output=True, check=True)
+    assert json.loads(made.stdout)["data"].keys() == set(SCOPES)

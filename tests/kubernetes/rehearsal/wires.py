@@ -27,7 +27,7 @@ T = TypeVar("T")
 NODE = "10.213.78.1"  # where the kubelet's probes come from
 NOBODY = "10.213.78.2"  # the node's, too; nothing listens there, as on a Service without a pod that is ready
 CONNECT_SECONDS = 0.5  # the kernels answer
-_LIFE_SECONDS = 300
+_LIFE_SECONDS = 600
 _CLONE_NEWNET = 0x40000000
 
 
