@@ -63,7 +63,7 @@ class Pod:
         self._environ = {**ENVIRON, **environment(objects, template, fields)}
         self.place: Place = place_of(template, NAMESPACE)
         self.is_ready = False
-        self.failures: list[str] = []  # of the liveness probe, each of which counts towards a restart
+        self.failures: list[str] = []  # for which a kubelet would start it again
         self._ends = threading.Event()
         self._process: Child | None = None
 
@@ -141,10 +141,12 @@ class Pod:
 
     def _watch_life(self, probe: Object) -> None:
         self._machine.wires.node.enter()
+        in_a_row = 0
         while not self._ends.is_set():
             problem = self._probe(probe)
-            if problem is not None and not self._ends.is_set() and self.process.is_running:
-                self.failures.append(problem)
+            in_a_row = 0 if problem is None else in_a_row + 1
+            if in_a_row == probe["failureThreshold"]:
+                self.failures.append(f"it does not live: {problem}")
             self._ends.wait(probe["periodSeconds"])
 
     def _probe(self, probe: Object) -> str | None:
