@@ -60,7 +60,7 @@ class Stage:
         functions = f'curl() {{ command curl --fail-with-body "$@"; }}\ngradpost() {{ {shlex.join(GRADPOST)} "$@"; }}\n'
         done = subprocess.run(
             ["bash", "-e"], input=functions + "".join(scripts), env=environment(self.environment(**more)), text=True,
-            cwd=self.folder, capture_output=True, timeout=120,
+            cwd=self.folder, capture_output=True, timeout=300,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -137,7 +137,7 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
 def run_gradpost(*command: str, cwd: Path | None = None, **more: str) -> str:
     """What a command of ours prints on both streams, however it ends."""
     done = subprocess.run(
-        [*GRADPOST, *command], env=environment(more), cwd=cwd, text=True, timeout=60,
+        [*GRADPOST, *command], env=environment(more), cwd=cwd, text=True, timeout=120,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     return done.stdout

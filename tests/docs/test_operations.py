@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ..cluster.trainer_processes import Plot
+from trainer_client.testing import LocalCluster
+
+from ..cluster.trainer_processes import Plot, Trainer
 from .markdown import ROOT, code_blocks, codes, read, section
 from .stage import Stage
 
@@ -38,6 +40,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 @pytest.mark.cluster
 @pytest.mark.extended
+@pytest.mark.timeout(400)
 @needs_curl
 def test_the_commands_work(stage: Stage) -> None:
     for trainer in stage.play(Plot(), Plot()):
@@ -51,10 +54,23 @@ def test_the_commands_work(stage: Stage) -> None:
     assert "tokens/admin: replaced" in printed
     [run] = (stage.folder / "backup" / "checkpoints").iterdir()
     assert printed.count(run.name) > 4
+    moved_round = goes_on_elsewhere(stage.folder / "backup" / "checkpoints")
+    assert f"checkpoint of round {moved_round:,} of run {run.name}" in printed
+
+
+def goes_on_elsewhere(checkpoints: Path) -> int:
+    """After which round another cluster goes on that is given nothing but this place, and has other pservers."""
+    with LocalCluster(pservers=2, trainers=1, checkpoints=checkpoints, resume=True) as cluster:
+        trainer = Trainer(cluster.address, 0, Plot())
+        try:
+            return trainer.wait_for("round", 1).round - 1
+        finally:
+            trainer.end()
 
 
 @pytest.mark.cluster
 @pytest.mark.extended
+@pytest.mark.timeout(400)
 def test_another_number_of_pservers(tmp_path: Path, stage: Stage) -> None:
     script = (ROOT / "tests" / "cluster" / "fault_script.py").read_text()
     (tmp_path / "train.py").write_text(script.replace("int(sys.argv[1])", "20"))
