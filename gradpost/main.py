@@ -297,7 +297,8 @@ def export(
 
     No service is needed for it. The model of a run that trains, as it is now: gradpost params -o MODEL.safetensors
     """
-    from .checkpoint import default_place, export_model
+    from .checkpoint import default_place
+    from .export import export_model
 
     export_model(file, checkpoints or default_place(), run, round_)
 
