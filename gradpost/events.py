@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ RETRY_SECONDS = 1.0
 
 def show_events(coordinator: str | None, token_file: Path | None, *, follow: bool, as_json: bool) -> None:
     """Print the newest thousand, and with `follow` those that come, until Ctrl-C."""
-    with asking(coordinator, token_file) as view, suppress(KeyboardInterrupt):
+    with asking(coordinator, token_file) as view, suppress(KeyboardInterrupt) if follow else nullcontext():
         for event in _follow(view) if follow else view.events():
             if as_json:
                 print(json.dumps(event), flush=True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 from dataclasses import fields
 
 import pytest
@@ -12,6 +13,7 @@ from ps_protocol.environment import SettingsError
 from ps_protocol.errors import BadModel, GradpostError, Unreachable
 
 from .conftest import RunCommand, run_process
+from .terminal import Terminal
 
 HEAVY = "torch numpy fastapi granian httpx safetensors prometheus_client structlog services trainer_client"
 
@@ -96,3 +98,17 @@ def test_json_is_ascii_and_strict(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == '{\n  "\\u00e4": [\n    1,\n    0.5,\n    null\n  ]\n}\n'
     with pytest.raises(ValueError, match="not JSON compliant"):
         output.print_json(float("nan"))
+
+
+def test_ctrl_c_is_130() -> None:
+    """While a coordinator is asked that does not answer; without a traceback."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with Terminal("events", "--coordinator", url) as terminal:
+            accepted, _ = server.accept()
+            with accepted:
+                assert accepted.recv(4) == b"GET "
+                terminal.type("\x03")
+                assert terminal.wait() == 130
+            terminal.wait_for("^C")
+            assert "Traceback" not in terminal.shown
