@@ -21,7 +21,7 @@ class RoleCommand(TyperCommand):
         return typer.main.get_command(make_role_app(role)).shell_complete(ctx, incomplete)
 
 
-def complete_parameter(ctx: typer.Context, incomplete: str) -> list[str]:
+def complete_parameter(ctx: typer.Context) -> list[str]:
     """Names of parameters of the run that trains; none if nobody answers at once."""
     from .status import open_view
 
@@ -29,7 +29,6 @@ def complete_parameter(ctx: typer.Context, incomplete: str) -> list[str]:
         with open_view(
             ctx.params.get("coordinator"), ctx.params.get("token_file"), timeout_seconds=PATIENCE_SECONDS
         ) as view:
-            names = [one["name"] for one in view.parameters()["parameters"]]
+            return [one["name"] for one in view.parameters()["parameters"]]  # typer takes those that fit
     except Exception:  # a line on the terminal would only be in the way
         return []
-    return [name for name in names if name.startswith(incomplete)]
