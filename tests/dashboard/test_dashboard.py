@@ -158,7 +158,7 @@ def test_a_barrier_says_for_whom_it_waits_and_since_when(browser: Browser, close
             said = visit.exact("#barrier-says")
             assert (said["round"], said["missing"]) == (barrier["round"], [1])
             assert abs(said["waiting_since"] - barrier["waiting_since"]) < 0.5
-            assert [row[5] for row in visit.table("#trainers")] == ["arrived", "awaited"]
+            assert [row[5] for row in visit.table("#trainers")] == ["arrived", "missing"]
             states = visit.page.eval_on_selector_all("#barrier-ranks li", "all => all.map(one => one.innerText)")
             assert [state.split() for state in states] == [["0", "arrived"], ["1", "missing"]]
         finally:

@@ -6,8 +6,10 @@ import { showCurves } from "./curves.js";
 import { byId, flag, show } from "./dom.js";
 import { followEvents, leaveEvents, setUpEvents } from "./events.js";
 import * as format from "./format.js";
-import * as panels from "./panels.js";
+import { isSync, showHeadline, showNotices } from "./headline.js";
+import { showBarrier, showPservers, showTrainers } from "./members.js";
 import * as parameters from "./parameters.js";
+import { showSpeed, showStaleness } from "./rates.js";
 import { setUpTheme } from "./theme.js";
 
 const PERIOD_MS = 1000;
@@ -23,16 +25,16 @@ let asking = false;
 async function refresh() {
   const [status, activity] = await Promise.all([ask("v1/status"), ask("v1/activity")]);
   flag(byId("main"), "data-loading", false);
-  panels.showHeadline(status, activity);
-  panels.showNotices(status, activity);
-  panels.showTrainers(status, activity);
-  panels.showBarrier(status, activity);
-  panels.showPservers(status, activity);
-  panels.showSpeed(status, activity);
-  panels.showStaleness(status, activity);
+  showHeadline(status, activity);
+  showNotices(status, activity);
+  showTrainers(status, activity);
+  showBarrier(status, activity);
+  showPservers(status, activity);
+  showSpeed(status, activity);
+  showStaleness(status, activity);
   if (turn % CURVES_EVERY === 0) {
     const most = Math.max(50, Math.min(500, Math.floor(POINTS / Math.max(1, status.trainers.length))));
-    showCurves(await ask(`v1/curves?max_points=${most}`), status.mode === "sync" ? "round" : "step of the trainer");
+    showCurves(await ask(`v1/curves?max_points=${most}`), isSync(status) ? "round" : "step of the trainer");
   }
   if (status.plan_digest === null) parameters.forgetParameters();
   else if (parameters.needsParameters(status)) parameters.showParameters(await ask("v1/parameters"));

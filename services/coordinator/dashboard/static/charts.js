@@ -1,4 +1,4 @@
-// Charts, drawn by Plotly: loaded after the page itself, drawn when they can be seen, and no more often than people look.
+// Charts, drawn by Plotly: it is loaded after the page, and draws what is on the screen, once in two seconds.
 
 import { byId } from "./dom.js";
 
@@ -72,8 +72,9 @@ function drawDue(again = false) {
 
 function layoutOf({ layout = {} }) {
   const grid = colour("line");
-  const axis = { gridcolor: grid, linecolor: grid, zeroline: false, tickfont: { color: colour("faint") }, automargin: true };
-  const { xaxis = {}, yaxis = {}, yaxis2, ...rest } = layout;
+  const tickfont = { color: colour("faint") };
+  const axis = { gridcolor: grid, linecolor: grid, zeroline: false, tickfont, automargin: true };
+  const { xaxis = {}, yaxis = {}, ...rest } = layout;
   const titled = (one) => ({
     ...axis, fixedrange: narrow.matches, ...one,
     ...(one.title ? { title: { text: one.title, font: { size: 11, color: colour("faint") }, standoff: 8 } } : {}),
@@ -82,10 +83,12 @@ function layoutOf({ layout = {} }) {
     paper_bgcolor: "transparent", plot_bgcolor: "transparent", autosize: true, uirevision: "kept",
     margin: { l: 8, r: 8, t: layout.showlegend ? 30 : 8, b: 8 }, bargap: 0.08, showlegend: false,
     font: { family: getComputedStyle(document.body).fontFamily, size: 11, color: colour("ink") },
-    legend: { orientation: "h", x: 0, xref: "container", y: 1, yref: "container", yanchor: "top", font: { color: colour("soft") } },
+    legend: {
+      orientation: "h", x: 0, xref: "container", y: 1, yref: "container", yanchor: "top",
+      font: { color: colour("soft") },
+    },
     hoverlabel: { bgcolor: colour("raised"), bordercolor: grid, font: { color: colour("ink") } },
     hovermode: "x unified", dragmode: narrow.matches ? false : "zoom",
-    xaxis: titled({ showgrid: false, ...xaxis }), yaxis: titled({ rangemode: "tozero", ...yaxis }),
-    ...(yaxis2 ? { yaxis2: titled({ rangemode: "tozero", showgrid: false, ...yaxis2 }) } : {}), ...rest,
+    xaxis: titled({ showgrid: false, ...xaxis }), yaxis: titled({ rangemode: "tozero", ...yaxis }), ...rest,
   };
 }

@@ -37,15 +37,21 @@ function makeTab(name) {
 function drawChosen(now = false) {
   const curves = Object.entries(newest.curves[chosen]);
   const value = (one) => (format.isNumber(one) ? one : null); // NaN is a gap
-  const last = curves.map(([rank, curve]) => `trainer ${rank} ${format.digits(curve.value.at(-1), 4)}`).slice(0, MAX_NAMED);
-  byId("curve-chart").dataset.value = JSON.stringify(Object.fromEntries(curves.map(([rank, curve]) => [rank, curve.value.at(-1)])));
+  const ends = Object.fromEntries(curves.map(([rank, curve]) => [rank, curve.value.at(-1)]));
+  byId("curve-chart").dataset.value = JSON.stringify(ends);
+  const last = Object.entries(ends).map(([rank, end]) => `trainer ${rank} ${format.digits(end, 4)}`);
   const isFew = curves.length <= MAX_NAMED;
+  const line = ([rank, curve], i) => ({
+    x: curve.round, y: curve.value.map(value), name: `trainer ${rank}`, opacity: isFew ? 1 : 0.4,
+    mode: curve.value.length > 1 ? "lines" : "markers",
+    line: { color: series(isFew ? i : 0), width: isFew ? 1.8 : 1 }, hovertemplate: "%{y:.4~g}",
+  });
   draw("curve-chart", {
-    label: `${chosen}, newest: ${last.join(", ")}`,
-    traces: () => curves.map(([rank, curve], i) => ({
-      x: curve.round, y: curve.value.map(value), name: `trainer ${rank}`, mode: curve.value.length > 1 ? "lines" : "markers",
-      opacity: isFew ? 1 : 0.4, line: { color: series(isFew ? i : 0), width: isFew ? 1.8 : 1 }, hovertemplate: "%{y:.4~g}",
-    })),
-    layout: { showlegend: isFew, xaxis: { title: steps, hoverformat: ",d" }, yaxis: { rangemode: "normal" }, uirevision: chosen, hovermode: isFew ? "x unified" : "closest" },
+    label: `${chosen}, newest: ${last.slice(0, MAX_NAMED).join(", ")}`,
+    traces: () => curves.map(line),
+    layout: {
+      showlegend: isFew, hovermode: isFew ? "x unified" : "closest", uirevision: chosen,
+      xaxis: { title: steps, hoverformat: ",d" }, yaxis: { rangemode: "normal" },
+    },
   }, { now });
 }

@@ -26,7 +26,7 @@ export function setUpParameters(refresh) {
   });
 }
 
-export const needsParameters = (status) => status.plan_digest !== null && (known.run !== status.run || known.digest !== status.plan_digest);
+export const needsParameters = ({ run, plan_digest: digest }) => known.run !== run || known.digest !== digest;
 
 export function showParameters(answer) {
   known = answer;
@@ -59,7 +59,9 @@ function showList() {
   flag(byId("parameters"), "data-empty", parameters.length === 0);
   const text = byId("filter").value.trim().toLowerCase();
   const found = parameters.filter(({ name }) => name.toLowerCase().includes(text));
-  show(byId("parameters-note"), parameters.length ? `${format.count(found.length)} of ${format.count(parameters.length)}${found.length > MAX_SHOWN ? `, the first ${MAX_SHOWN} are shown` : ""}` : "");
+  const some = found.length > MAX_SHOWN ? `, the first ${MAX_SHOWN} are shown` : "";
+  const note = `${format.count(found.length)} of ${format.count(parameters.length)}${some}`;
+  show(byId("parameters-note"), parameters.length ? note : "");
   const list = byId("parameter-list");
   keep(list, found.slice(0, MAX_SHOWN), ({ name }) => name, makeRow, (row, { name }) => {
     row.setAttribute("aria-selected", String(name === chosen));
@@ -77,13 +79,20 @@ function makeRow({ name, shape, bytes, blocks }) {
 }
 
 const ROWS = [
-  ["norm", "Norm", format.digits], ["update_ratio", "Update / norm", format.digits], ["mean", "Mean", format.digits],
-  ["deviation", "Deviation", format.digits], ["minimum", "Smallest", format.digits], ["maximum", "Largest", format.digits],
-  ["num_nan", "NaN", format.count], ["num_infinite", "Infinite", format.count], ["num_zero", "Zero", format.count],
+  ["norm", "Norm", format.digits],
+  ["update_ratio", "Update / norm", format.digits],
+  ["mean", "Mean", format.digits],
+  ["deviation", "Deviation", format.digits],
+  ["minimum", "Smallest", format.digits],
+  ["maximum", "Largest", format.digits],
+  ["num_nan", "NaN", format.count],
+  ["num_infinite", "Infinite", format.count],
+  ["num_zero", "Zero", format.count],
 ];
 
 function showStatistics(answer) {
-  show(byId("parameter-more"), `${format.count(answer.num_elements)} elements, version ${format.count(answer.version)}`, answer.version);
+  const more = `${format.count(answer.num_elements)} elements, version ${format.count(answer.version)}`;
+  show(byId("parameter-more"), more, answer.version);
   const create = () => make("div", {}, make("dt"), make("dd"));
   keep(byId("statistics"), ROWS, ([key]) => key, create, (row, [key, title, text]) => {
     show(row.firstChild, title);
@@ -93,10 +102,17 @@ function showStatistics(answer) {
   const { begin, width, counts } = answer.histogram;
   byId("histogram-chart").dataset.value = JSON.stringify(answer.histogram);
   const middles = counts.map((_, i) => begin + (i + 0.5) * width);
-  const edges = counts.map((_, i) => `${format.digits(begin + i * width)} to ${format.digits(begin + (i + 1) * width)}`);
+  const edge = (i) => format.digits(begin + i * width);
+  const edges = counts.map((_, i) => `${edge(i)} to ${edge(i + 1)}`);
   draw("histogram-chart", {
     label: `Histogram of ${answer.name} in ${counts.length} bins from ${format.digits(begin)} on`,
-    traces: () => [{ type: "bar", x: middles, y: counts, width, customdata: edges, marker: { color: colour("series-1") }, hovertemplate: "%{customdata}: %{y:,}<extra></extra>" }],
-    layout: { bargap: 0.02, hovermode: "closest", uirevision: answer.name, xaxis: { title: "value" }, yaxis: { title: "elements", tickformat: "~s" } },
+    traces: () => [{
+      type: "bar", x: middles, y: counts, width, customdata: edges,
+      marker: { color: colour("series-1") }, hovertemplate: "%{customdata}: %{y:,}<extra></extra>",
+    }],
+    layout: {
+      bargap: 0.02, hovermode: "closest", uirevision: answer.name,
+      xaxis: { title: "value" }, yaxis: { title: "elements", tickformat: "~s" },
+    },
   });
 }

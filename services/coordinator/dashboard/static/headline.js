@@ -1,0 +1,64 @@
+// What comes first: the run, its figures, and what somebody should know about it.
+
+import { byId, keep, make, show } from "./dom.js";
+import * as format from "./format.js";
+
+export const LATE_SECONDS = 2; // heartbeats come once a second: what has lasted for longer is worth a look
+
+export const isSync = (status) => status.mode === "sync";
+
+export function waitOf({ at, barrier }) {
+  return barrier ? at - barrier.waiting_since : 0;
+}
+
+export function showHeadline(status, activity) {
+  const sync = isSync(status);
+  const progress = status.state === "training" ? `${format.count(activity.round)} · ` : "";
+  document.title = `${progress}Gradpost ${status.state}`;
+  show(byId("state"), status.state, status.state);
+  byId("state").dataset.state = status.state;
+  show(byId("mode"), status.mode, status.mode);
+  show(byId("run-name"), status.run, status.run);
+
+  show(byId("round-label"), sync ? "Round" : "Contributions");
+  show(byId("round"), format.count(activity.round), activity.round);
+  show(byId("round-more"), activity.attempt ? `newest applied, attempt ${activity.attempt}` : "newest applied");
+  show(byId("rounds-label"), sync ? "Rounds / s" : "Contributions / s");
+  show(byId("rounds-per-second"), format.rate(activity.rounds_per_second), activity.rounds_per_second);
+  show(byId("steps-per-second"), format.rate(activity.steps_per_second), activity.steps_per_second);
+
+  const taking = activity.trainers.filter((trainer) => trainer.has_contributed).length;
+  const where = activity.round ? `in round ${format.count(activity.round)}` : "trainers";
+  show(byId("taking-part"), `${taking} of ${status.num_trainers}`, taking);
+  show(byId("taking-part-more"), sync ? where : "in five seconds");
+  const here = status.pservers.length;
+  show(byId("num-pservers"), `${here} of ${status.num_pservers}`, here);
+  show(byId("pservers-more"), here === status.num_pservers ? "all here" : "some are missing");
+  const number = status.num_parameters;
+  show(byId("model-bytes"), number ? format.bytes(status.parameter_bytes) : "–", status.parameter_bytes);
+  show(byId("model-more"), number ? `${format.count(number)} parameters` : "not declared");
+}
+
+export function showNotices(status, activity) {
+  const create = ({ kind }) => make("p", { class: kind }, make("b"), make("span"));
+  const key = ({ kind, title }) => `${kind} ${title}`;
+  keep(byId("notices"), noticesOf(status, activity), key, create, (line, { title, text }) => {
+    show(line.firstChild, title);
+    show(line.lastChild, text);
+  });
+}
+
+function noticesOf(status, activity) {
+  const notices = status.prospects.map((text) => ({ kind: "bad", title: "Lost", text }));
+  if (status.failure) notices.unshift({ kind: "bad", title: "The run has failed", text: status.failure.detail });
+  if (status.state === "gathering" && status.waiting_for.length) {
+    notices.push({ kind: "info", title: "Waiting for", text: status.waiting_for.join(", ") });
+  }
+  const wait = waitOf(activity);
+  if (wait > LATE_SECONDS && !status.failure) {
+    const title = `Waiting for ${format.names("trainer", activity.barrier.missing)}`;
+    const since = format.clock(activity.barrier.waiting_since);
+    notices.push({ kind: "warn", title, text: `since ${since}, for ${format.seconds(wait)}` });
+  }
+  return notices;
+}

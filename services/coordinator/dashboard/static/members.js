@@ -1,0 +1,118 @@
+// Who is here and takes part: trainers, their barrier, and pservers.
+
+import { byId, flag, keep, keepRows, make, show } from "./dom.js";
+import * as format from "./format.js";
+import { LATE_SECONDS, isSync, waitOf } from "./headline.js";
+
+const isHere = (trainer) => trainer.state === "joined" || trainer.state === "declared";
+
+function showAge(cell, seconds, matters = true) {
+  show(cell, format.age(seconds));
+  flag(cell, "data-late", matters && seconds > LATE_SECONDS);
+}
+
+// What both answers say of each member, by its number.
+function join(first, second, key) {
+  const more = new Map(second.map((one) => [one[key], one]));
+  return first.map((one) => ({ ...one, ...more.get(one[key]) }));
+}
+
+function whereabouts({ barrier }) {
+  const arrived = new Set(barrier?.arrived);
+  const missing = new Set(barrier?.missing);
+  return (rank) => (missing.has(rank) ? "missing" : arrived.has(rank) ? "arrived" : "computing");
+}
+
+export function showTrainers(status, activity) {
+  const sync = isSync(status);
+  const where = whereabouts(activity);
+  const trainers = join(status.trainers, activity.trainers, "rank");
+  show(byId("contributed-label"), sync ? `In round ${format.count(activity.round)}` : "Active");
+  show(byId("behind-label"), sync ? "Barrier" : "Behind");
+  keepRows(byId("trainers"), trainers, (trainer) => trainer.rank, [
+    ["", (cell, t) => show(cell, String(t.rank), t.rank)],
+    ["", (cell, t) => {
+      show(cell, t.state === "declared" ? "training" : t.state, t.state);
+      cell.dataset.state = t.state;
+    }],
+    ["", (cell, t) => {
+      show(cell, t.has_contributed ? "● yes" : "○ no", t.has_contributed);
+      flag(cell, "data-on", t.has_contributed);
+    }],
+    ["number", (cell, t) => show(cell, format.count(t.steps), t.steps)],
+    ["number", (cell, t) => show(cell, format.rate(t.steps_per_second), t.steps_per_second)],
+    ["number", (cell, t) => {
+      if (sync) show(cell, activity.barrier ? where(t.rank) : "–", where(t.rank));
+      else show(cell, format.count(t.steps_behind), t.steps_behind);
+    }],
+    ["number", (cell, t) => show(cell, format.digits(t.results.loss, 4), t.results.loss)],
+    ["number", (cell, t) => showAge(cell, t.heartbeat_age_seconds, isHere(t))],
+  ]);
+  const here = `${trainers.filter(isHere).length} here, ${format.count(status.num_trainers)} wanted`;
+  show(byId("trainers-note"), trainers.length ? here : "");
+}
+
+export function showBarrier(status, activity) {
+  const { barrier } = activity;
+  const sync = isSync(status);
+  const wait = waitOf(activity);
+  flag(byId("barrier"), "data-empty", status.state !== "training");
+  flag(byId("barrier"), "data-late", wait > LATE_SECONDS);
+  show(byId("barrier-title"), sync ? "Barrier" : "Waiting");
+  show(byId("barrier-note"), barrier && sync ? `round ${format.count(barrier.round)}, pserver ${barrier.pserver}` : "");
+  show(byId("barrier-says"), sync ? arrivals(barrier) : waiting(barrier), barrier);
+  show(byId("barrier-since"), sinceWhen(barrier, wait));
+  const waits = activity.pservers.map((pserver) => pserver.wait_seconds).filter(format.isNumber);
+  const mean = `Mean wait in the newest five seconds: ${format.seconds(Math.max(...waits))}`;
+  show(byId("barrier-wait"), waits.length ? mean : "");
+
+  const where = whereabouts(activity);
+  const ranks = sync ? activity.trainers.map(({ rank }) => rank) : [];
+  const create = () => make("li", {}, make("b"), make("span"));
+  keep(byId("barrier-ranks"), ranks, (rank) => rank, create, (item, rank) => {
+    show(item.firstChild, String(rank), rank);
+    show(item.lastChild, where(rank));
+    item.dataset.state = where(rank);
+  });
+}
+
+function arrivals(barrier) {
+  if (!barrier) return "All are computing";
+  return `${barrier.arrived.length} of ${barrier.arrived.length + barrier.missing.length} have arrived`;
+}
+
+const waiting = (barrier) => (barrier ? "A trainer waits for others" : "Everybody goes on");
+
+function sinceWhen(barrier, wait) {
+  if (!barrier) return "Nobody waits for a trainer";
+  const text = `Waiting for ${format.names("trainer", barrier.missing)} since ${format.clock(barrier.waiting_since)}`;
+  return wait > LATE_SECONDS ? `${text}, for ${format.seconds(wait)}` : text;
+}
+
+export function showPservers(status, activity) {
+  const largest = Math.max(1, ...activity.pservers.map((pserver) => pserver.shard_bytes));
+  const figure = (name, text) => ["number", (cell, p) => show(cell, text(p[name]), p[name])];
+  keepRows(byId("pservers"), join(status.pservers, activity.pservers, "index"), (pserver) => pserver.index, [
+    ["", (cell, p) => {
+      show(cell, String(p.index), p.index);
+      cell.title = `${p.address}, life ${p.incarnation}`;
+    }],
+    ["balance", (cell, p) => showShare(cell, (p.shard_bytes ?? 0) / largest)],
+    figure("shard_bytes", format.bytes),
+    figure("num_blocks", format.count),
+    figure("num_queued", format.count),
+    figure("apply_seconds", format.seconds),
+    figure("wait_seconds", format.seconds),
+    figure("pushed_bytes_per_second", format.bytes),
+    figure("pulled_bytes_per_second", format.bytes),
+    ["number", (cell, p) => showAge(cell, p.heartbeat_age_seconds)],
+  ]);
+}
+
+function showShare(cell, share) {
+  if (!cell.firstChild) cell.append(make("meter", { min: 0, max: 1 }));
+  const meter = cell.firstChild;
+  if (meter.value !== share) meter.value = share;
+  meter.title = `${Math.round(100 * share)} % of the largest shard`;
+  meter.setAttribute("aria-label", meter.title);
+}
