@@ -1,4 +1,4 @@
-"""One browser, and one closed cluster that trains."""
+"""A browser, and a closed cluster that trains."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Closed:
         return reply
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # no longer: while Playwright is there, no test can run an event loop of its own
 def browser() -> Iterator[Browser]:
     with start_browser() as browser:
         yield browser
