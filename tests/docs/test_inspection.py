@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from ..cluster.fault_script import make_model
-from ..cluster.faulty_run import FaultyRun
+from ..cluster.faulty_run import ROUND_SECONDS, FaultyRun
 from .markdown import code_blocks, read
+from .reading import read_json
 
 pytestmark = [
     pytest.mark.cluster,
@@ -58,3 +59,27 @@ def test_the_model_is_loaded_as_it_says(run: FaultyRun, tmp_path: Path) -> None:
     code = f"{PYTHON}\nimport torch\ntorch.save(state, {str(tmp_path / 'state.pt')!r})\n"
     subprocess.run([sys.executable, "-c", code], env=environment(run), check=True, timeout=60)
     make_model().load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True), strict=True)
+
+
+def test_activity_is_what_heartbeats_have_brought(run: FaultyRun) -> None:
+    for _ in range(60):
+        run.wait_for_round(run.round_of(0) + 5)
+        activity = read_json(f"{run.cluster.address}/v1/activity")
+        if (
+            activity["rounds_per_second"]
+            and activity["steps_per_second"]
+            and all(p["apply_seconds"] for p in activity["pservers"])
+        ):
+            break
+    assert activity["participants"] == [0, 1]
+    assert 0 < activity["round"] <= run.round_of(0) + 2
+    assert [(t["rank"], t["has_contributed"], t["steps_behind"]) for t in activity["trainers"]] == [
+        (0, True, None), (1, True, None),
+    ]  # fmt: skip
+    assert 0 < activity["rounds_per_second"] < 1 / ROUND_SECONDS
+    for pserver in run.cluster.status().pservers:
+        state, told = run.cluster.pserver_state(pserver.index), activity["pservers"][pserver.index]
+        assert (told["shard_bytes"], told["num_blocks"]) == (state.shard_bytes, state.num_blocks)
+        assert 0 < told["pushed_bytes"] <= state.pushed_bytes
+        assert 0 < told["apply_seconds"] < 1
+    assert activity["staleness"] == []
