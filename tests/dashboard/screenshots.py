@@ -14,7 +14,7 @@ from .browsing import Visit, start_browser
 from .conftest import SCRIPT
 
 FOLDER = Path(__file__).parents[2] / "docs" / "images"
-COLOURS = 160
+COLOURS = 256
 CHARTS = "() => document.querySelector('#{} .main-svg')"
 
 
