@@ -79,9 +79,16 @@ async def test_a_new_certificate_interrupts_nothing(
         first = await serial_of(service.address, client)
         authority.issue("service")
         assert first != serial(files.cert)
-        # Both accept connections for a moment; then only the new one does.
-        while {await serial_of(service.address, client) for _ in range(5)} != {serial(files.cert)}:
-            assert (await http.get(f"{service.address}/healthz")).status_code == 200
+        # Both accept connections for a moment; then only the new one does. What waits in the queue of the old listener
+        # when that is closed is reset by the kernel, and connects again.
+        serials, num_resets = set[int](), 0
+        while serials != {serial(files.cert)}:
+            try:
+                serials = {await serial_of(service.address, client) for _ in range(5)}
+                assert (await http.get(f"{service.address}/healthz")).status_code == 200
+            except (ConnectionResetError, httpx.ConnectError):
+                num_resets += 1
+        assert num_resets <= 1
         sample.slow_ends.set()
         assert (await slow).json() == "slow"  # it began with the old one
 
