@@ -218,6 +218,7 @@ def test_what_has_not_changed_is_not_sent_again(run: FaultyRun, http: httpx.Clie
     assert math.isclose(statistics["norm"], float(oracle.after(ROUNDS)[WEIGHT].double().norm()))
 
 
+@pytest.mark.extended
 def test_a_model_downloaded_in_the_middle_scores_what_the_trainers_report(server: str) -> None:
     with FaultyRun(100_000, server=server, script=SCORING) as run, httpx.Client(base_url=run.cluster.address) as http:
         scores: dict[int, float] = {}  # of the models that were downloaded
@@ -247,6 +248,7 @@ def test_a_model_downloaded_in_the_middle_scores_what_the_trainers_report(server
 COUNTING = SCRIPT.with_name("counting_script.py")
 
 
+@pytest.mark.extended
 def test_an_asynchronous_model_is_a_cut_of_each_pserver(server: str) -> None:
     """Of whose steps it says that they are in it, they are in all blocks of that pserver, and no later one."""
     settings = {"mode": "async", "min_block_size": 16, "server": server}
@@ -276,6 +278,7 @@ def test_an_asynchronous_model_is_a_cut_of_each_pserver(server: str) -> None:
         run.results()
 
 
+@pytest.mark.extended
 def test_events_come_as_they_happen(server: str) -> None:
     with FaultyRun(60, trainers=1, pservers=1, server=server) as run, httpx.Client(timeout=30) as http:
         seen = []
@@ -304,6 +307,7 @@ def test_events_come_as_they_happen(server: str) -> None:
             assert time.monotonic() - began < 3
 
 
+@pytest.mark.extended
 def test_the_command_line_shows_the_same(server: str, tmp_path: Path) -> None:
     def gradpost(*arguments: str, **options: Any) -> str:
         done = subprocess.run(

@@ -21,6 +21,7 @@ from .reading import read_json
 
 pytestmark = [
     pytest.mark.cluster,
+    pytest.mark.extended,
     pytest.mark.skipif(shutil.which("curl") is None, reason="the examples want curl (apt-get install curl)"),
 ]
 
