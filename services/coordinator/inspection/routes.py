@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Annotated, Any, TypeAlias
 
 from fastapi import FastAPI, Query, Request, Response
@@ -12,7 +14,7 @@ from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import ClusterStatus
 from ps_protocol.statistics import ParameterStatistics
 from ps_protocol.vocabulary import Round
-from services.runtime.large_replies import LargeReplies, LargeReply, StreamedReply
+from services.runtime.large_replies import LargeReplies, LargeReply, Stream, StreamedReply, cut_into_parts
 
 from ..coordinator import Coordinator
 from ..curves import MAX_POINTS
@@ -82,10 +84,15 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
                 return Response(status_code=304, headers={"etag": tag})
         if after_version is not None and not await wait_for_newer(coordinator, name, after_version, wait_seconds):
             return Response(status_code=304, headers={"etag": _tag(coordinator, after_version)})
-        async with large.place():
+
+        @asynccontextmanager
+        async def read() -> AsyncIterator[Stream]:
             tensor = await read_parameter(coordinator, name, begin, end)
             headers = {"etag": _tag(coordinator, tensor.version), "gradpost-round": str(tensor.version)}
-            return Response(tensor.encode(form), headers=headers, media_type=CONTENT_TYPES[form])
+            body = tensor.encode(form)
+            yield Stream(len(body), cut_into_parts(body), headers)
+
+        return StreamedReply(large, read, CONTENT_TYPES[form])
 
     @app.get(routes.STATISTICS, tags=["inspection"])
     async def parameter_statistics(name: str) -> ParameterStatistics:
