@@ -12,6 +12,7 @@ from ps_protocol.errors import Overloaded
 
 from .limits import RequestLimits
 from .problems import problem_response
+from .scopes import needed_scope
 
 MIN_BODY_BYTES_PER_SECOND = 4 * 1024  # beyond the time-out, in all: a byte now and then is no progress
 HURRIED_BYTES_PER_SECOND = 64 * 1024  # who is slower makes room when there are too many requests
@@ -22,13 +23,15 @@ class LimitRequests:
     """ASGI middleware: one request too many is `overloaded`, and a body that does not come is `slow_body`.
 
     Both are decided without reading a body. When there are too many requests, one that crawls is ended in favour of
-    a new one, so that a crowd of slow senders keeps nobody out.
+    a new one, so that a crowd of slow senders keeps nobody out. Those who only look, and may wait long for something
+    to look at, get half of the places: heartbeats get through, however many look.
     """
 
     def __init__(self, app: ASGIApp, limits: RequestLimits) -> None:
         self._app = app
         self._limits = limits
         self._num_requests = 0
+        self._num_readers = 0  # of them
         self._uploads: set[Upload] = set()  # whose bodies are not here yet
 
     def __repr__(self) -> str:
@@ -38,6 +41,11 @@ class LimitRequests:
         """Pass the request on, or answer that there are too many."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        is_reader = needed_scope(scope["method"], scope["path"]) == "read"
+        if is_reader and self._num_readers >= max(1, self._limits.max_requests // 2):
+            error = Overloaded(f"{self._num_readers} requests that only look are being served already")
+            await problem_response(error, instance=scope["path"])(scope, receive, send)
             return
         if self._num_requests >= self._limits.max_requests and not self._end_slowest_upload():
             error = Overloaded(f"{self._num_requests} requests are being served already")
@@ -53,11 +61,13 @@ class LimitRequests:
                     self._uploads.discard(upload)
 
         self._num_requests += 1
+        self._num_readers += is_reader
         self._uploads.add(upload)
         try:
             await self._app(scope, receive_timed, send)
         finally:
             self._num_requests -= 1
+            self._num_readers -= is_reader
             self._uploads.discard(upload)
 
     def _end_slowest_upload(self) -> bool:

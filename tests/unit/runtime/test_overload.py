@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import HTTPException
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE
@@ -112,6 +113,30 @@ async def test_one_request_too_many(server: str) -> None:
         sample.slow_ends.set()
         assert (await slow).status_code == 200
         assert (await second.post(f"{served.address}/raw/fine", content=b"12345")).status_code == 200
+
+
+async def test_those_who_look_leave_half_of_the_places_to_those_who_train() -> None:
+    """A long poll holds its place for half a minute, and whoever may read may send as many as there are places."""
+    arrived: asyncio.Queue[str] = asyncio.Queue()
+    ends = asyncio.Event()
+
+    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+        arrived.put_nowait(scope["path"])
+        await ends.wait()
+        await Response("well")(scope, receive, send)
+
+    app = LimitRequests(wait, RequestLimits(max_requests=4))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as http:
+        looking = [asyncio.create_task(http.get("/v1/parameters/w?after_version=9")) for _ in range(2)]
+        for _ in looking:
+            await arrived.get()
+        assert (await http.get("/v1/status")).json()["code"] == "overloaded"
+        beats = [asyncio.create_task(http.post(f"/v1/pservers/{index}/heartbeat")) for index in range(2)]
+        for _ in beats:
+            await arrived.get()
+        ends.set()
+        assert [(await one).text for one in (*looking, *beats)] == ["well"] * 4
+        assert (await http.get("/v1/status")).text == "well"
 
 
 @every_server
