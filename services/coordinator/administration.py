@@ -11,7 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 from ps_protocol.controls import NONE
-from ps_protocol.errors import GradpostError, InvalidMessage, ModeMismatch, NotFound, NotReady, StorageFailed, TryAgain
+from ps_protocol.errors import (
+    Conflict,
+    GradpostError,
+    InvalidMessage,
+    ModeMismatch,
+    NotFound,
+    NotReady,
+    StorageFailed,
+    TryAgain,
+)
 from ps_protocol.messages import CheckpointCreated, Controls, Message
 from ps_protocol.vocabulary import DTYPE_BYTES, Rank, Round
 
@@ -124,7 +133,10 @@ class Administration:
         return await self._do(by, "evict", {"trainer": rank}, run, lambda: run.evict(rank, coordinator.now()))
 
     async def roll_back(self, by: str, round_: Round) -> ChangeDone:
-        """All go back to a checkpoint, and train on from there. Raises NotFound if it is none that is complete."""
+        """All go back to a checkpoint, and train on from there.
+
+        Raises NotFound if it is none that is complete, and Conflict if somebody is done who would have to come along.
+        """
         run = self._training()
         if run.defaults.consistency.is_async:
             raise ModeMismatch("in asynchronous modes a run is resumed from a checkpoint instead", expected="sync")
@@ -134,6 +146,9 @@ class Administration:
             raise NotFound(f"there is no complete checkpoint of round {round_}; of this run there are: {there}")
 
         def go_back() -> None:
+            if gone := run.find_done_after(round_):
+                names = ", ".join(f"trainer {rank}" for rank in gone)
+                raise Conflict(f"{names} cannot take the rounds after {round_} again, being done; the run would fail")
             run.rollback_to = round_
             run.number += 1
 
