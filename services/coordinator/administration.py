@@ -198,12 +198,12 @@ class Administration:
                 await coordinator.wait_until(lambda: run.is_over or run.installed_number >= asked, WAIT_SECONDS)
                 if run.is_over:
                     raise NotReady(f"run {run.name} is {run.state}", waiting_for="a run")
-                if run.installed_number < asked:
-                    text = f"it is under way, and counts when every pserver is there ({WAIT_SECONDS:g} s have passed)"
-                    raise TryAgain(text, waiting_for=coordinator.cluster.waiting_for)
             except GradpostError as error:
                 await self._write(run, number=number, outcome="failed", detail=str(error), **asked_for)
                 raise
+            if run.installed_number < asked:  # no failure: it stays `requested`
+                text = f"it is under way, and counts when every pserver is there ({WAIT_SECONDS:g} s have passed)"
+                raise TryAgain(text, waiting_for=coordinator.cluster.waiting_for)
             done = self._describe(run, action)
             await self._write(run, number=number, outcome="done", round=done.round, **asked_for)
             coordinator.events.add(coordinator.cluster, "change", f"{action}: from round {done.round} on", **arguments)

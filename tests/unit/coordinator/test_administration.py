@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 
-from ps_protocol.errors import Conflict
+from ps_protocol.errors import Conflict, TryAgain
+from services.coordinator import administration
 from services.coordinator.administration import Administration
 
-from .coordinating import FakePservers, begin, coordinating
+from .coordinating import FakePservers, begin, coordinating, eventually
 from .support import alive, leaving
 
 pytestmark = pytest.mark.asyncio
 
 
-async def test_nobody_goes_back_without_those_who_are_done():
+async def test_nobody_goes_back_without_those_who_are_done() -> None:
     """They would not take their steps again, so that the run would fail: it was not asked for that."""
     async with coordinating(FakePservers(), lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
         [first, second] = begin(coordinator)
@@ -27,3 +31,24 @@ async def test_nobody_goes_back_without_those_who_are_done():
         assert cluster.run.state == "training"
         assert cluster.run.rollback_to is None
         assert [entry.outcome for entry in coordinator.audit.entries()] == ["requested", "failed"]
+
+
+async def test_what_is_under_way_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pserver takes longer than an administrator waits; the change comes about all the same."""
+    monkeypatch.setattr(administration, "WAIT_SECONDS", 0.1)
+    pservers, goes_on = FakePservers(), asyncio.Event()
+    async with coordinating(pservers, lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
+        [first, _] = begin(coordinator)
+        await coordinator.wait_for_plan(*first, 5)
+
+        async def hang(_: Any) -> None:
+            await goes_on.wait()
+
+        pservers.answer["0"] = hang
+        with pytest.raises(TryAgain, match="under way"):
+            await Administration(coordinator).pause("me")
+        assert [entry.outcome for entry in coordinator.audit.entries()] == ["requested"]
+        goes_on.set()
+        run = coordinator.cluster.run
+        await eventually(lambda: bool(run.controls) and run.installed_number == run.number)
+        assert run.controls[-1].is_paused
