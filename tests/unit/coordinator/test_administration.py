@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httpx
 import pytest
 
 from ps_protocol.errors import Conflict, TryAgain
+from ps_protocol.routes import REPLACEMENT
 from services.coordinator import administration
 from services.coordinator.administration import Administration
+from services.coordinator.inspection.reading import current_plan
 
 from .coordinating import FakePservers, begin, coordinating, eventually
 from .support import alive, leaving
@@ -52,3 +55,21 @@ async def test_what_is_under_way_has_not_failed(monkeypatch: pytest.MonkeyPatch)
         run = coordinator.cluster.run
         await eventually(lambda: bool(run.controls) and run.installed_number == run.number)
         assert run.controls[-1].is_paused
+
+
+async def test_values_that_are_set_while_it_is_paused_wait_for_no_round() -> None:
+    """As the example in the documents does it: pause, set, resume."""
+
+    class Taking(FakePservers):
+        async def __call__(self, request: httpx.Request) -> httpx.Response:
+            return httpx.Response(204) if request.url.path == REPLACEMENT else await super().__call__(request)
+
+    async with coordinating(Taking(), lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
+        [first, _] = begin(coordinator)
+        await coordinator.wait_for_plan(*first, 5)
+        administrator = Administration(coordinator)
+        await administrator.pause("me")
+        spec = current_plan(coordinator).parameters[0]
+        async with asyncio.timeout(10):
+            done = await administrator.set_values("me", spec.name, bytes(4 * spec.num_elements))
+        assert (done.round, list(done.controls.replaced)) == (5, [spec.name])
