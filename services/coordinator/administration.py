@@ -1,7 +1,7 @@
 """What an administrator may do to a run while it trains. Each change counts from one round on, on every pserver alike.
 
 It rides on a change of members, which the coordinator has decided on its disk before any pserver hears of it. One at a
-time; each stands in the audit log before it is begun.
+time, and one checkpoint beside it; each stands in the audit log before it is begun.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class Administration:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._lock = asyncio.Lock()
+        self._checkpoint_lock = asyncio.Lock()  # one may take minutes, and keeps nobody from going on after a pause
+        self._audit_lock = asyncio.Lock()
 
     @property
     def controls(self) -> Controls:
@@ -159,7 +161,7 @@ class Administration:
     async def checkpoint(self, by: str) -> CheckpointCreated:
         """Make a checkpoint now, and wait until it is complete."""
         run = self._coordinator.cluster.run
-        async with self._lock:
+        async with self._checkpoint_lock:
             number = await self._write(run, by=by, action="checkpoint", outcome="requested")
             try:
                 done = await create_checkpoint(self._coordinator)
@@ -234,8 +236,10 @@ class Administration:
         return plan.parameter[name]
 
     async def _write(self, run: Run, **members: Any) -> int:
+        audit = self._coordinator.audit
         try:
-            entry = await asyncio.to_thread(self._coordinator.audit.add, run=run.name, attempt=run.attempt, **members)
+            async with self._audit_lock:
+                entry = await asyncio.to_thread(audit.add, run=run.name, attempt=run.attempt, **members)
         except OSError as error:
             raise StorageFailed(f"the audit log cannot be written, so that nothing is changed: {error}") from error
         return entry.number

@@ -9,9 +9,11 @@ import httpx
 import pytest
 
 from ps_protocol.errors import Conflict, TryAgain
+from ps_protocol.messages import CheckpointCreated
 from ps_protocol.routes import REPLACEMENT
 from services.coordinator import administration
 from services.coordinator.administration import Administration
+from services.coordinator.coordinator import Coordinator
 from services.coordinator.inspection.reading import current_plan
 
 from .coordinating import FakePservers, begin, coordinating, eventually
@@ -73,3 +75,27 @@ async def test_values_that_are_set_while_it_is_paused_wait_for_no_round() -> Non
         async with asyncio.timeout(10):
             done = await administrator.set_values("me", spec.name, bytes(4 * spec.num_elements))
         assert (done.round, list(done.controls.replaced)) == (5, [spec.name])
+
+
+async def test_a_checkpoint_that_takes_its_time_keeps_nobody_from_going_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def create_checkpoint(coordinator: Coordinator) -> CheckpointCreated:
+        has_begun.set()
+        await goes_on.wait()
+        return CheckpointCreated(run=coordinator.cluster.run.name, round=4, place="")
+
+    monkeypatch.setattr(administration, "create_checkpoint", create_checkpoint)
+    async with coordinating(FakePservers(), lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
+        [first, _] = begin(coordinator)
+        await coordinator.wait_for_plan(*first, 5)
+        administrator = Administration(coordinator)
+        await administrator.pause("me")
+        made = asyncio.create_task(administrator.checkpoint("me"))
+        await has_begun.wait()
+        async with asyncio.timeout(10):
+            await administrator.resume("me")
+        goes_on.set()
+        assert (await made).round == 4
+        done = [(entry.number, entry.action) for entry in coordinator.audit.entries() if entry.outcome == "done"]
+        assert sorted(done) == [(1, "pause"), (2, "checkpoint"), (3, "resume")]
