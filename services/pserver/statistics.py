@@ -27,10 +27,16 @@ def describe_values(values: Tensor, version: Round, before: Tensor | None = None
     pairs = [(values[at : at + PIECE], before[at : at + PIECE]) for at in range(0, len(values), PIECE)]
     return total.model_copy(
         update={
-            "update_squares": sum(_sum_squares(now.double() - then.double()) for now, then in pairs),
-            "before_squares": sum(_sum_squares(then.double()) for _, then in pairs),
+            "update_squares": sum(_sum_finite_squares(now.double() - then.double()) for now, then in pairs),
+            "before_squares": sum(_sum_finite_squares(then.double()) for _, then in pairs),
         }
     )
+
+
+def _sum_finite_squares(piece: Tensor) -> float:
+    """JSON would make null of NaN, which says that no update was seen."""
+    total = _sum_squares(piece)  # of float64, which squares of float32 do not overflow
+    return total if math.isfinite(total) else _sum_squares(piece.nan_to_num(0.0, 0.0, 0.0))
 
 
 def _sum_squares(piece: Tensor) -> float:
