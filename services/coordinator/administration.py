@@ -48,6 +48,8 @@ class Administration:
         self._lock = asyncio.Lock()
         self._checkpoint_lock = asyncio.Lock()  # one may take minutes, and keeps nobody from going on after a pause
         self._audit_lock = asyncio.Lock()
+        self._values_lock = asyncio.Lock()
+        self._ending: set[asyncio.Task[ChangeDone]] = set()  # changes that are under way
 
     @property
     def controls(self) -> Controls:
@@ -111,15 +113,17 @@ class Administration:
                 f"that is not parameter {name!r}", expected=f"{expected} bytes", actual=f"{len(values)} bytes"
             )
         replacements = self._coordinator.replacements
-        try:
-            digest = await asyncio.to_thread(replacements.write, values)
-        except OSError as error:
-            raise StorageFailed(f"the values cannot be kept: {error}") from error
+        async with self._values_lock:  # of others, those that no controls name yet are not left over
+            try:
+                await asyncio.to_thread(replacements.keep_only, self._named_values(run))
+                digest = await asyncio.to_thread(replacements.write, values)
+            except OSError as error:
+                raise StorageFailed(f"the values cannot be kept: {error}") from error
 
-        def edit(controls: Controls) -> Controls:
-            return controls.model_copy(update={"replaced": {name: digest}})
+            def edit(controls: Controls) -> Controls:
+                return controls.model_copy(update={"replaced": {name: digest}})
 
-        done = await self._control(by, "set values", edit, parameter=name, digest=digest)
+            done = await self._control(by, "set values", edit, parameter=name, digest=digest)
         if done.controls.is_paused:  # that round is far off, and whoever set them may be who has to resume
             return done
         members = self._coordinator.cluster.registry.members
@@ -197,21 +201,43 @@ class Administration:
             number = await self._write(run, outcome="requested", **asked_for)
             try:
                 change()
-                asked = run.number
-                coordinator.changed()
-                await coordinator.wait_until(lambda: run.is_over or run.installed_number >= asked, WAIT_SECONDS)
-                if run.is_over:
-                    raise NotReady(f"run {run.name} is {run.state}", waiting_for="a run")
             except GradpostError as error:
                 await self._write(run, number=number, outcome="failed", detail=str(error), **asked_for)
                 raise
-            if run.installed_number < asked:  # no failure: it stays `requested`
+            coordinator.changed()
+            ending = asyncio.create_task(self._end(run, run.number, number, asked_for), name=action)
+            self._ending.add(ending)  # whoever asked may leave, or lose patience: it is seen to its end
+            ending.add_done_callback(self._ended)
+            await asyncio.wait({ending}, timeout=WAIT_SECONDS)
+            if not ending.done():
                 text = f"it is under way, and counts when every pserver is there ({WAIT_SECONDS:g} s have passed)"
                 raise TryAgain(text, waiting_for=coordinator.cluster.waiting_for)
-            done = self._describe(run, action)
-            await self._write(run, number=number, outcome="done", round=done.round, **asked_for)
-            coordinator.events.add(coordinator.cluster, "change", f"{action}: from round {done.round} on", **arguments)
-            return done
+            return ending.result()
+
+    async def _end(self, run: Run, asked: int, number: int, asked_for: dict[str, Any]) -> ChangeDone:
+        """Wait until every pserver goes by what was asked for, or the run is over, and write down which."""
+        coordinator, action = self._coordinator, asked_for["action"]
+        while not run.is_over and run.installed_number < asked:
+            await coordinator.wait_until(lambda: run.is_over or run.installed_number >= asked, WAIT_SECONDS)
+        if run.is_over:
+            ended = NotReady(f"run {run.name} is {run.state}", waiting_for="a run")
+            await self._write(run, number=number, outcome="failed", detail=str(ended), **asked_for)
+            raise ended
+        done = self._describe(run, action)
+        await self._write(run, number=number, outcome="done", round=done.round, **asked_for)
+        text = f"{action}: from round {done.round} on"
+        coordinator.events.add(coordinator.cluster, "change", text, **asked_for["arguments"])
+        return done
+
+    def _ended(self, ending: asyncio.Task[ChangeDone]) -> None:
+        self._ending.discard(ending)
+        if not ending.cancelled():
+            ending.exception()  # it stands in the audit log; nobody may be left who asks
+
+    def _named_values(self, run: Run) -> set[str]:
+        """Those that some pserver may still ask for."""
+        named = (*run.controls, *run.decision.controls, *([] if run.wanted is None else [run.wanted]))
+        return {digest for controls in named for digest in controls.replaced.values()}
 
     def _describe(self, run: Run, action: str) -> ChangeDone:
         rounds = [member.round for member in self._coordinator.cluster.registry.members.values()]

@@ -224,6 +224,7 @@ class Coordinator:
                 self.cluster.renew_leases(self.now())
             self.cluster.expire(self.now())
             self.changed()
+            await self._tell_waiters()  # while pservers that are slow to install keep the reconciliation
             due = self.now() + period
             await asyncio.sleep(period)
 

@@ -23,8 +23,12 @@ def measure_cluster(cluster: Cluster, registry: CollectorRegistry) -> None:
     wanted.set_function(lambda: cluster.registry.num_pservers)
     awaited = Gauge("gradpost_trainers_awaited", "Lost trainers that the others wait for.", registry=registry)
     awaited.set_function(lambda: len(cluster.run.awaited))
-    gone = Gauge("gradpost_trainers_gone", "Trainers of the run that were lost or have failed.", registry=registry)
-    gone.set_function(lambda: sum(t.state in ("lost", "failed") for t in cluster.run.trainers.values()))
+    gone = Gauge(
+        "gradpost_trainers_gone", "Trainers of the run that were lost or have failed, not evicted.", registry=registry
+    )
+    gone.set_function(
+        lambda: sum(t.state in ("lost", "failed") and not t.was_evicted for t in cluster.run.trainers.values())
+    )
     round_ = Gauge("gradpost_run_round", "Newest round that every trainer has completed.", registry=registry)
     round_.set_function(lambda: cluster.run.round)
     state = Gauge("gradpost_run_state", "1 for the state that the run is in.", ["state"], registry=registry)

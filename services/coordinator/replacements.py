@@ -31,6 +31,12 @@ class Replacements:
             return (self._folder / digest).read_bytes()
         return None
 
+    def keep_only(self, digests: set[str]) -> None:
+        """All others belong to changes that came about, or never did, without anybody here to see it."""
+        for path in self._folder.iterdir() if self._folder.is_dir() else ():
+            if path.name not in digests:
+                path.unlink(missing_ok=True)
+
     def forget(self, digests: set[str]) -> None:
         """They are not needed any more."""
         for digest in digests:

@@ -34,7 +34,7 @@ from .decision import Decision, Membership
 from .defaults import RunDefaults
 from .last_call import end_last_call, settle
 from .model import check_same_model, plan_model
-from .trainers import TrainerMember
+from .trainers import EVICTED, TrainerMember
 
 
 class Run:
@@ -369,7 +369,7 @@ class Run:
         needed = self.defaults.min_trainers if self.defaults.on_trainer_loss == "continue" else 1
         if others < needed:
             raise CannotEvict(f"without trainer {rank} there would be too few", expected=f">= {needed}", actual=others)
-        trainer.lose("lost", f"trainer {rank} was evicted by an administrator", now, is_awaited=False)
+        trainer.lose("lost", f"trainer {rank} {EVICTED}", now, is_awaited=False)
         self.number += 1
 
     def stuck(self, ranks: list[Rank], failure: GradpostError, now: float) -> None:

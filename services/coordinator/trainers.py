@@ -9,6 +9,8 @@ from typing import Literal
 from ps_protocol.messages import DeclareModel, Link, Software
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 
+EVICTED = "was evicted by an administrator"
+
 TrainerState = Literal["joined", "declared", "done", "failed", "lost"]
 
 
@@ -40,6 +42,11 @@ class TrainerMember:
     def is_here(self) -> bool:
         """Whether it holds its rank."""
         return self.state in ("joined", "declared")
+
+    @property
+    def was_evicted(self) -> bool:
+        """Whether it is gone because somebody wanted it."""
+        return self.state == "lost" and self.why.endswith(EVICTED)
 
     def lose(self, state: Literal["failed", "lost"], why: str, now: float, *, is_awaited: bool) -> None:
         """It is gone."""

@@ -147,7 +147,17 @@ def test_all_go_back_to_a_checkpoint(run: FaultyRun) -> None:
     made = admin.ask("POST", "/v1/checkpoints")
     run.wait_for_round(made["round"] + 10)
     assert admin.refused("POST", "/v1/rollback", json={"round": made["round"] + 1}) == (404, "not_found")
+    undone = admin.send("GET", "/v1/parameters/0.weight").headers
     back = admin.ask("POST", "/v1/rollback", json={"round": made["round"]})
+    newer = admin.send(
+        "GET",
+        "/v1/parameters/0.weight",
+        params={"after_version": undone["gradpost-round"]},
+        headers={"if-none-match": undone["etag"]},
+    )
+    assert newer.status_code == 200  # what it has is undone, however new
+    assert int(newer.headers["gradpost-round"]) < int(undone["gradpost-round"])
+    assert newer.headers["etag"].split(".")[1] == "1"
     assert (back["attempt"], back["round"]) == (1, made["round"] + 1)
     audit = admin.send("GET", "/v1/audit").json()
     oracle.rates[audit[1]["round"]] = 0.02

@@ -102,14 +102,15 @@ async def read_slots(coordinator: Coordinator, name: str) -> bytes:
 async def wait_for_newer(coordinator: Coordinator, name: str, after: Round, seconds: float) -> bool:
     """Whether a version after this one can be read of a parameter; waits so long for it. Holds nothing meanwhile.
 
-    By the pservers' heartbeats, of which one comes every second at least. Raises NotFound, NotReady.
+    One of another attempt is, too: the run has gone back. By the pservers' heartbeats, of which one comes every second
+    at least. Raises NotFound, NotReady.
     """
     run = coordinator.cluster.run
     _, blocks = find_parameter(current_plan(coordinator), name)
-    members, owners = coordinator.cluster.registry.members, owners_of(blocks)
+    members, owners, attempt = coordinator.cluster.registry.members, owners_of(blocks), run.attempt
 
     def is_newer() -> bool:
-        return all(index in members and members[index].round > after for index in owners)
+        return run.attempt != attempt or all(index in members and members[index].round > after for index in owners)
 
     await coordinator.wait_until(lambda: coordinator.cluster.run is not run or is_newer(), seconds)
     return coordinator.cluster.run is run and is_newer()

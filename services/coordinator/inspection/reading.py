@@ -33,6 +33,10 @@ class Versioned(Protocol):
     """What a pserver has answered."""
 
     @property
+    def run(self) -> str:
+        """That it belongs to."""
+
+    @property
     def attempt(self) -> int:
         """Of the run."""
 
@@ -50,6 +54,11 @@ class Tensors:
 
     data: dict[str, memoryview]
     metadata: dict[str, str]
+
+    @property
+    def run(self) -> str:
+        """That it belongs to."""
+        return self.metadata["run"]
 
     @property
     def attempt(self) -> int:
@@ -99,10 +108,10 @@ async def read_alike(
             if isinstance(error, BaseException) and not isinstance(error, StaleRound):
                 raise error
         found = [answer for answer in answers if not isinstance(answer, BaseException)]
-        versions = {(answer.attempt, answer.version) for answer in found}
+        versions = {(answer.run, answer.attempt, answer.version) for answer in found}
         if not late and (len(versions) <= 1 or not coordinator.cluster.run.defaults.consistency.has_common_versions):
             return found
-        rounds = [version for _, version in versions]
+        rounds = [version for _, _, version in versions]
         newest = max([*rounds, *(int(error.facts.get("current") or 0) for error in late)])
         named, ahead = newest + ahead, 2 * ahead
     raise TryAgain(f"the pservers moved on {TRIES} times while they were being read")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -76,20 +77,22 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
 
         In the synchronous mode all of it is of one round. JSON names NaN and the infinities as strings.
         """
-        known = [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]
+        known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
         if known != [""] and after_version is None:
             _, blocks = find_parameter(current_plan(coordinator), name)
             versions = await read_versions(coordinator, owners_of(blocks))
             if len(versions) == 1 and (tag := _tag(coordinator, min(versions))) in known:
                 return Response(status_code=304, headers={"etag": tag})
-        if after_version is not None and not await wait_for_newer(coordinator, name, after_version, wait_seconds):
-            return Response(status_code=304, headers={"etag": _tag(coordinator, after_version)})
+        if after_version is not None:
+            has_other = known != [""] and not any(_is_of_this_attempt(coordinator, tag) for tag in known)
+            if not has_other and not await wait_for_newer(coordinator, name, after_version, wait_seconds):
+                return Response(status_code=304)
 
         @asynccontextmanager
         async def read() -> AsyncIterator[Stream]:
             tensor = await read_parameter(coordinator, name, begin, end)
             headers = {"etag": _tag(coordinator, tensor.version), "gradpost-round": str(tensor.version)}
-            body = tensor.encode(form)
+            body = await asyncio.to_thread(tensor.encode, form)
             yield Stream(len(body), cut_into_parts(body), headers)
 
         return StreamedReply(large, read, CONTENT_TYPES[form])
@@ -140,6 +143,11 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
         last = request.headers.get("last-event-id", "")
         newest = int(last) if last.isascii() and last.isdecimal() and len(last) < 18 else after
         return streams.open(newest)
+
+
+def _is_of_this_attempt(coordinator: Coordinator, tag: str) -> bool:
+    run = coordinator.cluster.run
+    return tag.startswith(f'"{run.name}.{run.attempt}.')
 
 
 def _tag(coordinator: Coordinator, version: Round) -> str:

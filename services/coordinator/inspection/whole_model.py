@@ -99,6 +99,10 @@ class _Shard:
         self._rest = rest
 
     @property
+    def run(self) -> str:
+        return self.metadata["run"]
+
+    @property
     def attempt(self) -> int:
         return int(self.metadata["attempt"])
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import Conflict, TryAgain
 from ps_protocol.messages import CheckpointCreated
@@ -15,6 +16,7 @@ from services.coordinator import administration
 from services.coordinator.administration import Administration
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.inspection.reading import current_plan
+from services.coordinator.metrics import measure_cluster
 
 from .coordinating import FakePservers, begin, coordinating, eventually
 from .support import alive, leaving
@@ -57,6 +59,9 @@ async def test_what_is_under_way_has_not_failed(monkeypatch: pytest.MonkeyPatch)
         run = coordinator.cluster.run
         await eventually(lambda: bool(run.controls) and run.installed_number == run.number)
         assert run.controls[-1].is_paused
+        await eventually(lambda: len(coordinator.audit.entries()) == 2)  # nobody asks any more
+        last = coordinator.audit.entries()[-1]
+        assert (last.number, last.outcome, last.round) == (1, "done", run.controls[-1].since)
 
 
 async def test_values_that_are_set_while_it_is_paused_wait_for_no_round() -> None:
@@ -71,10 +76,13 @@ async def test_values_that_are_set_while_it_is_paused_wait_for_no_round() -> Non
         await coordinator.wait_for_plan(*first, 5)
         administrator = Administration(coordinator)
         await administrator.pause("me")
+        left = coordinator.replacements.write(b"of a change that never came about")
         spec = current_plan(coordinator).parameters[0]
         async with asyncio.timeout(10):
             done = await administrator.set_values("me", spec.name, bytes(4 * spec.num_elements))
         assert (done.round, list(done.controls.replaced)) == (5, [spec.name])
+        assert coordinator.replacements.read(left) is None
+        assert coordinator.replacements.read(done.controls.replaced[spec.name]) is not None  # pservers may ask for it
 
 
 async def test_a_checkpoint_that_takes_its_time_keeps_nobody_from_going_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,3 +107,17 @@ async def test_a_checkpoint_that_takes_its_time_keeps_nobody_from_going_on(monke
         assert (await made).round == 4
         done = [(entry.number, entry.action) for entry in coordinator.audit.entries() if entry.outcome == "done"]
         assert sorted(done) == [(1, "pause"), (2, "checkpoint"), (3, "resume")]
+
+
+async def test_who_is_evicted_counts_as_no_loss() -> None:
+    """An alert about it would stand to the end of the run."""
+    registry = CollectorRegistry()
+    async with coordinating(FakePservers(), lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
+        [first, _] = begin(coordinator)
+        await coordinator.wait_for_plan(*first, 5)
+        measure_cluster(coordinator.cluster, registry)
+        await Administration(coordinator).evict("me", 1)
+        assert coordinator.cluster.run.trainers[1].state == "lost"
+        assert registry.get_sample_value("gradpost_trainers_gone") == 0
+        coordinator.cluster.run.trainers[1].why = "trainer 1 has said nothing for 30 s"
+        assert registry.get_sample_value("gradpost_trainers_gone") == 1
