@@ -8,8 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
-from .conftest import Compose
+from .conftest import ROOT, Compose
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(1800)]
 
@@ -42,14 +43,26 @@ def ask_prometheus(query: str) -> list[dict[str, Any]]:
     return response.json()["data"]["result"]  # type: ignore[no-any-return]
 
 
-def test_it_trains_and_what_stays_can_be_looked_at(compose: Compose) -> None:
+def exit_codes(compose: Compose) -> list[str]:
+    """Of the trainers, as `ps` shows them."""
+    shown = compose("ps", "-a", check=False) or compose("ps")  # not every tool wants to be told to show those too
+    return [code for line in shown.splitlines() if "trainer" in line for code in re.findall(r"Exited \((\d+)\)", line)]
+
+
+def test_it_trains_and_what_stays_can_be_looked_at(compose: Compose, capsys: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     compose("up", "-d")
     while "loss" not in compose("logs", "trainer"):
         assert time.monotonic() - began < WAIT_SECONDS, compose("logs")
-    print(f"from up to the first loss: {time.monotonic() - began:.1f} s")
+    with capsys.disabled():
+        print(f"\nfrom up to the first loss: {time.monotonic() - began:.1f} s")
     lines = wait_for_results(compose, 2)
     assert len(set(lines)) == 1, lines  # both print the same
+    until = time.monotonic() + 30
+    while len(codes := exit_codes(compose)) < 2:  # having printed it, they end
+        assert time.monotonic() < until, compose("ps")
+        time.sleep(1)
+    assert codes == ["0", "0"]
 
     first = status(compose)
     assert (first["state"], first["num_trainers"], len(first["pservers"])) == ("finished", 2, 2)
@@ -78,6 +91,23 @@ def test_nobody_in_a_container_may_do_more_than_is_needed(compose: Compose) -> N
             refusal = compose("exec", "-T", service, "sh", "-c", f"touch {path} 2>&1 || true")
             assert "Read-only file system" in refusal, refusal
     assert "gradpost_" not in compose("exec", "-T", "coordinator", "env")  # no token there
+
+
+@pytest.mark.parametrize("service", ["coordinator", "pserver-0", "pserver-1", "prometheus"])
+def test_it_is_well(compose: Compose, service: str) -> None:
+    """What the health check of the service runs; not every tool runs it by itself."""
+    compose("up", "-d")
+    command = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"][service]["healthcheck"]["test"]
+    assert command[0] == "CMD"
+    until = time.monotonic() + WAIT_SECONDS
+    while True:
+        try:
+            compose("exec", "-T", service, *command[1:])
+            return
+        except AssertionError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(1)
 
 
 def test_a_run_has_as_many_trainers_as_come(compose: Compose) -> None:
