@@ -19,7 +19,17 @@ from hypothesis.errors import Unsatisfiable
 
 from ps_protocol.errors import ERRORS, PROBLEM_CONTENT_TYPE
 from ps_protocol.frames import CONTENT_TYPE
-from ps_protocol.routes import DECLARE_MODEL, EVENT_STREAM, EVICT, JOIN_TRAINER, PAUSE, RATE, RESUME, WAIT_HEADER
+from ps_protocol.routes import (
+    DECLARE_MODEL,
+    EVENT_STREAM,
+    EVICT,
+    JOIN_TRAINER,
+    PAUSE,
+    RATE,
+    RESUME,
+    ROLL_BACK,
+    WAIT_HEADER,
+)
 from trainer_client.testing import LocalCluster
 
 from ..cluster.bad_requests import LIMITS, MIB, World
@@ -29,6 +39,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.both_server
 
 Answers = Counter[str]
 
+HAS_EFFECT = {RATE, ROLL_BACK}  # a good one; there may be a checkpoint of round 0
 NOT_TRIED = {EVENT_STREAM, PAUSE, RESUME, EVICT}  # without an end, or with an effect that they are for
 
 
@@ -115,7 +126,7 @@ def send_described(fuzzed: Fuzzed, num: int) -> None:
         operations = [result.ok() for result in schema.get_all_operations()]
         operations = [operation for operation in operations if operation.path not in NOT_TRIED]
         for operation in operations:
-            modes = [] if operation.path == RATE else [schemathesis.GenerationMode.POSITIVE]  # a good one has effect
+            modes = [] if operation.path in HAS_EFFECT else [schemathesis.GenerationMode.POSITIVE]
             for mode in [*modes, schemathesis.GenerationMode.NEGATIVE]:
                 strategy = operation.as_strategy(generation_mode=mode)
                 fuzz(strategy, max(1, num // (4 * len(operations))), lambda case: send_case(fuzzed, address, case))  # noqa: B023
