@@ -40,7 +40,9 @@ def holds_a_run(folder: Path) -> bool:
         record = RecordFile(folder).read()
     except OSError:  # damaged: there was something
         return True
-    return record is not None and record.run is not None and record.run.has_begun
+    if record is None:  # deleted, being damaged; what it was about may have been kept
+        return any((folder / "checkpoints").glob("*"))
+    return record.run is not None and record.run.has_begun
 
 
 class RunFolder(NamedTuple):
