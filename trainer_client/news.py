@@ -83,4 +83,5 @@ class News:
         self._wanted.set()
         async with self._changed:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), seconds)
+                async with asyncio.timeout(seconds):  # `wait_for` before 3.12 would wait in another task, for this lock
+                    await self._changed.wait()

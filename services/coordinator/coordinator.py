@@ -323,7 +323,10 @@ class Coordinator:
         """Wait until something is so, looking whenever something has changed, up to some seconds."""
         async with self._condition:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._condition.wait_for(is_so), seconds)
+                # Not `asyncio.wait_for`: before 3.12 it waits in another task, and who is cancelled twice, as the client
+                # of a stream that leaves, leaves that task behind with the lock.
+                async with asyncio.timeout(seconds):
+                    await self._condition.wait_for(is_so)
 
     async def wait_for_plan(self, rank: Rank, run: str, incarnation: Incarnation, wait_seconds: float) -> PlanReady:
         """Wait until the pservers count on a trainer; NotReady says what that waits for, Ended who is to blame."""

@@ -18,22 +18,21 @@ class Copies:
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._freed = asyncio.Condition()
+        self._freed = asyncio.Event()
 
     @asynccontextmanager
     async def reserve(self, num_bytes: int) -> AsyncIterator[None]:
         """Wait for room and hold it for the block. Raises Overloaded if there is none for long."""
         try:
-            async with asyncio.timeout(PATIENCE_SECONDS), self._freed:
-                await self._freed.wait_for(
-                    lambda: not self._num_bytes or self._num_bytes + num_bytes <= self._max_bytes
-                )
-                self._num_bytes += num_bytes
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while self._num_bytes and self._num_bytes + num_bytes > self._max_bytes:
+                    self._freed.clear()
+                    await self._freed.wait()
         except TimeoutError:
             raise Overloaded("too many are looking at large blocks") from None
+        self._num_bytes += num_bytes
         try:
             yield
         finally:
             self._num_bytes -= num_bytes
-            async with self._freed:
-                self._freed.notify_all()
+            self._freed.set()

@@ -199,3 +199,19 @@ async def test_all_who_ask_after_the_same_round_hear_the_same_seconds(
         return summary.rounds, summary.seconds
 
     assert [await ask(7, 12.0), await ask(7, 13.0), await ask(8, 14.0)] == [(7, 2.0), (7, 2.0), (8, 4.0)]
+
+
+async def test_waits_that_are_given_up_hold_nothing() -> None:
+    """Who closes an event stream is cancelled again and again until it is over, as anyio does."""
+    async with coordinating(FakePservers(), lease_seconds=30) as coordinator, asyncio.timeout(10):
+        for _ in range(20):
+            waits = [asyncio.create_task(coordinator.wait_until(lambda: False, 30)) for _ in range(5)]
+            for _ in range(3):
+                await asyncio.sleep(0)
+            while not all(wait.done() for wait in waits):
+                for wait in waits:
+                    wait.cancel()
+                coordinator.changed()
+                await asyncio.sleep(0)
+            assert all(wait.cancelled() for wait in waits)
+        await coordinator.wait_until(lambda: True, 1)
