@@ -323,8 +323,8 @@ class Coordinator:
         """Wait until something is so, looking whenever something has changed, up to some seconds."""
         async with self._condition:
             with contextlib.suppress(TimeoutError):
-                # Not `asyncio.wait_for`: before 3.12 it waits in another task, and who is cancelled twice, as the client
-                # of a stream that leaves, leaves that task behind with the lock.
+                # Not `asyncio.wait_for`: before 3.12 it waits in another task, which who is cancelled twice, as for the
+                # client of a stream that has left, leaves behind with the lock.
                 async with asyncio.timeout(seconds):
                     await self._condition.wait_for(is_so)
 
