@@ -25,7 +25,7 @@ def _command() -> list[str] | None:
     return ["docker", "compose"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # its ports are those of every example
 def compose() -> Iterator[Compose]:
     """Runs a command of the compose tool in the project's root and returns what it printed; removes all in the end."""
     command = _command()
