@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
@@ -29,35 +29,14 @@ WAIT_SECONDS = 10.0  # for a named round
 READ_SECONDS = 30.0  # for the answer itself
 
 
-class Versioned(Protocol):
-    """What a pserver has answered."""
+class Answer:
+    """What a pserver has answered; its metadata says what it belongs to."""
 
-    @property
-    def run(self) -> str:
-        """That it belongs to."""
-
-    @property
-    def attempt(self) -> int:
-        """Of the run."""
-
-    @property
-    def version(self) -> Round:
-        """That it belongs to."""
-
-
-A = TypeVar("A", bound=Versioned)
-
-
-@dataclass(frozen=True, slots=True)
-class Tensors:
-    """A frame that a pserver has answered: data by tensor name."""
-
-    data: dict[str, memoryview]
     metadata: dict[str, str]
 
     @property
     def run(self) -> str:
-        """That it belongs to."""
+        """Its name."""
         return self.metadata["run"]
 
     @property
@@ -69,6 +48,17 @@ class Tensors:
     def version(self) -> Round:
         """The round, in asynchronous modes contributions."""
         return int(self.metadata["round"])
+
+
+A = TypeVar("A", bound=Answer)
+
+
+@dataclass(frozen=True)
+class Tensors(Answer):
+    """A frame: data by tensor name."""
+
+    data: dict[str, memoryview]
+    metadata: dict[str, str]
 
 
 def current_plan(coordinator: Coordinator) -> SlicePlan:

@@ -24,7 +24,7 @@ from services.runtime.peers import raise_for_problem
 
 from ..coordinator import Coordinator
 from ..pservers import PserverMember
-from .reading import READ_SECONDS, WAIT_SECONDS, current_plan, read_alike
+from .reading import READ_SECONDS, WAIT_SECONDS, Answer, current_plan, read_alike
 
 PART_BYTES = 1024 * 1024
 _LIMITS = FrameLimits(max_body_bytes=1 << 62, max_header_bytes=1 << 30, max_tensors=1 << 30)  # our own pservers
@@ -90,25 +90,13 @@ class _Item:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-class _Shard:
+class _Shard(Answer):
     """One pserver's frame while it arrives."""
 
     def __init__(self, metadata: dict[str, str], parts: AsyncIterator[bytes], rest: bytes) -> None:
         self.metadata = metadata
         self._parts = parts
         self._rest = rest
-
-    @property
-    def run(self) -> str:
-        return self.metadata["run"]
-
-    @property
-    def attempt(self) -> int:
-        return int(self.metadata["attempt"])
-
-    @property
-    def version(self) -> Round:
-        return int(self.metadata["round"])
 
     async def read(self, num_bytes: int) -> AsyncIterator[bytes]:
         """The next so many bytes. Raises TryAgain if it ends before them."""
