@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -38,26 +39,31 @@ class AuditEntry(Message):
 
 
 class AuditLog:
-    """Appended to by one process. All methods block, and raise OSError if the disk does not take it."""
+    """Appended to by one process, which has read it before."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
-        self._entries: list[AuditEntry] | None = None
+        self._entries: deque[AuditEntry] = deque(maxlen=MAX_LISTED)
 
-    def entries(self) -> list[AuditEntry]:
-        """The newest, oldest first. A last line that was torn off, and others' writing, is passed over."""
-        if self._entries is None:
-            self._entries = []
-            for line in self._path.read_text(errors="replace").splitlines() if self._path.exists() else ():
+    def read(self) -> None:
+        """Take up the newest lines of earlier lives; one that was torn off, and others' writing, is passed over.
+
+        Blocks. Raises OSError.
+        """
+        if not self._path.exists():
+            return
+        with self._path.open(errors="replace") as file:
+            for line in deque(file, MAX_LISTED):
                 with suppress(ValidationError):
                     self._entries.append(AuditEntry.model_validate_json(line))
-            del self._entries[:-MAX_LISTED]
+
+    def entries(self) -> list[AuditEntry]:
+        """The newest, oldest first."""
         return list(self._entries)
 
     def add(self, **members: Any) -> AuditEntry:
-        """Write a line; without a `number` it gets the next one."""
-        known = self.entries()
-        number = members.pop("number", None) or max((entry.number for entry in known), default=0) + 1
+        """Write a line; without a `number` it gets the next one. Blocks. Raises OSError."""
+        number = members.pop("number", None) or max((entry.number for entry in self._entries), default=0) + 1
         entry = AuditEntry(number=number, at=time.time(), **members)
         is_new = not self._path.exists()
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,9 +77,7 @@ class AuditLog:
             os.close(fd)
         if is_new:
             sync_folder(self._path.parent)
-        assert self._entries is not None
         self._entries.append(entry)
-        del self._entries[:-MAX_LISTED]
         return entry
 
     def _ends_well(self) -> bool:

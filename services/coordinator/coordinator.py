@@ -92,6 +92,7 @@ class Coordinator:
             if not await asyncio.to_thread(self._file.take):
                 text = f"another coordinator uses {self._settings.state_dir}"
                 raise StorageFailed(f"{text}; each needs a state_dir of its own (--state-dir, GRADPOST_STATE_DIR)")
+            await asyncio.to_thread(self.audit.read)
         except OSError as error:
             raise StorageFailed(f"{self._settings.state_dir} cannot be used: {error}") from error
         try:

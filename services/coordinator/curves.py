@@ -10,6 +10,7 @@ from ps_protocol.vocabulary import Rank, Round
 
 MAX_POINTS = 1000  # of one curve; of more every second one is dropped
 MAX_CURVES = 1000
+MAX_ANSWERED = 100_000  # points in one answer, which is made in about 0.1 s
 
 
 class Curves:
@@ -39,7 +40,11 @@ class Curves:
                 del points[1:-1:2]
 
     def describe(self, max_points: int = MAX_POINTS) -> dict[str, Any]:
-        """By name and rank; each curve in three columns: rounds, seconds since 1970, values; evenly thinned out."""
+        """By name and rank; each curve in three columns: rounds, seconds since 1970, values; evenly thinned out.
+
+        A curve has at most `max_points`, and fewer if there are so many curves that all are more than `MAX_ANSWERED`.
+        """
+        max_points = min(max_points, MAX_ANSWERED // max(1, len(self._points)))
         curves: dict[str, dict[Rank, dict[str, list[float]]]] = {}
         for (name, rank), points in sorted(self._points.items()):
             rounds, times, values = zip(*_thin_out(points, max_points), strict=True)

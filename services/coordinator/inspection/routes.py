@@ -97,13 +97,13 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
 
         return StreamedReply(large, read, CONTENT_TYPES[form])
 
-    @app.get(routes.STATISTICS, tags=["inspection"])
-    async def parameter_statistics(name: str) -> ParameterStatistics:
+    @app.get(routes.STATISTICS, tags=["inspection"], response_model=ParameterStatistics)
+    async def parameter_statistics(name: str) -> Response:
         """Norm, mean, deviation, extremes, NaN count, histogram, and how large the newest update was, of one parameter.
 
         An answer may be a second old. `update_ratio` is null where no update was seen.
         """
-        return await statistics.describe(name)
+        return Response(await statistics.describe(name), media_type="application/json")
 
     @app.get(routes.PARAMETER_SLOTS, tags=["inspection"], response_class=Response, responses=_FILE)
     async def slots(name: str) -> Response:
@@ -123,7 +123,8 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
     async def curves(max_points: Annotated[int, Query(ge=2, le=MAX_POINTS)] = MAX_POINTS) -> dict[str, Any]:
         """What trainers report (`Session.report`), as curves: by name and rank, in columns.
 
-        Of a curve with more than `max_points` points, that many are answered, the first and the last one included.
+        Of a curve with more than `max_points` points, that many are answered, the first and the last one included;
+        and fewer of each, if all of them together would be more than 100,000.
         """
         return coordinator.curves.describe(max_points)
 

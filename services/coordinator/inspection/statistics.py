@@ -46,7 +46,7 @@ class _Batch:
 @dataclass(slots=True)
 class _Kept:
     asked_at: float
-    answer: asyncio.Task[dict[str, ParameterStatistics]]
+    answer: asyncio.Task[dict[str, bytes]]
 
 
 class StatisticsKeeper:
@@ -60,11 +60,11 @@ class StatisticsKeeper:
         self._run = ""
         self._kept: dict[str, _Kept] = {}
         self._batch: _Batch | None = None
-        self._answer: asyncio.Task[dict[str, ParameterStatistics]]  # to that batch
+        self._answer: asyncio.Task[dict[str, bytes]]  # to that batch
         self._next_at = 0.0  # when the next batch may begin
 
-    async def describe(self, name: str) -> ParameterStatistics:
-        """Of one parameter, not older than a second; see `Statistics.describe`. Raises NotFound, NotReady, TryAgain."""
+    async def describe(self, name: str) -> bytes:
+        """`ParameterStatistics` as JSON, not older than a second. Raises NotFound, NotReady, TryAgain."""
         coordinator = self._coordinator
         plan = current_plan(coordinator)
         spec, _ = find_parameter(plan, name)
@@ -82,7 +82,7 @@ class StatisticsKeeper:
                 del self._kept[name]  # who asks again tries again
             raise
 
-    def _join_batch(self, plan: SlicePlan, spec: ParameterSpec) -> asyncio.Task[dict[str, ParameterStatistics]]:
+    def _join_batch(self, plan: SlicePlan, spec: ParameterSpec) -> asyncio.Task[dict[str, bytes]]:
         if self._batch is None or not self._batch.takes(plan, spec):
             now = self._coordinator.now()
             begin = max(now, self._next_at)
@@ -93,14 +93,14 @@ class StatisticsKeeper:
         self._batch.specs.append(spec)
         return self._answer
 
-    async def _ask(self, batch: _Batch, delay: float) -> dict[str, ParameterStatistics]:
+    async def _ask(self, batch: _Batch, delay: float) -> dict[str, bytes]:
         await asyncio.sleep(delay)
         batch.is_open = False
         coordinator, plan = self._coordinator, batch.plan
         run = coordinator.cluster.run
         if run.plan is not plan:
             raise TryAgain("another run has begun meanwhile")
-        found: dict[str, ParameterStatistics] = {}
+        found: dict[str, bytes] = {}
         for _ in range(TRIES):
             missing = [spec for spec in batch.specs if spec.name not in found]
             blocks = [block for spec in missing for block in plan.blocks_of[spec.name]]
@@ -109,7 +109,7 @@ class StatisticsKeeper:
             for spec in missing:
                 parts = [described[block.name] for block in plan.blocks_of[spec.name]]
                 if _are_alike(parts) or not run.defaults.consistency.has_common_versions:
-                    found[spec.name] = _merge(run.name, spec, parts)
+                    found[spec.name] = _merge(run.name, spec, parts).model_dump_json().encode()
             if len(found) == len(batch.specs):
                 return found
         raise TryAgain(f"the pservers moved on {TRIES} times while they were being asked")

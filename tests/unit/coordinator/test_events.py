@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ps_protocol.errors import TrainerLost
-from services.coordinator.curves import MAX_POINTS, Curves
+from services.coordinator.curves import MAX_ANSWERED, MAX_CURVES, MAX_POINTS, Curves
 from services.coordinator.events import MAX_EVENTS, Events
 
 from .support import LEASE, beat, joining, leaving, make_cluster, registration, train
@@ -90,3 +90,14 @@ def test_curves_are_thinned_out_evenly_on_request():
     assert thin["round"] == [0, 25, 50, 75, 100]
     assert thin["value"] == [0.0, 25.0, 50.0, 75.0, 100.0]
     assert len(curves.describe(101)["curves"]["loss"][0]["round"]) == 101
+
+
+def test_an_answer_with_many_curves_is_bounded():
+    curves = Curves()
+    for rank in range(MAX_CURVES):
+        for round_ in range(1, MAX_ANSWERED // MAX_CURVES + 11):
+            curves.add("run1", rank, round_, {"loss": 1.0})
+    found = curves.describe()["curves"]["loss"]
+    assert len(found) == MAX_CURVES
+    assert {len(one["round"]) for one in found.values()} == {MAX_ANSWERED // MAX_CURVES}
+    assert {(one["round"][0], one["round"][-1]) for one in found.values()} == {(1, MAX_ANSWERED // MAX_CURVES + 10)}
