@@ -17,6 +17,7 @@ from trainer_client.tensors import TORCH_DTYPES
 
 from .checkpoint import pass_over
 from .output import EXIT_FAILED, CommandError, count, print_line
+from .whole_file import whole_file
 
 
 def export_model(target: Path, place_url: str, run: str | None, round_: int | None) -> None:
@@ -38,7 +39,8 @@ def export_model(target: Path, place_url: str, run: str | None, round_: int | No
             continue
         metadata = {"format": "pt", "run": manifest.run, "round": str(manifest.round)}
         try:
-            save_file(tensors, target, metadata)
+            with whole_file(target) as partial:
+                save_file(tensors, partial, metadata)
         except SafetensorError as error:
             raise CommandError(f"{target} cannot be written: {error}", exit_code=EXIT_FAILED) from None
         print_line(

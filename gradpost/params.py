@@ -10,8 +10,9 @@ from safetensors import safe_open
 
 from trainer_client.inspection import ClusterView
 
-from .output import EXIT_FAILED, Column, CommandError, count, print_json, print_line, print_table
+from .output import Column, CommandError, count, print_json, print_line, print_table
 from .status import asking
+from .whole_file import whole_file
 
 MAX_BAR = 50
 FORMATS = {".npy": "npy", ".json": "json", ".safetensors": "safetensors"}
@@ -41,27 +42,17 @@ def _format_of(output: Path) -> str:
 
 
 def _write(output: Path, data: bytes) -> None:
-    try:
-        output.write_bytes(data)
-    except OSError as error:
-        raise CommandError(f"{output} cannot be written: {error.strerror}", exit_code=EXIT_FAILED) from None
+    with whole_file(output) as partial:
+        partial.write_bytes(data)
     print_line(f"{output}: {count(len(data), 'byte')}")
 
 
 def _write_model(output: Path, view: ClusterView) -> None:
-    """Whole or not at all, under that name."""
     if output.suffix != ".safetensors":
         raise CommandError(f"a whole model is written as FILE.safetensors, not {output.name!r}; or name a parameter")
-    partial = output.with_name(output.name + ".part")
-    try:
-        with partial.open("wb") as file:
-            for piece in view.model():
-                file.write(piece)
-        partial.replace(output)
-    except OSError as error:
-        raise CommandError(f"{output} cannot be written: {error.strerror}", exit_code=EXIT_FAILED) from None
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(output) as partial, partial.open("wb") as file:
+        for piece in view.model():
+            file.write(piece)
     with safe_open(output, framework="np") as model:
         num_tensors, metadata = len(model.keys()), model.metadata()
     print_line(
