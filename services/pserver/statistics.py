@@ -17,7 +17,7 @@ MIN_EXPONENT = -149  # of the smallest float32 above zero
 def describe_values(values: Tensor, version: Round, before: Tensor | None = None) -> Statistics:
     """Of a flat float32 tensor, which is only read; `before` is what it was before its newest update.
 
-    Changes nothing and keeps nothing; takes about 8 ns an element.
+    Changes nothing and keeps nothing; takes about 4 ns an element, and 2 more with `before`.
     """
     total = Statistics(version=version, num_elements=0)
     for at in range(0, len(values), PIECE):
@@ -27,7 +27,7 @@ def describe_values(values: Tensor, version: Round, before: Tensor | None = None
     pairs = [(values[at : at + PIECE], before[at : at + PIECE]) for at in range(0, len(values), PIECE)]
     return total.model_copy(
         update={
-            "update_squares": sum(_sum_finite_squares(now.double() - then.double()) for now, then in pairs),
+            "update_squares": sum(_sum_finite_squares(now.double().sub_(then)) for now, then in pairs),
             "before_squares": sum(_sum_finite_squares(then.double()) for _, then in pairs),
         }
     )
@@ -59,7 +59,7 @@ def _describe_piece(piece: Tensor, version: Round) -> Statistics:
     if finite is not piece:
         low, high = (float(bound) for bound in torch.aminmax(finite))
     wide = finite.double()
-    histogram, squares, mean = _count(wide, low, high), _sum_squares(wide), float(wide.mean())
+    histogram, squares, mean = _count(finite, low, high), _sum_squares(wide), float(wide.mean())
     return counted.model_copy(
         update={
             "minimum": low,
@@ -75,7 +75,9 @@ def _describe_piece(piece: Tensor, version: Round) -> Statistics:
 def _count(values: Tensor, low: float, high: float) -> Histogram:
     exponent = choose_exponent(low, high)
     first = math.floor(math.ldexp(low, -exponent))
-    bins = (values * math.ldexp(1.0, -exponent)).floor_().sub_(first).long()  # exact: float32 times a power of two
+    # float32 times a power of two is exact, unless it underflows, which takes wide bins, or that power has no float32.
+    exact = values if -127 <= exponent <= 0 else values.double()
+    bins = (exact * math.ldexp(1.0, -exponent)).floor_().sub_(first).int()
     return Histogram(exponent=exponent, first=first, counts=tuple(torch.bincount(bins).tolist()))
 
 

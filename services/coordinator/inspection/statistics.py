@@ -21,7 +21,7 @@ from .reading import TRIES, current_plan, find_member, get_from
 
 STEP_SECONDS = 1.0  # for the next update, whose size is part of what is asked for
 FRESH_SECONDS = 1.0  # who asks again sooner gets the same answer
-SPACING_SECONDS = 0.25  # between batches: a request to a pserver costs more than a small parameter in it
+SPACING_SECONDS = 0.5  # between batches: a request to a pserver costs more than a small parameter in it
 MAX_BATCH_ELEMENTS = 16 * 1024 * 1024  # of several parameters
 MAX_BATCH_CHARACTERS = 2048  # of their names, which stand in an URL, a few of one parameter
 
@@ -52,7 +52,7 @@ class _Kept:
 class StatisticsKeeper:
     """Keeps the newest of each parameter of the run, so that a hundred who look cost the pservers what one does.
 
-    Those who ask for others within a quarter of a second share the requests to the pservers.
+    Those who ask for others within half a second share the requests to the pservers.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
