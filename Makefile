@@ -14,7 +14,7 @@ ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check test-all chaos audit bench study clean
+.PHONY: help install train test check test-all chaos reference audit bench study clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ test-all: test ## test, then what takes longer or needs more
 
 chaos: install ## disturb real clusters at random and judge what they did (ARGS="--minutes 3 --seed 1"); docs/faults.md
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+reference: install ## write anew what documents have from the code: settings, metrics, commands
+	$(BIN)/python -m tests.docs.reference
 
 audit: install ## look up known vulnerabilities of what requirements.lock holds
 	$(BIN)/python .ci/audit.py

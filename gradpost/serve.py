@@ -61,7 +61,7 @@ def make_options(settings_class: type[ServiceSettings], hidden: set[str]) -> lis
 
 def _make_option(name: str, field: FieldInfo) -> Any:
     flag = "--" + name.replace("_", "-")
-    text = [field.description or ""]
+    text = [(field.description or "").replace("`", "")]  # they are Markdown, for docs/settings.md
     if field.default is not None and field.default is not False:
         text.append(f"[default: {field.default}]")
     help_ = " ".join(text).strip()

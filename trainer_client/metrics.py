@@ -33,34 +33,56 @@ class TrainerMetrics:
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
-        self.rounds = Counter("gradpost_trainer_rounds", "Rounds completed.", registry=registry)
+        self.rounds = Counter(
+            "gradpost_trainer_rounds", "Rounds completed by `RemoteOptimizer.step`.", registry=registry
+        )
         self.skipped = Counter(
             "gradpost_trainer_rounds_skipped", "Rounds that stepped nothing for NaN or infinity.", registry=registry
         )
         self.round = Gauge("gradpost_trainer_round", "Newest completed round.", registry=registry)
-        self.step_seconds = self._histogram("gradpost_trainer_step_seconds", "One step(): push, barrier and pull.")
-        self.push_seconds = self._histogram("gradpost_trainer_push_seconds", "Until every push was acknowledged.")
-        self.pull_seconds = self._histogram("gradpost_trainer_pull_seconds", "Barrier and pull, waiting included.")
+        self.step_seconds = self._histogram("gradpost_trainer_step_seconds", "One `step()`: push, barrier and pull.")
+        self.push_seconds = self._histogram(
+            "gradpost_trainer_push_seconds", "The first part of a step: until every push was acknowledged."
+        )
+        self.pull_seconds = self._histogram(
+            "gradpost_trainer_pull_seconds",
+            "The second part of a step: barrier and pull, the wait for the others included.",
+        )
         self.barrier_wait = self._histogram(
             "gradpost_trainer_barrier_wait_seconds",
-            "From asking a pserver for a round to the first byte of its answer.",
+            "From asking a pserver for a round, with the batch barrier, to the first byte of its answer: the wait for "
+            "the other trainers and the apply.",
         )
         self.requests = Counter(
             "gradpost_trainer_requests", "Requests to pservers, tries included.", ["route"], registry=registry
         )
         self.request_seconds = self._histogram(
-            "gradpost_trainer_request_seconds", "One try of a request to a pserver, to the end of its answer.", "route"
+            "gradpost_trainer_request_seconds", "One try of a request, to the end of its answer.", "route"
         )
         self.in_flight = Gauge(
-            "gradpost_trainer_requests_in_flight", "Tries that are not answered yet.", ["route"], registry=registry
+            "gradpost_trainer_requests_in_flight",
+            "Tries that are not answered yet; for pushes the length of the queue.",
+            ["route"],
+            registry=registry,
         )
-        self.retries = Counter("gradpost_trainer_retries", "Tries after the first.", ["reason"], registry=registry)
-        self.pushed_bytes = Counter("gradpost_trainer_pushed_bytes", "Bytes pushed.", registry=registry)
-        self.pulled_bytes = Counter("gradpost_trainer_pulled_bytes", "Bytes pulled.", registry=registry)
+        self.retries = Counter(
+            "gradpost_trainer_retries",
+            "Tries after the first; `round_pending` means that others were slow.",
+            ["reason"],
+            registry=registry,
+        )
+        self.pushed_bytes = Counter("gradpost_trainer_pushed_bytes", "Bytes of the frames pushed.", registry=registry)
+        self.pulled_bytes = Counter("gradpost_trainer_pulled_bytes", "Bytes of the frames pulled.", registry=registry)
         self.reported = Gauge(
-            "gradpost_trainer_reported", "Numbers that the script reported.", ["name"], registry=registry
+            "gradpost_trainer_reported",
+            "The newest numbers that the script gave to `session.report`, such as `loss`.",
+            ["name"],
+            registry=registry,
         )
-        self.loop_lag = self._histogram("gradpost_trainer_event_loop_lag_seconds", "How late the I/O loop ran a timer.")
+        self.loop_lag = self._histogram(
+            "gradpost_trainer_event_loop_lag_seconds",
+            "How late a timer ran on the I/O thread that is due four times a second.",
+        )
 
     def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
         return Histogram(name, text, labels, buckets=_BUCKETS, registry=self.registry)

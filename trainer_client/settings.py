@@ -22,6 +22,9 @@ from ps_protocol.environment import PREFIX, check_base_url, check_environment, r
 from ps_protocol.hosts import check_listening
 from ps_protocol.vocabulary import Mode, NonfinitePolicy, Placement
 
+_EXPECTED = "refuse to train if the servers have another"
+_OF_THE_PLAN = "none: the coordinator's"
+
 
 def _fixed_number(value: object) -> object:
     """None for a range, as torchrun takes it for `PET_NNODES`: so many pods or fewer say nothing of their number."""
@@ -40,47 +43,85 @@ class TrainerSettings(BaseSettings):
         env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="ignore", populate_by_name=True
     )
 
-    coordinator: Annotated[str, AfterValidator(check_base_url)] = "http://127.0.0.1:7070"
+    coordinator: Annotated[str, AfterValidator(check_base_url)] = Field(
+        default="http://127.0.0.1:7070", description="base URL of the coordinator"
+    )
     rank: int | None = Field(
-        default=None, ge=0, validation_alias=AliasChoices("rank", "RANK", "PET_NODE_RANK", "JOB_COMPLETION_INDEX")
+        default=None,
+        ge=0,
+        validation_alias=AliasChoices("rank", "RANK", "PET_NODE_RANK", "JOB_COMPLETION_INDEX"),
+        description="which trainer this is, from 0; else `PET_NODE_RANK` (of a Kubeflow TrainJob's pod) or "
+        "`JOB_COMPLETION_INDEX` (of any Indexed Job's); none: the coordinator chooses",
     )
     world_size: Annotated[int | None, BeforeValidator(_fixed_number)] = Field(
-        default=None, ge=1, validation_alias=AliasChoices("world_size", "WORLD_SIZE", "PET_NNODES")
+        default=None,
+        ge=1,
+        validation_alias=AliasChoices("world_size", "WORLD_SIZE", "PET_NNODES"),
+        description="how many trainers there are; refused if the coordinator has another number. Else `PET_NNODES`, "
+        "unless that is a range",
     )
     mode: Mode | None = Field(default=None, description="refuse to train in another mode than this")
-    max_delay: int | None = Field(default=None, ge=0, description="the same for the settings of a mode; None: any")
-    max_staleness: int | None = Field(default=None, ge=0)
-    wait_for_apply: bool | None = None
-    read_consistency: ReadConsistency | None = None
-    max_queued: int | None = Field(default=None, ge=1)
-    max_merged: int | None = Field(default=None, ge=1)
-    compensation: Compensation | None = None
-    dc_lambda: float | None = Field(default=None, ge=0)
-    step_count: StepCount | None = None
-    min_block_size: int | None = Field(default=None, ge=1, description="elements; None: the coordinator's")
-    placement: Placement | None = None
-    slice_parameters: bool | None = None
-    nonfinite: NonfinitePolicy | None = None
+    max_delay: int | None = Field(default=None, ge=0, description=_EXPECTED)
+    max_staleness: int | None = Field(default=None, ge=0, description=_EXPECTED)
+    wait_for_apply: bool | None = Field(default=None, description=_EXPECTED)
+    read_consistency: ReadConsistency | None = Field(default=None, description=_EXPECTED)
+    max_queued: int | None = Field(default=None, ge=1, description=_EXPECTED)
+    max_merged: int | None = Field(default=None, ge=1, description=_EXPECTED)
+    compensation: Compensation | None = Field(default=None, description=_EXPECTED)
+    dc_lambda: float | None = Field(default=None, ge=0, description=_EXPECTED)
+    step_count: StepCount | None = Field(default=None, description=_EXPECTED)
+    min_block_size: int | None = Field(default=None, ge=1, description=_OF_THE_PLAN)
+    placement: Placement | None = Field(default=None, description=_OF_THE_PLAN)
+    slice_parameters: bool | None = Field(default=None, description=_OF_THE_PLAN)
+    nonfinite: NonfinitePolicy | None = Field(default=None, description=_OF_THE_PLAN)
     local_steps: int = Field(
-        default=0, ge=0, description="steps of the trainer's own optimizer between pushes; 0: none"
+        default=0,
+        ge=0,
+        description="so many steps of the trainer's own optimizer are pushed as one; 0: none. The same on all trainers",
     )
     outer_lr: float | None = Field(
-        default=None, ge=0, description="local steps: the rate of the outer SGD; None: that of a mean"
+        default=None,
+        ge=0,
+        description="local steps: the rate of the SGD on the pservers; none: 1, or 1 / number of trainers in the "
+        "asynchronous modes",
     )
-    outer_momentum: float = Field(default=0.0, ge=0)
-    outer_nesterov: bool = False
-    bucket_bytes: int = Field(default=4 * 1024 * 1024, ge=1)
-    retry_seconds: float = Field(default=60.0, gt=0, description="how long an unreachable service is tried")
-    metrics_host: str = "127.0.0.1"
-    metrics_port: int | None = Field(default=0, ge=0, le=65535, description="0: a free one")
-    tls_ca: Path | None = None
-    tls_client_cert: Path | None = Field(default=None, description="shown to services that demand a certificate")
-    tls_client_key: Path | None = None
-    tls_cert: Path | None = Field(default=None, description="of the metrics port, as the other two")
-    tls_key: Path | None = None
-    tls_client_ca: Path | None = Field(default=None, description="whose certificates readers of metrics must show")
+    outer_momentum: float = Field(default=0.0, ge=0, description="local steps: the momentum of that SGD")
+    outer_nesterov: bool = Field(default=False, description="local steps: whether that is Nesterov's")
+    bucket_bytes: int = Field(
+        default=4 * 1024 * 1024,
+        ge=1,
+        description="about how many bytes of blocks travel in one request; a block is never cut",
+    )
+    retry_seconds: float = Field(default=60.0, gt=0, description="how long a service that does not answer is tried")
+    metrics_host: str = Field(
+        default="127.0.0.1",
+        description="address on which metrics are shown, and under which the coordinator lists them. Beyond loopback "
+        "it needs `tokens_dir`, or `insecure`",
+    )
+    metrics_port: int | None = Field(
+        default=0,
+        ge=0,
+        le=65535,
+        description="its port; 0: a free one; `metrics_port=None` as an argument: none at all",
+    )
+    tls_ca: Path | None = Field(
+        default=None, description="PEM file of the authority that signed the services' certificates"
+    )
+    tls_client_cert: Path | None = Field(
+        default=None, description="PEM file of the certificate chain that it shows to services"
+    )
+    tls_client_key: Path | None = Field(default=None, description="PEM file of that certificate's private key")
+    tls_cert: Path | None = Field(
+        default=None, description="PEM file of the certificate chain of the metrics port; turns TLS on there"
+    )
+    tls_key: Path | None = Field(default=None, description="PEM file of its private key")
+    tls_client_ca: Path | None = Field(
+        default=None, description="PEM file of the authority whose certificates readers of the metrics must show"
+    )
     tokens_dir: Path | None = Field(default=None, description="folder of the tokens that the metrics port accepts")
-    token_file: Path | None = Field(default=None, description="the token that is sent; None: train in tokens_dir")
+    token_file: Path | None = Field(
+        default=None, description="file of the token that it sends; none: `train` in `tokens_dir`"
+    )
     insecure: bool = Field(default=False, description="show metrics beyond loopback without tokens")
 
     @property

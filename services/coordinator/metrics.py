@@ -14,7 +14,7 @@ from .cluster import Cluster
 
 def measure_cluster(cluster: Cluster, registry: CollectorRegistry) -> None:
     """Add gauges that look at the cluster whenever they are read."""
-    members = Gauge("gradpost_members", "Living members.", ["kind"], registry=registry)
+    members = Gauge("gradpost_members", "Living pservers and trainers.", ["kind"], registry=registry)
     members.labels("pserver").set_function(lambda: len(cluster.registry.members))
     members.labels("trainer").set_function(lambda: len(cluster.run.members))
     missing = Gauge("gradpost_members_missing", "Whom the run waits for before it can begin.", registry=registry)
@@ -24,14 +24,22 @@ def measure_cluster(cluster: Cluster, registry: CollectorRegistry) -> None:
     awaited = Gauge("gradpost_trainers_awaited", "Lost trainers that the others wait for.", registry=registry)
     awaited.set_function(lambda: len(cluster.run.awaited))
     gone = Gauge(
-        "gradpost_trainers_gone", "Trainers of the run that were lost or have failed, not evicted.", registry=registry
+        "gradpost_trainers_gone",
+        "Trainers of the run that were lost or have failed, until another life takes their place; without those whom "
+        "an administrator has evicted.",
+        registry=registry,
     )
     gone.set_function(
         lambda: sum(t.state in ("lost", "failed") and not t.was_evicted for t in cluster.run.trainers.values())
     )
     round_ = Gauge("gradpost_run_round", "Newest round that every trainer has completed.", registry=registry)
     round_.set_function(lambda: cluster.run.round)
-    state = Gauge("gradpost_run_state", "1 for the state that the run is in.", ["state"], registry=registry)
+    state = Gauge(
+        "gradpost_run_state",
+        "1 for the state that the run is in (`gathering`, `training`, `finished`, `failed`), 0 for the others.",
+        ["state"],
+        registry=registry,
+    )
     for name in get_args(RunState):
         state.labels(name).set_function(partial(_is_in, cluster, name))
 

@@ -23,41 +23,107 @@ class CoordinatorSettings(ServiceSettings):
     port: int = Field(default=7070, ge=0, le=65535, description="port to listen on; 0: a free one")
     num_pservers: int = Field(default=1, ge=1, description="how many pservers make the cluster complete")
     num_trainers: int = Field(default=1, ge=1, description="how many trainers make the cluster complete")
-    max_trainers: int | None = Field(default=None, ge=1, description="up to so many may take part; none: num_trainers")
+    max_trainers: int | None = Field(
+        default=None,
+        ge=1,
+        description="a run takes as many trainers as come, `num_trainers` to so many; none: `num_trainers`, no more "
+        "and no fewer",
+    )
     last_call_seconds: float = Field(
-        default=5.0, ge=0, description="with max_trainers: a run begins when nobody has joined for so long"
+        default=5.0,
+        ge=0,
+        description="with `max_trainers`: once there are enough, a run waits until nobody has joined for so long. A "
+        "trainer with `WORLD_SIZE` settles it at once",
     )
     mode: Mode = Field(default="sync", description="how trainers wait for each other")
-    max_delay: int = Field(default=0, ge=0, description="steps that pushes and pulls may run behind the computation")
-    max_staleness: int | None = Field(default=None, ge=0, description="ssp: steps ahead of the slowest trainer")
-    wait_for_apply: bool = Field(default=True, description="async, ssp: a get waits for the trainer's own updates")
-    read_consistency: ReadConsistency = Field(default="block", description="async, ssp: what a get sees whole")
-    max_queued: int = Field(default=16, ge=1, description="async, ssp: gradients in one block's queue")
-    max_merged: int = Field(default=1, ge=1, description="async, ssp: queued gradients that make one update")
-    compensation: Compensation = Field(default="none", description="async, ssp: what is done about staleness")
-    dc_lambda: float = Field(default=0.04, ge=0, description="λ of compensation dc (DC-ASGD)")
-    step_count: StepCount = Field(default="applied", description="async, ssp: what an optimizer counts as a step")
+    max_delay: int = Field(
+        default=0,
+        ge=0,
+        description="so many steps may a trainer's pushes and pulls run behind its computation, in every mode",
+    )
+    max_staleness: int | None = Field(
+        default=None,
+        ge=0,
+        description="`ssp`: so many steps may the fastest trainer be ahead of the slowest; none: 4",
+    )
+    wait_for_apply: bool = Field(
+        default=True, description="asynchronous modes: a get waits until the trainer's own gradients are applied"
+    )
+    read_consistency: ReadConsistency = Field(
+        default="block",
+        description="asynchronous modes: what a get sees whole: nothing (`none`), each `block`, or the `shard`",
+    )
+    max_queued: int = Field(
+        default=16,
+        ge=1,
+        description="asynchronous modes: so many gradients wait for each block; a full queue holds pushes back",
+    )
+    max_merged: int = Field(
+        default=1,
+        ge=1,
+        description="asynchronous modes: so many queued gradients of a block are summed into one update",
+    )
+    compensation: Compensation = Field(
+        default="none",
+        description="asynchronous modes, what is done about staleness: `none`; `divide` the rate by it; or `dc`, "
+        "DC-ASGD",
+    )
+    dc_lambda: float = Field(default=0.04, ge=0, description="λ of DC-ASGD")
+    step_count: StepCount = Field(
+        default="applied",
+        description="asynchronous modes, what an optimizer counts as a step: `applied` updates of the block, or steps "
+        "of the `trainer`",
+    )
     min_block_size: int = Field(
         default=DEFAULT_MIN_BLOCK_SIZE, ge=1, description="a parameter is cut into ceil(elements / this) blocks at most"
     )
     placement: Placement = Field(default=DEFAULT_PLACEMENT, description="how blocks are dealt to pservers")
-    slice_parameters: bool = Field(default=True, description="no: each parameter stays whole on one pserver")
-    nonfinite: NonfinitePolicy = Field(default="reject", description="what becomes of a gradient with NaN or infinity")
+    slice_parameters: bool = Field(default=True, description="false: each parameter stays whole on one pserver")
+    nonfinite: NonfinitePolicy = Field(
+        default="reject",
+        description="what becomes of a gradient with NaN or infinity: `reject` it, `skip_round` on all pservers alike "
+        "(synchronous mode; what a `torch.amp.GradScaler` needs), or `allow` it",
+    )
     round_timeout_seconds: float = Field(
         default=300.0, gt=0, description="how long trainers wait for one that is alive and does not come"
     )
     on_trainer_loss: LossPolicy = Field(
-        default="wait", description="wait for another life of the trainer, continue without it, or fail"
+        default="wait",
+        description="what becomes of the run when a trainer is lost: `wait` for another life of it, `continue` without "
+        "it, or `fail`. `gradpost up` without `--max-restarts` says `fail`",
     )
-    min_trainers: int = Field(default=1, ge=1, description="continue: with fewer the run waits")
-    rejoin_timeout_seconds: float = Field(default=300.0, gt=0, description="how long a lost process is waited for")
+    min_trainers: int = Field(
+        default=1,
+        ge=1,
+        description="with `continue`: when fewer would be left, the run waits for those who were lost",
+    )
+    rejoin_timeout_seconds: float = Field(
+        default=300.0, gt=0, description="how long a lost trainer or pserver is waited for"
+    )
     durability: Durability | None = Field(
-        default=None, description="of applied updates: none, log or fsync; none given: log, in async and ssp none"
+        default=None,
+        description="what a pserver writes before a round counts: `none`; `log`, which outlives the process; `fsync`, "
+        "which outlives the machine. None given: `log`, in the asynchronous modes `none`",
     )
-    checkpoint_rounds: int | None = Field(default=None, ge=1, description="rounds between checkpoints at most")
-    max_log_bytes: int | None = Field(default=None, ge=1, description="of a pserver; none: 4 shards, 64 MiB at least")
-    keep_checkpoints: int = Field(default=2, ge=1, description="complete checkpoints that are kept")
-    resume: bool = Field(default=False, description="go on with the run in state_dir, or from its newest checkpoint")
+    checkpoint_rounds: int | None = Field(
+        default=None,
+        ge=1,
+        description="rounds, in the asynchronous modes contributions, between checkpoints at most; with a log also as "
+        "many as `max_log_bytes` allows. Without either there are none, in the asynchronous modes one every 1,000",
+    )
+    max_log_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="size of a pserver's log at which the next checkpoint is due; none: four shards, and 64 MiB at "
+        "least",
+    )
+    keep_checkpoints: int = Field(
+        default=2, ge=1, description="so many complete checkpoints are kept; logs reach back to the oldest"
+    )
+    resume: bool = Field(
+        default=False,
+        description="go on with the run that `state_dir` knows, or else from the newest checkpoint, with new processes",
+    )
 
     @property
     def consistency(self) -> Consistency:

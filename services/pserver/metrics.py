@@ -12,8 +12,13 @@ class PserverMetrics:
 
     def __init__(self, registry: CollectorRegistry, compute: ComputeExecutor) -> None:
         buckets = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-        self.rounds = Counter("gradpost_rounds_applied", "Rounds applied.", registry=registry)
+        self.rounds = Counter(
+            "gradpost_rounds_applied", "Rounds applied, of all runs of this process.", registry=registry
+        )
         self.round = Gauge("gradpost_round", "Newest applied round of the current run.", registry=registry)
+        self.skipped = Counter(
+            "gradpost_rounds_skipped", "Rounds that stepped nothing for NaN or infinity.", registry=registry
+        )
         self.apply_seconds = Histogram(
             "gradpost_apply_seconds", "Aggregate, step and encode one round.", buckets=buckets, registry=registry
         )
@@ -23,16 +28,51 @@ class PserverMetrics:
             buckets=buckets,
             registry=registry,
         )
+        self.missing = Gauge(
+            "gradpost_barrier_missing",
+            "Trainers that the open batch barrier waits for; 0 while nobody waits.",
+            registry=registry,
+        )
+        self.waiting_seconds = Gauge(
+            "gradpost_barrier_waiting_seconds", "How long somebody has been waiting for others.", registry=registry
+        )
+        self.log_bytes = Gauge("gradpost_log_bytes", "Log since the newest checkpoint began.", registry=registry)
+        self.log_failures = Counter(
+            "gradpost_log_failures", "Tries to write an update to the log that failed.", registry=registry
+        )
+        self.checkpoint_seconds = Histogram(
+            "gradpost_checkpoint_seconds", "Writing one shard of a checkpoint.", buckets=buckets, registry=registry
+        )
+        self.checkpoint_round = Gauge(
+            "gradpost_checkpoint_round", "Round of this shard's newest checkpoint.", registry=registry
+        )
+        self.checkpoint_time = Gauge(
+            "gradpost_checkpoint_time_seconds",
+            "When this shard's newest checkpoint was written, since 1970; 0 if this process has written none.",
+            registry=registry,
+        )
+        self.checkpoint_failures = Counter(
+            "gradpost_checkpoint_failures", "Checkpoints that could not be written.", registry=registry
+        )
+        self.disk_free = Gauge(
+            "gradpost_disk_free_bytes", "Room on the disk with the log and the state.", registry=registry
+        )
+        self.disk_size = Gauge(
+            "gradpost_disk_size_bytes", "Size of the disk with the log and the state.", registry=registry
+        )
         self.staged_blocks = Counter("gradpost_staged_blocks", "Blocks staged.", registry=registry)
         self.staged_bytes = Gauge(
-            "gradpost_staged_bytes", "Bytes in received bodies that are in use.", registry=registry
+            "gradpost_staged_bytes",
+            "Receive buffers in use: bodies on their way and staged contributions.",
+            registry=registry,
         )
         self.in_flight_bytes = Gauge(
-            "gradpost_in_flight_bytes", "Bytes of bodies that are being received.", registry=registry
+            "gradpost_in_flight_bytes",
+            "Announced bytes of bodies that are being received or staged just now; bounded by `max_inflight_bytes`.",
+            registry=registry,
         )
-        self.pooled_bytes = Gauge("gradpost_pooled_bytes", "Bytes in idle receive buffers.", registry=registry)
-        self.missing = Gauge(
-            "gradpost_barrier_missing", "Trainers that the open batch barrier waits for.", registry=registry
+        self.pooled_bytes = Gauge(
+            "gradpost_pooled_bytes", "Receive buffers that lie idle until the next round.", registry=registry
         )
         self.updates = Counter(
             "gradpost_updates_applied", "Updates of single blocks, in the asynchronous modes.", registry=registry
@@ -51,35 +91,13 @@ class PserverMetrics:
             buckets=buckets,
             registry=registry,
         )
-        self.checkpoint_seconds = Histogram(
-            "gradpost_checkpoint_seconds", "Writing one shard of a checkpoint.", buckets=buckets, registry=registry
-        )
-        self.checkpoint_failures = Counter(
-            "gradpost_checkpoint_failures", "Checkpoints that could not be written.", registry=registry
-        )
-        self.checkpoint_round = Gauge(
-            "gradpost_checkpoint_round", "Round of this shard's newest checkpoint.", registry=registry
-        )
-        self.checkpoint_time = Gauge(
-            "gradpost_checkpoint_time_seconds", "When this shard's newest checkpoint was written.", registry=registry
-        )
-        self.waiting_seconds = Gauge(
-            "gradpost_barrier_waiting_seconds", "How long somebody has been waiting for others.", registry=registry
-        )
-        self.disk_free = Gauge(
-            "gradpost_disk_free_bytes", "Room on the disk with the log and the state.", registry=registry
-        )
-        self.disk_size = Gauge("gradpost_disk_size_bytes", "Size of the disk with the log.", registry=registry)
-        self.log_bytes = Gauge("gradpost_log_bytes", "Log since the newest checkpoint began.", registry=registry)
-        self.log_failures = Counter(
-            "gradpost_log_failures", "Tries to write an update to the log that failed.", registry=registry
-        )
-        self.nonfinite = Counter("gradpost_nonfinite_pushes", "Pushes with NaN or infinity.", registry=registry)
-        self.skipped = Counter(
-            "gradpost_rounds_skipped", "Rounds that stepped nothing for NaN or infinity.", registry=registry
+        self.nonfinite = Counter(
+            "gradpost_nonfinite_pushes", "Pushes with NaN or infinity; not counted under `allow`.", registry=registry
         )
         self.disagreements = Counter(
-            "gradpost_hyper_parameter_disagreements", "Contributions whose numbers were ignored.", registry=registry
+            "gradpost_hyper_parameter_disagreements",
+            "Contributions whose numbers were ignored, because the lowest rank pushed others.",
+            registry=registry,
         )
         Gauge("gradpost_compute_queue", "Tensor jobs that are queued or running.", registry=registry).set_function(
             lambda: compute.num_jobs

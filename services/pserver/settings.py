@@ -10,8 +10,18 @@ from services.runtime.settings import ServiceSettings
 class PserverSettings(ServiceSettings):
     """Flag over `GRADPOST_*` over file over default."""
 
-    pserver_index: int | None = Field(default=None, ge=0, description="None: the coordinator chooses")
-    max_inflight_bytes: int | None = Field(
-        default=None, ge=1, description="bodies that are being received; None: a quarter of the memory"
+    pserver_index: int | None = Field(
+        default=None, ge=0, description="which shard is its own, from 0; none: the coordinator chooses"
     )
-    threads: int = Field(default=1, ge=1, description="torch threads of the compute thread")
+    max_inflight_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="bodies that are being received, announced bytes of all trainers together; each has an equal "
+        "share, and may always send one body. Beyond that `overloaded`. None: a quarter of the memory that the process "
+        "may use",
+    )
+    threads: int = Field(
+        default=1,
+        ge=1,
+        description="torch's threads for aggregating and stepping; the result does not depend on them",
+    )

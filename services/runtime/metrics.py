@@ -44,10 +44,10 @@ class ServiceMetrics:
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
-        Info("gradpost_service", "The role of this process.", registry=self.registry).info({"role": role})
+        Info("gradpost_service", "Always 1; the role of this process.", registry=self.registry).info({"role": role})
         self.loop_lag = Histogram(
             "gradpost_event_loop_lag_seconds",
-            "How late the event loop ran a timer.",
+            "How late a timer ran that is due four times a second; every request waits as long.",
             buckets=LATENCY_BUCKETS,
             registry=self.registry,
         )
@@ -55,7 +55,7 @@ class ServiceMetrics:
         self._total = Counter("gradpost_http_requests", "Requests answered.", labels, registry=self.registry)
         self._seconds = Histogram(
             "gradpost_http_request_seconds",
-            "From a request's headers to the end of its answer.",
+            "From a request's headers to the end of its answer, waiting included.",
             labels,
             buckets=LATENCY_BUCKETS,
             registry=self.registry,

@@ -33,60 +33,113 @@ class ServiceSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True)
 
-    host: str = Field(default="127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
-    port: int = Field(default=0, ge=0, le=65535, description="port to listen on; 0: a free one")
-    advertise_address: BaseUrl | None = Field(default=None, description="base URL under which others reach it")
-    server: Literal["granian", "uvicorn"] = Field(
-        default="granian", description="granian: HTTP/1.1 and HTTP/2 on one port; uvicorn: HTTP/1.1"
+    host: str = Field(
+        default="127.0.0.1",
+        description="address to listen on; `0.0.0.0` for every interface. Beyond loopback it needs `tokens_dir`, or "
+        "`insecure`",
     )
-    coordinator: BaseUrl = Field(default="http://127.0.0.1:7070", description="base URL of the coordinator")
-    lease_seconds: float = Field(default=10.0, gt=0, description="a member that is silent for so long is lost")
-    exit_when_done: bool = Field(default=False, description="exit when the run is over")
-    log_format: LogFormat = Field(default="auto", description="auto: console on a terminal, JSON lines elsewhere")
+    port: int = Field(default=0, ge=0, le=65535, description="port to listen on; 0: a free one")
+    advertise_address: BaseUrl | None = Field(
+        default=None, description="base URL under which others reach it; none: made from the host that it listens on"
+    )
+    server: Literal["granian", "uvicorn"] = Field(
+        default="granian", description="`granian`: HTTP/1.1 and HTTP/2 on one port; `uvicorn`: HTTP/1.1"
+    )
+    coordinator: BaseUrl = Field(
+        default="http://127.0.0.1:7070",
+        description="base URL of the coordinator. To the coordinator itself only a host name that it goes by",
+    )
+    lease_seconds: float = Field(
+        default=10.0,
+        gt=0,
+        description="a member that is silent for so long is lost. The coordinator's counts; a pserver's own is not "
+        "used",
+    )
+    exit_when_done: bool = Field(
+        default=False,
+        description="exit when the run is over and everybody has left: 0 if it finished, 1 if it failed. A pserver "
+        "needs it too",
+    )
+    log_format: LogFormat = Field(default="auto", description="`auto`: console on a terminal, JSON lines elsewhere")
     log_level: LogLevel = Field(default="info", description="what is less important is not logged")
-    tls_cert: FilePath | None = Field(default=None, description="PEM file of the certificate chain; turns TLS on")
+    tls_cert: FilePath | None = Field(
+        default=None,
+        description="PEM file of the certificate chain; turns TLS on. Files of certificates and tokens are read again "
+        "when they change",
+    )
     tls_key: FilePath | None = Field(default=None, description="PEM file of the certificate's private key")
     tls_ca: FilePath | None = Field(
-        default=None, description="PEM file of the authority that other services are signed by"
+        default=None, description="PEM file of the authority that signed the other services' certificates"
     )
     tls_client_ca: FilePath | None = Field(
-        default=None, description="PEM file of the authority whose certificates callers must show (mutual TLS)"
+        default=None, description="PEM file of the authority whose certificates callers must show: mutual TLS"
     )
     tls_client_cert: FilePath | None = Field(
         default=None, description="PEM file of the certificate chain that it shows to other services"
     )
     tls_client_key: FilePath | None = Field(default=None, description="PEM file of that certificate's private key")
     tokens_dir: Path | None = Field(
-        default=None, description="folder of the tokens that it accepts, in files named read, train and admin"
+        default=None, description="folder of the tokens that it accepts, in files named `read`, `train` and `admin`"
     )
     token_file: Path | None = Field(
-        default=None, description="file of the token that it sends to other services; else admin in tokens_dir"
+        default=None,
+        description="file of the token that it sends to other services; none: `admin` in `tokens_dir`",
     )
     insecure: bool = Field(default=False, description="listen beyond loopback without tokens")
     allowed_hosts: str | None = Field(
-        default=None, description="further host names that it goes by, separated by commas; *.example.com for all below"
+        default=None,
+        description="further host names that it goes by, separated by commas; `*.example.com` for all below it, `*` "
+        "for any",
     )
     max_body_bytes: int = Field(
-        default=_LIMITS.max_body_bytes, ge=1, description="largest frame of tensors; every block must fit"
+        default=_LIMITS.max_body_bytes, ge=1, description="largest frame that a pserver takes; every block must fit"
     )
     max_header_bytes: int = Field(default=_LIMITS.max_header_bytes, ge=1, description="largest header of a frame")
     max_tensors: int = Field(default=_LIMITS.max_tensors, ge=1, description="most tensors of a frame")
-    max_requests: int = Field(default=2048, ge=1, description="requests at once, those that wait included")
-    max_connections: int = Field(default=1024, ge=1, description="open connections")
-    max_untaken_bytes: int | None = Field(
-        default=None, ge=1, description="replies that clients do not take; None: an eighth of the memory"
+    max_requests: int = Field(
+        default=2048,
+        ge=1,
+        description="requests at once, those that wait included; further ones are `overloaded`",
     )
-    header_timeout_seconds: float = Field(default=30.0, gt=0, description="for the headers of a request")
-    body_timeout_seconds: float = Field(default=30.0, gt=0, description="for the next byte of a body")
-    state_dir: Path = Field(default=Path(".gradpost"), description="folder for what must outlive the process")
+    max_connections: int = Field(
+        default=1024, ge=1, description="open connections; further ones wait (granian) or are closed (uvicorn)"
+    )
+    max_untaken_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="replies that were made and their clients have not taken yet; beyond that each connection gets "
+        "1 MiB at a time. None: an eighth of the memory that the process may use. Of effect on granian and Linux; "
+        "uvicorn holds back each reply by itself",
+    )
+    header_timeout_seconds: float = Field(
+        default=30.0,
+        gt=0,
+        description="so long may the headers of a request take, and a new connection to send them",
+    )
+    body_timeout_seconds: float = Field(
+        default=30.0,
+        gt=0,
+        description="so long may a body stand still, and be behind 4 KiB a second in all; then it is `slow_body`",
+    )
+    state_dir: Path = Field(
+        default=Path(".gradpost"),
+        description="folder for what must outlive the process: a pserver's log and identity, the coordinator's state. "
+        "Every process needs a folder that it finds again",
+    )
     checkpoints: str | None = Field(
-        default=None, description="folder or fsspec URL of the checkpoints; none: checkpoints in state_dir"
+        default=None,
+        description="where checkpoints are: a folder, or a URL that fsspec can reach (`s3://bucket/run`), the same for "
+        "all services; none: `checkpoints` in `state_dir`",
     )
     failpoints: str | None = Field(
-        default=None, description="for tests: where this process dies, such as apply.before=kill@3"
+        default=None,
+        description="for tests: places at which this process dies, stops or finds its disk full, such as "
+        "`apply.before=kill@3`",
     )
     ready_fd: int | None = Field(
-        default=None, ge=0, description="file descriptor that gets the address and a newline once it serves"
+        default=None,
+        ge=0,
+        description="file descriptor that gets the address and a newline once it serves; for a program that starts it",
     )
 
     @property

@@ -1,0 +1,14 @@
+"""What the documents have from the code: `make reference` writes it into them, test_reference.py holds it there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from . import cli, metrics, settings
+
+# Each returns the text of its document with these parts as they are in the code.
+DOCUMENTS: dict[str, Callable[[str], str]] = {
+    "cli.md": cli.renew,
+    "metrics.md": metrics.renew,
+    "settings.md": settings.renew,
+}
