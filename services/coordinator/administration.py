@@ -148,12 +148,10 @@ class Administration:
         run = self._training()
         if run.defaults.consistency.is_async:
             raise ModeMismatch("in asynchronous modes a run is resumed from a checkpoint instead", expected="sync")
-        complete = list(self._coordinator.cluster.complete_checkpoints)
-        if round_ not in complete:
-            there = ", ".join(map(str, complete)) or "none"
-            raise NotFound(f"there is no complete checkpoint of round {round_}; of this run there are: {there}")
+        self._find_checkpoint(round_)
 
         def go_back() -> None:
+            self._find_checkpoint(round_)  # it may have been deleted meanwhile; from now on it is not
             if gone := run.find_done_after(round_):
                 names = ", ".join(f"trainer {rank}" for rank in gone)
                 raise Conflict(f"{names} cannot take the rounds after {round_} again, being done; the run would fail")
@@ -253,6 +251,12 @@ class Administration:
         if cluster.run.state != "training":
             raise cluster.not_training()
         return cluster.run
+
+    def _find_checkpoint(self, round_: Round) -> None:
+        complete = self._coordinator.cluster.complete_checkpoints
+        if round_ not in complete:
+            there = ", ".join(map(str, complete)) or "none"
+            raise NotFound(f"there is no complete checkpoint of round {round_}; of this run there are: {there}")
 
     def _parameter(self, name: str) -> Any:
         plan = self._training().plan

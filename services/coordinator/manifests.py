@@ -50,7 +50,8 @@ class Manifests:
             if not ready:
                 break
             await self._complete([one[min(ready)] for one in shards])
-        while len(cluster.complete_checkpoints) > self._keep:
+        # Not one that somebody may be going back to.
+        while len(cluster.complete_checkpoints) > self._keep and not cluster.run.is_changing:
             await self._delete(round_folder(cluster.run.name, cluster.complete_checkpoints.pop()))
         return cluster.complete_checkpoints != before
 

@@ -112,6 +112,11 @@ class Run:
         return min((trainer.round for trainer in self.trainers.values()), default=0)
 
     @property
+    def is_changing(self) -> bool:
+        """Whether some pserver may not go by what was decided yet; maybe it has to go back."""
+        return self.state == "training" and self.installed_number < self.number
+
+    @property
     def is_over(self) -> bool:
         """Finished or failed."""
         return self.state in ("finished", "failed")

@@ -103,4 +103,4 @@ def train(cluster: Cluster, now: float = 0.0) -> None:
     join_all(cluster, now)
     assert cluster.start_run_if_complete()
     cluster.run.installed(now)
-    cluster.members_installed()
+    cluster.members_installed(cluster.run.number)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from ps_protocol.errors import Conflict, TryAgain
+from ps_protocol.errors import Conflict, NotFound, TryAgain
 from ps_protocol.messages import CheckpointCreated
 from ps_protocol.routes import REPLACEMENT
 from services.coordinator import administration
@@ -38,6 +38,31 @@ async def test_nobody_goes_back_without_those_who_are_done() -> None:
         assert cluster.run.state == "training"
         assert cluster.run.rollback_to is None
         assert [entry.outcome for entry in coordinator.audit.entries()] == ["requested", "failed"]
+
+
+async def test_a_checkpoint_that_goes_while_another_change_is_under_way_is_not_gone_back_to() -> None:
+    """The run would fail: no pserver could restore it."""
+    pservers, goes_on = FakePservers(), asyncio.Event()
+    async with coordinating(pservers, lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
+        [first, _] = begin(coordinator)
+        await coordinator.wait_for_plan(*first, 5)
+        coordinator.cluster.complete_checkpoints[:] = [2]
+        administrator = Administration(coordinator)
+
+        async def hang(_: Any) -> None:
+            await goes_on.wait()
+
+        pservers.answer["0"] = hang
+        pausing = asyncio.create_task(administrator.pause("me"))
+        await asyncio.sleep(0)
+        going_back = asyncio.create_task(administrator.roll_back("me", 2))
+        await eventually(lambda: coordinator.cluster.run.is_changing)
+        coordinator.cluster.complete_checkpoints[:] = [4]
+        goes_on.set()
+        await pausing
+        with pytest.raises(NotFound, match="of this run there are: 4"):
+            await going_back
+        assert coordinator.cluster.run.rollback_to is None
 
 
 async def test_what_is_under_way_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,21 @@ async def test_it_is_complete_when_all_have_written(cluster, place):
     assert [file.pserver for file in manifest.shards] == [0, 1]
 
 
+async def test_none_is_deleted_while_somebody_may_be_going_back_to_it(cluster, place):
+    """A new one is complete between an administrator's word and the last pserver that has gone back."""
+    manifests = Manifests(cluster, place, keep=2)
+    run = cluster.run
+    for round_ in (0, 4, 8):
+        run.number += round_ == 8
+        for pserver in (0, 1):
+            tell(cluster, pserver, round_)
+        await manifests.update()
+    assert found(place) == cluster.complete_checkpoints == [8, 4, 0]
+    cluster.members_installed(run.number)
+    await manifests.update()
+    assert found(place) == cluster.complete_checkpoints == [8, 4]
+
+
 async def test_older_ones_are_deleted(cluster, place):
     manifests = Manifests(cluster, place, keep=2)
     for round_ in (0, 4, 8, 12):
