@@ -121,7 +121,7 @@ class Administration:
                 raise StorageFailed(f"the values cannot be kept: {error}") from error
 
             def edit(controls: Controls) -> Controls:
-                return controls.model_copy(update={"replaced": {name: digest}})
+                return controls.model_copy(update={"replaced": {**controls.replaced, name: digest}})
 
             done = await self._control(by, "set values", edit, parameter=name, digest=digest)
         if done.controls.is_paused:  # that round is far off, and whoever set them may be who has to resume

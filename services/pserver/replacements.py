@@ -15,11 +15,11 @@ from .tensors import TORCH_DTYPES
 
 
 class Replacements:
-    """By digest of the whole parameter's values, so that what comes again is the same. Float32, as masters are."""
+    """By parameter and digest of its values, so that what comes again is the same. Float32, as masters are."""
 
     def __init__(self, layout: ShardLayout) -> None:
         self._layout = layout
-        self._kept: dict[str, tuple[Round, dict[str, Tensor]]] = {}
+        self._kept: dict[tuple[str, str], tuple[Round, dict[str, Tensor]]] = {}
 
     def add(self, parameter: str, digest: str, since: Round, body: bytes) -> None:
         """Take a frame of this pserver's blocks of one parameter. Raises what does not fit, and keeps nothing then."""
@@ -38,20 +38,20 @@ class Replacements:
         mine = {place.name for place in self._layout.places if place.block.parameter == parameter}
         if missing := mine - blocks.keys():
             raise UnknownBlock(f"the values of block {min(missing)!r} are missing")
-        self._kept[digest] = since, blocks
+        self._kept[parameter, digest] = since, blocks
 
     def blocks_for(self, round_: Round, controls: Controls) -> dict[str, Tensor]:
         """Those that this round sets here, in the order of the layout."""
         if controls.since != round_ or not controls.replaced:
             return {}
         found: dict[str, Tensor] = {}
-        for parameter, digest in controls.replaced.items():
-            if digest not in self._kept:
-                raise ApplyFailed(f"the values that round {round_} sets {parameter!r} to are not here")
-            found |= self._kept[digest][1]
+        for key in controls.replaced.items():
+            if key not in self._kept:
+                raise ApplyFailed(f"the values that round {round_} sets {key[0]!r} to are not here")
+            found |= self._kept[key][1]
         return {place.name: found[place.name] for place in self._layout.places if place.name in found}
 
     def forget(self, applied: Round) -> None:
         """Rounds up to this one are over."""
-        for digest in [digest for digest, (since, _) in self._kept.items() if since <= applied]:
-            del self._kept[digest]
+        for key in [key for key, (since, _) in self._kept.items() if since <= applied]:
+            del self._kept[key]

@@ -24,6 +24,13 @@ from .support import alive, leaving
 pytestmark = pytest.mark.asyncio
 
 
+class Taking(FakePservers):
+    """They take values, too."""
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        return httpx.Response(204) if request.url.path == REPLACEMENT else await super().__call__(request)
+
+
 async def test_nobody_goes_back_without_those_who_are_done() -> None:
     """They would not take their steps again, so that the run would fail: it was not asked for that."""
     async with coordinating(FakePservers(), lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
@@ -91,11 +98,6 @@ async def test_what_is_under_way_has_not_failed(monkeypatch: pytest.MonkeyPatch)
 
 async def test_values_that_are_set_while_it_is_paused_wait_for_no_round() -> None:
     """As the example in the documents does it: pause, set, resume."""
-
-    class Taking(FakePservers):
-        async def __call__(self, request: httpx.Request) -> httpx.Response:
-            return httpx.Response(204) if request.url.path == REPLACEMENT else await super().__call__(request)
-
     async with coordinating(Taking(), lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
         [first, _] = begin(coordinator)
         await coordinator.wait_for_plan(*first, 5)
@@ -108,6 +110,29 @@ async def test_values_that_are_set_while_it_is_paused_wait_for_no_round() -> Non
         assert (done.round, list(done.controls.replaced)) == (5, [spec.name])
         assert coordinator.replacements.read(left) is None
         assert coordinator.replacements.read(done.controls.replaced[spec.name]) is not None  # pservers may ask for it
+        other = current_plan(coordinator).parameters[1]
+        await administrator.set_values("me", other.name, bytes(4 * other.num_elements))
+        done = await administrator.resume("me")
+        assert (done.round, set(done.controls.replaced)) == (5, {spec.name, other.name})
+
+
+async def test_values_that_have_to_wait_for_a_pserver_are_not_lost_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both were asked for, and both are to count when it is back."""
+    monkeypatch.setattr(administration, "WAIT_SECONDS", 0.1)
+    pservers = Taking()
+    async with coordinating(pservers, lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
+        [first, _] = begin(coordinator)
+        await coordinator.wait_for_plan(*first, 5)
+        administrator, registry = Administration(coordinator), coordinator.cluster.registry
+        away = registry.members.pop(1)
+        one, other = current_plan(coordinator).parameters
+        for spec in (one, other):
+            with pytest.raises(TryAgain, match="under way"):
+                await administrator.set_values("me", spec.name, bytes(4 * spec.num_elements))
+        registry.members[1] = away
+        coordinator.changed()
+        await eventually(lambda: len(coordinator.audit.entries()) == 4)
+        assert set(coordinator.cluster.run.controls[-1].replaced) == {one.name, other.name}
 
 
 async def test_a_checkpoint_that_takes_its_time_keeps_nobody_from_going_on(monkeypatch: pytest.MonkeyPatch) -> None:
