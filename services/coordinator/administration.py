@@ -123,7 +123,11 @@ class Administration:
             def edit(controls: Controls) -> Controls:
                 return controls.model_copy(update={"replaced": {**controls.replaced, name: digest}})
 
-            done = await self._control(by, "set values", edit, parameter=name, digest=digest)
+            def check() -> None:
+                if not any(controls.replaced.get(name) == digest for controls in run.controls):
+                    raise TryAgain("all had to go back meanwhile, so that nothing was set")
+
+            done = await self._control(by, "set values", edit, check, parameter=name, digest=digest)
         if done.controls.is_paused:  # that round is far off, and whoever set them may be who has to resume
             return done
         members = self._coordinator.cluster.registry.members
@@ -158,7 +162,11 @@ class Administration:
             run.rollback_to = round_
             run.number += 1
 
-        return await self._do(by, "roll back", {"round": round_}, run, go_back)
+        def check() -> None:
+            if run.resume != round_:
+                raise Conflict(f"all have gone back to round {run.resume or 0} instead", current=run.resume)
+
+        return await self._do(by, "roll back", {"round": round_}, run, go_back, check)
 
     async def checkpoint(self, by: str) -> CheckpointCreated:
         """Make a checkpoint now, and wait until it is complete."""
@@ -176,7 +184,12 @@ class Administration:
     # ------------------------------------------------------------------ how
 
     async def _control(
-        self, by: str, action: str, edit: Callable[[Controls], Controls], **arguments: Any
+        self,
+        by: str,
+        action: str,
+        edit: Callable[[Controls], Controls],
+        check: Callable[[], None] = lambda: None,
+        **arguments: Any,
     ) -> ChangeDone:
         run = self._training()
 
@@ -186,11 +199,18 @@ class Administration:
             run.wanted = edit(standing)
             run.number += 1
 
-        return await self._do(by, action, arguments, run, want)
+        return await self._do(by, action, arguments, run, want, check)
 
     async def _do(
-        self, by: str, action: str, arguments: dict[str, Any], run: Run, change: Callable[[], None]
+        self,
+        by: str,
+        action: str,
+        arguments: dict[str, Any],
+        run: Run,
+        change: Callable[[], None],
+        check: Callable[[], None] = lambda: None,
     ) -> ChangeDone:
+        """Have something changed; `check` raises if it did not come about, whatever else did."""
         coordinator = self._coordinator
         async with self._lock:
             if self._training() is not run:
@@ -203,7 +223,7 @@ class Administration:
                 await self._write(run, number=number, outcome="failed", detail=str(error), **asked_for)
                 raise
             coordinator.changed()
-            ending = asyncio.create_task(self._end(run, run.number, number, asked_for), name=action)
+            ending = asyncio.create_task(self._end(run, run.number, number, asked_for, check), name=action)
             self._ending.add(ending)  # whoever asked may leave, or lose patience: it is seen to its end
             ending.add_done_callback(self._ended)
             await asyncio.wait({ending}, timeout=WAIT_SECONDS)
@@ -212,15 +232,20 @@ class Administration:
                 raise TryAgain(text, waiting_for=coordinator.cluster.waiting_for)
             return ending.result()
 
-    async def _end(self, run: Run, asked: int, number: int, asked_for: dict[str, Any]) -> ChangeDone:
+    async def _end(
+        self, run: Run, asked: int, number: int, asked_for: dict[str, Any], check: Callable[[], None]
+    ) -> ChangeDone:
         """Wait until every pserver goes by what was asked for, or the run is over, and write down which."""
         coordinator, action = self._coordinator, asked_for["action"]
         while not run.is_over and run.installed_number < asked:
             await coordinator.wait_until(lambda: run.is_over or run.installed_number >= asked, WAIT_SECONDS)
-        if run.is_over:
-            ended = NotReady(f"run {run.name} is {run.state}", waiting_for="a run")
-            await self._write(run, number=number, outcome="failed", detail=str(ended), **asked_for)
-            raise ended
+        try:
+            if run.is_over:
+                raise NotReady(f"run {run.name} is {run.state}", waiting_for="a run")
+            check()
+        except GradpostError as error:
+            await self._write(run, number=number, outcome="failed", detail=str(error), **asked_for)
+            raise
         done = self._describe(run, action)
         await self._write(run, number=number, outcome="done", round=done.round, **asked_for)
         text = f"{action}: from round {done.round} on"

@@ -143,12 +143,7 @@ class Installer:
             for member, answer in zip(members, answers, strict=True)
         }
         controls = self._controls(run, [answer for answer in answers if answer is not None])
-        wanted, run.wanted = run.wanted, None
-        try:
-            await self._adopt(run, members, replace(run.decision, membership=outcome, controls=controls), restore)
-        except BaseException:
-            run.wanted = run.wanted or wanted  # it is tried again; what came meanwhile was made from it
-            raise
+        await self._adopt(run, members, replace(run.decision, membership=outcome, controls=controls), restore)
         return True
 
     def _controls(self, run: Run, answers: list[FrozenRounds]) -> tuple[Controls, ...]:
@@ -179,12 +174,19 @@ class Installer:
     async def _adopt(
         self, run: Run, members: list[PserverMember], decision: Decision, restore: dict[PserverIndex, Round | None]
     ) -> None:
-        """Make it durable first: trainers hear of what is in effect in the answer to any heartbeat."""
+        """Make it durable first: trainers hear of what is in effect in the answer to any heartbeat.
+
+        What was wanted until now is in it.
+        """
         reach_failpoint("decide.before")
+        wanted, run.wanted = run.wanted, None
         run.pending = decision
         try:
             await self._keep()
             run.adopt(decision)
+        except BaseException:
+            run.wanted = run.wanted or wanted  # it is tried again; what came meanwhile was made from it
+            raise
         finally:
             run.pending = None
         self._restore = restore
@@ -241,8 +243,10 @@ class Installer:
             run.lose_rounds(PserverLost(f"{text}; resume the run to train them once more"), self._now())
             return False
         uploader = run.uploader if round_ is not None else min(targets, default=run.uploader)
-        # What stands goes on standing, from the beginning; values that were set are undone like all others.
-        controls = tuple(now.model_copy(update={"since": 0, "replaced": {}}) for now in run.controls[-1:])
+        # What stands, or is wanted, goes on standing; values that were set are undone like all others.
+        standing = run.controls[-1:] if run.wanted is None else (run.wanted,)
+        since = 0 if run.wanted is None else (round_ or 0) + 1
+        controls = tuple(now.model_copy(update={"since": since, "replaced": {}}) for now in standing)
         decision = Decision(run.attempt + 1, round_, uploader, Membership(targets), controls)
         await self._adopt(run, members, decision, {member.info.index: round_ for member in members})
         self._cluster.forget_checkpoints_after(round_ or 0)

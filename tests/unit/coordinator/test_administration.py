@@ -116,6 +116,40 @@ async def test_values_that_are_set_while_it_is_paused_wait_for_no_round() -> Non
         assert (done.round, set(done.controls.replaced)) == (5, {spec.name, other.name})
 
 
+async def test_what_is_asked_for_while_all_have_to_go_back_counts_from_there_on() -> None:
+    """A pserver has lost the end of its log, and the change of members becomes a rollback."""
+    pservers = Taking()
+    async with coordinating(pservers, lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
+        [first, _] = begin(coordinator)
+        await coordinator.wait_for_plan(*first, 5)
+        administrator, run = Administration(coordinator), coordinator.cluster.run
+        await administrator.set_rate("me", 0.5, None)
+        pservers.short.add("0")
+        done = await administrator.pause("me")
+        assert (run.attempt, run.wanted) == (1, None)
+        assert (done.round, done.controls.is_paused, done.controls.rates) == (5, True, {0: 0.5})
+        for taken in pservers.taken.values():
+            assert [(one.since, one.is_paused, one.rates) for one in taken[-1].controls] == [(5, True, {0: 0.5})]
+
+
+async def test_who_wants_something_else_than_all_others_hears_that_it_did_not_come_about() -> None:
+    """They go back for another reason, and values are undone; or they cannot go back to that checkpoint."""
+    pservers = Taking()
+    async with coordinating(pservers, lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
+        [first, _] = begin(coordinator)
+        await coordinator.wait_for_plan(*first, 5)
+        administrator = Administration(coordinator)
+        pservers.short.add("0")
+        spec = current_plan(coordinator).parameters[0]
+        with pytest.raises(TryAgain, match="nothing was set"):
+            await administrator.set_values("me", spec.name, bytes(4 * spec.num_elements))
+        coordinator.cluster.complete_checkpoints[:] = [3]
+        pservers.ranges = [[0, 2]]
+        with pytest.raises(Conflict, match="to round 2 instead"):
+            await administrator.roll_back("me", 3)
+        assert [entry.outcome for entry in coordinator.audit.entries()] == ["requested", "failed"] * 2
+
+
 async def test_values_that_have_to_wait_for_a_pserver_are_not_lost_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both were asked for, and both are to count when it is back."""
     monkeypatch.setattr(administration, "WAIT_SECONDS", 0.1)
