@@ -23,7 +23,7 @@ def take(browser: Browser, run: FaultyRun, name: str, theme: Any, width: int, he
     with Visit(browser, run.cluster.address, color_scheme=theme, viewport=size) as visit:
         visit.wait_until_live()
         visit.page.wait_for_selector("#parameter-list > *")
-        visit.page.click("[id='parameter-layers.1.mix.weight']")
+        visit.page.click("[id='option-layers.1.mix.weight']")
         for panel in ("curves", "speed", "parameters"):
             visit.see(f"#{panel}")
             visit.wait_until(CHARTS.format(panel))

@@ -66,7 +66,7 @@ def test_every_panel_shows_what_the_api_says(browser: Browser, closed: Closed) -
         visit.wait_until_live()
         visit.wait_until("() => document.querySelectorAll('#parameter-list > *').length > 0")
         visit.see("#parameters")
-        visit.page.click("[id='parameter-layers.1.mix.weight']")
+        visit.page.click("[id='option-layers.1.mix.weight']")
         visit.wait_until("() => document.querySelector('#parameter-more').dataset.value")
         name = "/v1/statistics/layers.1.mix.weight"
         status, activity, curves, statistics = visit.hold_answers("/v1/status", "/v1/activity", "/v1/curves", name)
@@ -86,6 +86,8 @@ def test_every_panel_shows_what_the_api_says(browser: Browser, closed: Closed) -
         newest = {rank: curve["value"][-1] for rank, curve in curves["curves"]["loss"].items()}
         wanted = json.dumps(newest, separators=(",", ":"))
         visit.wait_until("wanted => document.querySelector('#curve-chart').dataset.value === wanted", wanted)
+        ids = "() => [...document.querySelectorAll('[id]')].map(one => one.id)"
+        assert len(known := visit.page.evaluate(ids)) == len(set(known))
         check_parameters(visit, closed.ask("GET", "/v1/parameters").json()["parameters"])
         check_events(visit, closed.ask("GET", "/v1/events?limit=1000").json())
 

@@ -17,6 +17,7 @@ def make_model() -> nn.Module:
     model.embedding = nn.Linear(32, 96)
     model.layers = nn.ModuleList(nn.ModuleDict({"mix": nn.Linear(96, 96), "out": nn.Linear(96, 96)}) for _ in range(3))
     model.head = nn.Linear(96, 10)
+    model.name = nn.Parameter(torch.zeros(3))  # as the page calls a part of itself
     return model
 
 
@@ -24,7 +25,7 @@ def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     x = model.embedding(x)
     for layer in model.layers:  # type: ignore[union-attr]
         x = x + layer["out"](torch.relu(layer["mix"](x))) / 2
-    return model.head(x)  # type: ignore[no-any-return]
+    return model.head(x) + model.name.sum()  # type: ignore[no-any-return]
 
 
 def main() -> None:

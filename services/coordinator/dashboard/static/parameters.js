@@ -72,7 +72,7 @@ function showList() {
 
 function makeRow({ name, shape, bytes, blocks }) {
   const owners = [...new Set(blocks.map(({ pserver }) => pserver))];
-  return make("div", { role: "option", id: `parameter-${name}`, title: name },
+  return make("div", { role: "option", id: `option-${encodeURIComponent(name)}`, title: name },
     make("span", { class: "name" }, name), make("span", { class: "shape" }, shape.join("×") || "scalar"),
     make("span", { class: "size" }, format.bytes(bytes)),
     make("span", { class: "owners" }, format.names("pserver", owners)));
