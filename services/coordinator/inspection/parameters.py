@@ -14,7 +14,7 @@ from ps_protocol.vocabulary import DTYPE_BYTES, Block, ParameterSpec, PserverInd
 
 from ..coordinator import Coordinator
 from .formats import Tensor
-from .reading import Tensors, current_plan, read_alike, read_tensors
+from .reading import Tensors, current_plan, read_alike, read_tensors, round_everywhere
 
 
 def describe_parameters(coordinator: Coordinator) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def describe_parameters(coordinator: Coordinator) -> dict[str, Any]:
     return {
         "run": coordinator.cluster.run.name,
         "digest": plan.digest,
-        "version": min((member.round for member in coordinator.cluster.registry.members.values()), default=0),
+        "version": round_everywhere(coordinator),
         "parameters": [
             {
                 "name": spec.name,
@@ -106,8 +106,10 @@ async def wait_for_newer(coordinator: Coordinator, name: str, after: Round, seco
     at least. Raises NotFound, NotReady.
     """
     run = coordinator.cluster.run
-    _, blocks = find_parameter(current_plan(coordinator), name)
-    members, owners, attempt = coordinator.cluster.registry.members, owners_of(blocks), run.attempt
+    plan = current_plan(coordinator)
+    _, blocks = find_parameter(plan, name)
+    members, attempt = coordinator.cluster.registry.members, run.attempt
+    owners = owners_of(blocks) or range(plan.num_pservers)  # nobody has one without elements
 
     def is_newer() -> bool:
         return run.attempt != attempt or all(index in members and members[index].round > after for index in owners)
@@ -134,6 +136,6 @@ def _data_of(answers: Sequence[Tensors], name: str, num_elements: int = 0) -> me
 
 def _facts(coordinator: Coordinator, answers: Sequence[Tensors]) -> dict[str, str]:
     run = coordinator.cluster.run
-    version = min((answer.version for answer in answers), default=0)
+    version = min((answer.version for answer in answers), default=round_everywhere(coordinator))
     attempt = max((answer.attempt for answer in answers), default=run.attempt)
     return {"run": run.name, "attempt": str(attempt), "round": str(version)}

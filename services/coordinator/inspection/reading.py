@@ -77,6 +77,11 @@ def find_member(coordinator: Coordinator, index: PserverIndex) -> PserverMember:
     return member
 
 
+def round_everywhere(coordinator: Coordinator) -> Round:
+    """The newest that every pserver has said to have."""
+    return min((member.round for member in coordinator.cluster.registry.members.values()), default=0)
+
+
 async def read_alike(
     coordinator: Coordinator,
     pservers: Sequence[PserverIndex],

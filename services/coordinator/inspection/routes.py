@@ -24,7 +24,7 @@ from .activity import Activity, describe_activity
 from .event_stream import EventStreams
 from .formats import CONTENT_TYPES, Format
 from .parameters import describe_parameters, find_parameter, owners_of, read_parameter, read_slots, wait_for_newer
-from .reading import current_plan, read_versions
+from .reading import current_plan, read_versions, round_everywhere
 from .statistics import StatisticsKeeper
 from .status import describe_status
 from .whole_model import open_model
@@ -80,7 +80,7 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
         known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
         if known != [""] and after_version is None:
             _, blocks = find_parameter(current_plan(coordinator), name)
-            versions = await read_versions(coordinator, owners_of(blocks))
+            versions = await read_versions(coordinator, owners_of(blocks)) or {round_everywhere(coordinator)}
             if len(versions) == 1 and (tag := _tag(coordinator, min(versions))) in known:
                 return Response(status_code=304, headers={"etag": tag})
         if after_version is not None:
@@ -91,7 +91,9 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
         @asynccontextmanager
         async def read() -> AsyncIterator[Stream]:
             tensor = await read_parameter(coordinator, name, begin, end)
-            headers = {"etag": _tag(coordinator, tensor.version), "gradpost-round": str(tensor.version)}
+            # By what the pservers have said: the run may have gone back meanwhile, and come to this round once more.
+            tag = '"{run}.{attempt}.{round}"'.format(**tensor.facts)
+            headers = {"etag": tag, "gradpost-round": str(tensor.version)}
             body = await asyncio.to_thread(tensor.encode, form)
             yield Stream(len(body), cut_into_parts(body), headers)
 

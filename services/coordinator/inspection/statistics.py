@@ -12,12 +12,12 @@ from ps_protocol.errors import TryAgain
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import BLOCK_STATISTICS
 from ps_protocol.statistics import ParameterStatistics, Statistics
-from ps_protocol.vocabulary import Block, ParameterSpec, PserverIndex
+from ps_protocol.vocabulary import Block, ParameterSpec, PserverIndex, Round
 
 from ..coordinator import Coordinator
 from ..run import Run
 from .parameters import find_parameter, owners_of
-from .reading import TRIES, current_plan, find_member, get_from
+from .reading import TRIES, current_plan, find_member, get_from, round_everywhere
 
 STEP_SECONDS = 1.0  # for the next update, whose size is part of what is asked for
 FRESH_SECONDS = 1.0  # who asks again sooner gets the same answer
@@ -109,7 +109,9 @@ class StatisticsKeeper:
             for spec in missing:
                 parts = [described[block.name] for block in plan.blocks_of[spec.name]]
                 if _are_alike(parts) or not run.defaults.consistency.has_common_versions:
-                    found[spec.name] = _merge(run.name, spec, parts).model_dump_json().encode()
+                    found[spec.name] = (
+                        _merge(run.name, spec, parts, round_everywhere(coordinator)).model_dump_json().encode()
+                    )
             if len(found) == len(batch.specs):
                 return found
         raise TryAgain(f"the pservers moved on {TRIES} times while they were being asked")
@@ -128,8 +130,8 @@ def _are_alike(blocks: Sequence[Statistics]) -> bool:
     return len({None if block.update_squares is None else block.version for block in blocks}) <= 1
 
 
-def _merge(run: str, spec: ParameterSpec, blocks: Sequence[Statistics]) -> ParameterStatistics:
-    version = min((block.version for block in blocks), default=0)
+def _merge(run: str, spec: ParameterSpec, blocks: Sequence[Statistics], round_: Round) -> ParameterStatistics:
+    version = min((block.version for block in blocks), default=round_)
     total = Statistics(version=version, num_elements=0, update_squares=0.0, before_squares=0.0)
     for block in blocks:
         total = total.merge(block)

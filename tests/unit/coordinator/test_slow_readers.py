@@ -81,5 +81,6 @@ async def test_one_reader_too_many_waits_and_is_refused(monkeypatch: pytest.Monk
             await answered
             headers = dict(reader.start["headers"])
             assert headers[b"gradpost-round"] == b"7"
+            assert headers[b"etag"] == b'"r.0.7"'  # of what was read, not of the run as it is now
             assert sum(map(len, reader.parts)) == int(headers[b"content-length"])
             assert max(map(len, reader.parts)) == PART_BYTES
