@@ -21,13 +21,16 @@ TRAINING = {'gradpost_run_state{state="training"}': "1"}
 # What makes each alert fire, by series, as a value that it has from the beginning on (`a+b` grows by b in 15 s), and
 # after how many seconds it does.
 ALERTS: dict[str, tuple[dict[str, str], int]] = {
+    "GradpostCoordinatorDown": ({"gradpost_barrier_missing": "0"}, 2 * MINUTE),
     "GradpostPserverDown": ({'gradpost_members{kind="pserver"}': "1", "gradpost_pservers_wanted": "2"}, MINUTE),
     "GradpostBarrierStuck": ({"gradpost_barrier_waiting_seconds": "61", "gradpost_barrier_missing": "1"}, MINUTE),
     "GradpostTrainerLost": ({"gradpost_trainers_gone": "1", **TRAINING}, MINUTE),
     "GradpostStalenessHigh": (
         {'gradpost_staleness_bucket{le="32"}': "0", 'gradpost_staleness_bucket{le="64"}': "0+9",
          'gradpost_staleness_bucket{le="+Inf"}': "0+9"}, 10 * MINUTE),
-    "GradpostCheckpointOld": ({"gradpost_checkpoint_time_seconds": "1", **TRAINING}, 65 * MINUTE),
+    "GradpostCheckpointOld": (  # one shard's is no use without the others
+        {'gradpost_checkpoint_time_seconds{pserver="0"}': "1", 'gradpost_checkpoint_time_seconds{pserver="1"}': "1+15",
+         **TRAINING}, 65 * MINUTE),
     "GradpostNonFiniteGradients": ({"gradpost_nonfinite_pushes_total": "0+1"}, 15),
     "GradpostRetriesHigh": (
         {'gradpost_trainer_retries_total{reason="ReadError"}': "0+1",
@@ -38,6 +41,7 @@ ALERTS: dict[str, tuple[dict[str, str], int]] = {
 # What is just not enough for each of them.
 FINISHED = {'gradpost_run_state{state="training"}': "0", 'gradpost_run_state{state="finished"}': "1"}
 NEARLY: dict[str, dict[str, str]] = {
+    "GradpostCoordinatorDown": {"gradpost_pservers_wanted": "2"},
     "GradpostPserverDown": {'gradpost_members{kind="pserver"}': "2", "gradpost_pservers_wanted": "2"},
     "GradpostBarrierStuck": {"gradpost_barrier_waiting_seconds": "60", "gradpost_barrier_missing": "1"},
     "GradpostTrainerLost": {"gradpost_trainers_gone": "1", **FINISHED},
