@@ -88,13 +88,16 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
             if not has_other and not await wait_for_newer(coordinator, name, after_version, wait_seconds):
                 return Response(status_code=304)
 
-        @asynccontextmanager
-        async def read() -> AsyncIterator[Stream]:
+        async def encode() -> tuple[bytes, dict[str, str]]:
             tensor = await read_parameter(coordinator, name, begin, end)
             # By what the pservers have said: the run may have gone back meanwhile, and come to this round once more.
             tag = '"{run}.{attempt}.{round}"'.format(**tensor.facts)
             headers = {"etag": tag, "gradpost-round": str(tensor.version)}
-            body = await asyncio.to_thread(tensor.encode, form)
+            return await asyncio.to_thread(tensor.encode, form), headers
+
+        @asynccontextmanager
+        async def read() -> AsyncIterator[Stream]:
+            body, headers = await encode()  # nothing else is held while the client takes its time
             yield Stream(len(body), cut_into_parts(body), headers)
 
         return StreamedReply(large, read, CONTENT_TYPES[form])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from typing import Any
 
 import httpx
@@ -50,9 +52,18 @@ class Reader:
         self.parts.append(message["body"])
 
 
+class _Seen(Tensor):
+    """One that tells when it is gone."""
+
+
+read: list[weakref.ref[_Seen]] = []
+
+
 async def read_parameter(coordinator: Coordinator, name: str, begin: int | None, end: int | None) -> Tensor:
     facts: dict[str, str] = {"run": "r", "attempt": "0", "round": str(Round(7))}
-    return Tensor(name, "F32", (NUM_ELEMENTS,), bytes(4 * NUM_ELEMENTS), facts)
+    tensor = _Seen(name, "F32", (NUM_ELEMENTS,), bytes(4 * NUM_ELEMENTS), facts)
+    read.append(weakref.ref(tensor))
+    return tensor
 
 
 async def test_one_reader_too_many_waits_and_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +83,8 @@ async def test_one_reader_too_many_waits_and_is_refused(monkeypatch: pytest.Monk
         slow = [ask() for _ in range(MAX_AT_ONCE)]
         for reader, _ in slow:
             await reader.has_headers.wait()
+        gc.collect()
+        assert not [one for one in read if one() is not None]  # the reply alone is held
         late, refused = ask()
         late.may_read.set()
         await refused
