@@ -12,6 +12,7 @@ from ps_protocol.vocabulary import Round
 
 from .control import want_checkpoint
 from .coordinator import Coordinator
+from .run import Run
 
 TRIES = 12
 WAIT_SECONDS = 20.0  # for a named round to be reached and written, before another is named
@@ -25,10 +26,10 @@ async def create_checkpoint(coordinator: Coordinator) -> CheckpointCreated:
     """
     cluster = coordinator.cluster
     run = cluster.run
-    if run.state != "training":
-        raise cluster.not_training()
     ahead = 0
     for _ in range(TRIES):
+        if cluster.run is not run or run.state != "training":
+            raise cluster.not_training()
         if not cluster.registry.is_complete:
             raise NotReady("a checkpoint needs every pserver", waiting_for=cluster.waiting_for)
         round_ = max(m.round for m in cluster.registry.members.values()) + ahead
@@ -41,7 +42,7 @@ async def create_checkpoint(coordinator: Coordinator) -> CheckpointCreated:
         for error in errors:
             if not isinstance(error, GradpostError | httpx.HTTPError):
                 raise error
-        if not errors and await _wait_for(coordinator, run.name, round_):
+        if not errors and await _wait_for(coordinator, run, round_):
             return CheckpointCreated(run=run.name, round=round_, place=coordinator.place.url)
         ahead = max([1, 2 * ahead, *(int(current) - round_ + 1 for current in late)]) if late else 0
         if not late:
@@ -49,10 +50,10 @@ async def create_checkpoint(coordinator: Coordinator) -> CheckpointCreated:
     raise TryAgain(f"no round could be agreed on in {TRIES} tries")
 
 
-async def _wait_for(coordinator: Coordinator, run: str, round_: Round) -> bool:
+async def _wait_for(coordinator: Coordinator, run: Run, round_: Round) -> bool:
     # Pservers tell of what they have written in their heartbeats.
     cluster = coordinator.cluster
     await coordinator.wait_until(
-        lambda: cluster.run.name != run or round_ in cluster.complete_checkpoints, WAIT_SECONDS
+        lambda: cluster.run is not run or run.is_over or round_ in cluster.complete_checkpoints, WAIT_SECONDS
     )
-    return cluster.run.name == run and round_ in cluster.complete_checkpoints
+    return cluster.run is run and round_ in cluster.complete_checkpoints

@@ -30,6 +30,25 @@ async def test_a_checkpoint_needs_every_pserver():
             await create_checkpoint(coordinator)
 
 
+async def test_who_wants_a_checkpoint_of_a_run_that_fails_meanwhile_hears_of_it_at_once(monkeypatch):
+    is_asked = asyncio.Event()
+
+    async def want(http: object, member: object, run: str, round_: int) -> None:
+        is_asked.set()
+
+    monkeypatch.setattr("services.coordinator.checkpointing.want_checkpoint", want)
+    async with coordinating(FakePservers(), lease_seconds=30) as coordinator:
+        [_, trainer] = begin(coordinator)
+        await coordinator.wait_for_plan(*trainer, 5)
+        made = asyncio.create_task(create_checkpoint(coordinator))
+        await is_asked.wait()
+        rank, run, incarnation = trainer
+        coordinator.cluster.leave_trainer(rank, leaving("failed", run=run, incarnation=incarnation), coordinator.now())
+        coordinator.changed()
+        with pytest.raises(NotReady, match="no run is training"):
+            await asyncio.wait_for(made, 5)
+
+
 async def test_the_last_checkpoint_holds_what_pservers_have_taken_meanwhile(monkeypatch):
     """Asynchronous pushes that nobody waited for: they are applied after the trainer has gone."""
     asked: list[int] = []
