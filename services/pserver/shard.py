@@ -237,17 +237,17 @@ class Shard:
         return [header, *self._encoder.encode(places), *(self._buffers[spec.name] for spec in specs)]
 
     def encode_slots(self, names: Collection[str], metadata: Mapping[str, str] | None = None) -> list[bytes]:
-        """A frame of the optimizer's slots of these blocks, float32: `{slot}/{block}`, all slots of a block together.
+        """A frame of the optimizer's slots of these blocks, float32: `{slot}/{block}`, all blocks of a slot together.
 
         A slot that no update has needed yet is not in it. The metadata's `steps` counts each block's updates.
         """
         slots = self.optimizer.slots() if self.optimizer else {}
         states = self.optimizer.states() if self.optimizer else {}
         places = [self.layout.place[name] for name in names]
-        entries = [(f"{slot}/{p.name}", "F32", (p.block.num_elements,)) for p in places for slot in sorted(slots)]
+        entries = [(f"{slot}/{p.name}", "F32", (p.block.num_elements,)) for slot in sorted(slots) for p in places]
         steps = json.dumps({place.name: states[place.name].steps for place in places if place.name in states})
         header = encode_header(entries, {**(metadata or {}), STEPS_KEY: steps})
-        data = [bytes(view_bytes(slots[slot][p.begin : p.end])) for p in places for slot in sorted(slots)]
+        data = [bytes(view_bytes(slots[slot][p.begin : p.end])) for slot in sorted(slots) for p in places]
         return [header, *data]
 
     def digest(self) -> str:

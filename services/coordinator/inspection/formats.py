@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -13,8 +13,9 @@ import numpy as np
 
 from ps_protocol.errors import InvalidMessage, MalformedFrame, WrongDtype, WrongShape
 from ps_protocol.frames import CONTENT_TYPE, FrameLimits, encode_header, parse_frame
-from ps_protocol.vocabulary import Round
+from ps_protocol.vocabulary import DTYPE_BYTES
 
+BinaryFormat: TypeAlias = Literal["safetensors", "npy"]
 Format: TypeAlias = Literal["safetensors", "npy", "json"]
 
 CONTENT_TYPES: Mapping[Format, str] = {
@@ -23,57 +24,70 @@ CONTENT_TYPES: Mapping[Format, str] = {
     "json": "application/json",
 }
 MAX_JSON_ELEMENTS = 100_000
-_NUMPY = {"F32": "<f4", "F16": "<f2"}
+_NUMPY = {"F32": "<f4", "F16": "<f2", "BF16": "<f4"}
 _NUMPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Values of one parameter as they are on the wire, or a range of them, which is flat."""
+    """What is known of one parameter, or of a range of it, which is flat, before its values are read."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: bytes
     facts: Mapping[str, str]  # run, attempt, round
 
-    @property
-    def version(self) -> Round:
-        """The round; in asynchronous modes contributions, those of the pserver that has the fewest."""
-        return int(self.facts["round"])
-
-    def encode(self, form: Format) -> bytes:
-        """As that format has it. Raises InvalidMessage if it is too much for JSON."""
+    def begin(self, form: BinaryFormat) -> bytes:
+        """What stands before the values."""
         if form == "safetensors":
-            return encode_header([(self.name, self.dtype, self.shape)], self.facts) + self.data
-        if form == "npy":
-            file = io.BytesIO()
-            np.lib.format.write_array(file, self.to_numpy(), allow_pickle=False)
-            return file.getvalue()
-        return self._encode_json()
+            return encode_header([(self.name, self.dtype, self.shape)], self.facts)
+        file = io.BytesIO()
+        described = {"descr": _NUMPY[self.dtype], "fortran_order": False, "shape": self.shape}
+        np.lib.format.write_array_header_1_0(file, described)
+        return file.getvalue()
 
-    def to_numpy(self) -> np.ndarray[Any, Any]:
-        """An array of the shape; bfloat16, which NumPy does not have, becomes float32."""
-        if self.dtype == "BF16":
-            bits = np.frombuffer(self.data, "<u2").astype("<u4") << 16
-            return bits.view("<f4").reshape(self.shape)
-        return np.frombuffer(self.data, _NUMPY[self.dtype]).reshape(self.shape)
+    def num_bytes(self, form: BinaryFormat) -> int:
+        """Of the values in that format."""
+        width = np.dtype(_NUMPY[self.dtype]).itemsize if form == "npy" else DTYPE_BYTES[self.dtype]
+        return math.prod(self.shape) * width
 
-    def _encode_json(self) -> bytes:
-        if math.prod(self.shape) > MAX_JSON_ELEMENTS:
-            raise InvalidMessage(
-                "that is too much for JSON: ask for a range with begin and end, or for another format",
-                expected=f"<= {MAX_JSON_ELEMENTS} elements", actual=math.prod(self.shape),
-            )  # fmt: skip
-        values = self.to_numpy()
+    async def convert(self, parts: AsyncIterator[bytes], form: BinaryFormat) -> AsyncIterator[bytes]:
+        """Values as they are on the wire, as that format has them."""
+        rest = b""
+        async for part in parts:
+            if form == "npy" and self.dtype == "BF16":
+                part, rest = rest + part, b""
+                if len(part) % 2:
+                    part, rest = part[:-1], part[-1:]
+                part = _widen(part).tobytes()
+            yield part
+
+    def encode_json(self, data: bytes) -> bytes:
+        """All of it; JSON names NaN and the infinities."""
+        values = _widen(data) if self.dtype == "BF16" else np.frombuffer(data, _NUMPY[self.dtype])
+        listed = values.reshape(self.shape).tolist()
         document = {
             "name": self.name,
             "dtype": self.dtype,
             "shape": list(self.shape),
             **{key: int(value) if value.isdecimal() and key != "run" else value for key, value in self.facts.items()},
-            "values": values.tolist() if np.isfinite(values).all() else _name_nonfinite(values.tolist()),
+            "values": listed if np.isfinite(values).all() else _name_nonfinite(listed),
         }
         return json.dumps(document, allow_nan=False).encode()
+
+
+def check_json(num_elements: int) -> None:
+    """Raises InvalidMessage if it is too much for JSON."""
+    if num_elements > MAX_JSON_ELEMENTS:
+        raise InvalidMessage(
+            "that is too much for JSON: ask for a range with begin and end, or for another format",
+            expected=f"<= {MAX_JSON_ELEMENTS} elements", actual=num_elements,
+        )  # fmt: skip
+
+
+def _widen(data: bytes) -> np.ndarray[Any, Any]:
+    """Bfloat16, which NumPy does not have, as float32."""
+    return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
 
 
 def _name_nonfinite(value: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from ps_protocol.errors import InvalidMessage, NotFound
@@ -11,10 +12,12 @@ from ps_protocol.frames import encode_header
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import BLOCKS, SLOTS, STEPS_KEY
 from ps_protocol.vocabulary import DTYPE_BYTES, Block, ParameterSpec, PserverIndex, Round
+from services.runtime.large_replies import PART_BYTES, Stream, cut_into_parts
 
 from ..coordinator import Coordinator
-from .formats import Tensor
-from .reading import Tensors, current_plan, read_alike, read_tensors, round_everywhere
+from .arriving import ArrivingFrame, open_frames
+from .formats import Format, Tensor, check_json
+from .reading import current_plan, round_everywhere
 
 
 def describe_parameters(coordinator: Coordinator) -> dict[str, Any]:
@@ -54,25 +57,51 @@ def owners_of(blocks: Sequence[Block]) -> list[PserverIndex]:
     return sorted({block.pserver for block in blocks})
 
 
-async def read_parameter(
-    coordinator: Coordinator, name: str, begin: int | None = None, end: int | None = None
-) -> Tensor:
+@asynccontextmanager
+async def open_parameter(
+    coordinator: Coordinator, name: str, form: Format, begin: int | None = None, end: int | None = None
+) -> AsyncIterator[Stream]:
     """One parameter, whole or elements `[begin, end)` of it, flat; in the synchronous mode all of it of one round.
 
-    In the others pservers have no version in common, and `round` is the oldest. Passes through this process's memory.
+    In the others pservers have no version in common, and `round` is the oldest. It flows through, unless it is JSON.
     Raises NotFound, InvalidMessage, TryAgain, NotReady.
     """
     spec, blocks = find_parameter(current_plan(coordinator), name)
     low, high = _check_range(spec, begin, end)
+    if form == "json":
+        check_json(high - low)
     wanted = [block for block in blocks if block.begin < high and low < block.end]
-    answers = await _read_blocks(coordinator, BLOCKS, wanted or blocks[:1])
-    width = DTYPE_BYTES[spec.dtype]
-    data = b"".join(
-        _data_of(answers, block.name)[width * max(low - block.begin, 0) : width * (min(high, block.end) - block.begin)]
-        for block in wanted
-    )
-    is_whole = begin is None and end is None
-    return Tensor(name, spec.dtype, spec.shape if is_whole else (high - low,), data, _facts(coordinator, answers))
+    async with open_frames(coordinator, BLOCKS, _names_of(wanted or blocks[:1])) as frames:
+        shape = spec.shape if begin is None and end is None else (high - low,)
+        tensor = Tensor(name, spec.dtype, shape, _facts(coordinator, frames))
+        # By what the pservers have said: the run may have gone back meanwhile, and come to this round once more.
+        tag = '"{run}.{attempt}.{round}"'.format(**tensor.facts)
+        headers = {"etag": tag, "gradpost-round": tensor.facts["round"]}
+        parts = _read_range(frames, wanted, low, high, DTYPE_BYTES[spec.dtype])
+        if form == "json":
+            body = tensor.encode_json(b"".join([part async for part in parts]))
+            yield Stream(len(body), cut_into_parts(body), headers)
+        else:
+            head = tensor.begin(form)
+            yield Stream(len(head) + tensor.num_bytes(form), _join(head, tensor.convert(parts, form)), headers)
+
+
+async def _read_range(
+    frames: Mapping[PserverIndex, ArrivingFrame], blocks: Sequence[Block], low: int, high: int, width: int
+) -> AsyncIterator[bytes]:
+    """Elements from `low` to below `high` of blocks in order; behind the last one nothing is read."""
+    for block in blocks:
+        frame = frames[block.pserver]
+        async for _ in frame.read(width * max(low - block.begin, 0)):
+            pass
+        async for part in frame.read(width * (min(high, block.end) - max(low, block.begin))):
+            yield part
+
+
+async def _join(head: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield head
+    async for part in parts:
+        yield part
 
 
 def _check_range(spec: ParameterSpec, begin: int | None, end: int | None) -> tuple[int, int]:
@@ -85,18 +114,37 @@ def _check_range(spec: ParameterSpec, begin: int | None, end: int | None) -> tup
     return low, high
 
 
-async def read_slots(coordinator: Coordinator, name: str) -> bytes:
-    """A safetensors file of the optimizer's slots of one parameter, in its shape and float32, as `read_parameter` does.
+@asynccontextmanager
+async def open_slots(coordinator: Coordinator, name: str) -> AsyncIterator[Stream]:
+    """A safetensors file of the optimizer's slots of one parameter, in its shape and float32, as `open_parameter` does.
 
     A slot that no update has needed yet is not in it. Its metadata tells how often the parameter was stepped, `steps`.
     """
     spec, blocks = find_parameter(current_plan(coordinator), name)
-    answers = await _read_blocks(coordinator, SLOTS, blocks)
-    slots = sorted({key.split("/", 1)[0] for answer in answers for key in answer.data})
-    steps = [count for answer in answers for count in json.loads(answer.metadata.get(STEPS_KEY, "{}")).values()]
-    facts = {**_facts(coordinator, answers), STEPS_KEY: str(min(steps, default=0))}
-    data = [_data_of(answers, f"{slot}/{block.name}", block.num_elements) for slot in slots for block in blocks]
-    return encode_header([(slot, "F32", spec.shape) for slot in slots], facts) + b"".join(data)
+    async with open_frames(coordinator, SLOTS, _names_of(blocks)) as frames:
+        slots = sorted({name.split("/", 1)[0] for frame in frames.values() for name in frame.names})
+        steps = [json.loads(frame.metadata.get(STEPS_KEY, "{}")) for frame in frames.values()]  # of each block
+        fewest = min((count for counts in steps for count in counts.values()), default=0)
+        facts = {**_facts(coordinator, frames), STEPS_KEY: str(fewest)}
+        head = encode_header([(slot, "F32", spec.shape) for slot in slots], facts)
+
+        async def parts() -> AsyncIterator[bytes]:
+            for slot in slots:
+                for block in blocks:
+                    async for part in _read_slot(frames[block.pserver], f"{slot}/{block.name}", block.num_elements):
+                        yield part
+
+        yield Stream(len(head) + len(slots) * 4 * spec.num_elements, _join(head, parts()), {})
+
+
+async def _read_slot(frame: ArrivingFrame, name: str, num_elements: int) -> AsyncIterator[bytes]:
+    """One that its pserver has not needed yet is zeros."""
+    if name in frame.names:
+        async for part in frame.read(4 * num_elements):
+            yield part
+        return
+    for begin in range(0, 4 * num_elements, PART_BYTES):
+        yield bytes(min(PART_BYTES, 4 * num_elements - begin))
 
 
 async def wait_for_newer(coordinator: Coordinator, name: str, after: Round, seconds: float) -> bool:
@@ -118,24 +166,15 @@ async def wait_for_newer(coordinator: Coordinator, name: str, after: Round, seco
     return coordinator.cluster.run is run and is_newer()
 
 
-async def _read_blocks(coordinator: Coordinator, route: str, blocks: Sequence[Block]) -> list[Tensors]:
-    """From each pserver those of the blocks that it has."""
-    names = {index: [block.name for block in blocks if block.pserver == index] for index in owners_of(blocks)}
-    return await read_alike(
-        coordinator,
-        list(names),
-        lambda member, named: read_tensors(coordinator, member, route, names[member.info.index], named),
-    )
+def _names_of(blocks: Sequence[Block]) -> dict[PserverIndex, list[str]]:
+    """What to ask each pserver for."""
+    return {index: [block.name for block in blocks if block.pserver == index] for index in owners_of(blocks)}
 
 
-def _data_of(answers: Sequence[Tensors], name: str, num_elements: int = 0) -> memoryview:
-    """Of one tensor; of a slot that one of the pservers has not needed yet it is zeros."""
-    found = (answer.data[name] for answer in answers if name in answer.data)
-    return next(found, memoryview(bytes(4 * num_elements)))
-
-
-def _facts(coordinator: Coordinator, answers: Sequence[Tensors]) -> dict[str, str]:
-    run = coordinator.cluster.run
-    version = min((answer.version for answer in answers), default=round_everywhere(coordinator))
-    attempt = max((answer.attempt for answer in answers), default=run.attempt)
-    return {"run": run.name, "attempt": str(attempt), "round": str(version)}
+def _facts(coordinator: Coordinator, frames: Mapping[PserverIndex, ArrivingFrame]) -> dict[str, str]:
+    if not frames:  # no pserver has a block of it
+        run = coordinator.cluster.run
+        return {"run": run.name, "attempt": str(run.attempt), "round": str(round_everywhere(coordinator))}
+    newest = max(frames.values(), key=lambda frame: frame.attempt)
+    version = min(frame.version for frame in frames.values())
+    return {"run": newest.run, "attempt": str(newest.attempt), "round": str(version)}

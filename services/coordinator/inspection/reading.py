@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
 
 from ps_protocol.errors import NotReady, StaleRound, TryAgain
-from ps_protocol.frames import FrameLimits, parse_frame
 from ps_protocol.messages import PserverState
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import STATE
@@ -53,14 +51,6 @@ class Answer:
 A = TypeVar("A", bound=Answer)
 
 
-@dataclass(frozen=True)
-class Tensors(Answer):
-    """A frame: data by tensor name."""
-
-    data: dict[str, memoryview]
-    metadata: dict[str, str]
-
-
 def current_plan(coordinator: Coordinator) -> SlicePlan:
     """The plan of the run. Raises NotReady before there is one."""
     plan = coordinator.cluster.run.plan
@@ -95,9 +85,8 @@ async def read_alike(
     named: Round | None = None
     ahead = 1
     for _ in range(TRIES):
-        answers = await asyncio.gather(
-            *(ask(find_member(coordinator, index), named) for index in pservers), return_exceptions=True
-        )
+        members = [find_member(coordinator, index) for index in pservers]
+        answers = await asyncio.gather(*(ask(member, named) for member in members), return_exceptions=True)
         late = [error for error in answers if isinstance(error, StaleRound)]
         for error in answers:
             if isinstance(error, BaseException) and not isinstance(error, StaleRound):
@@ -110,24 +99,6 @@ async def read_alike(
         newest = max([*rounds, *(int(error.facts.get("current") or 0) for error in late)])
         named, ahead = newest + ahead, 2 * ahead
     raise TryAgain(f"the pservers moved on {TRIES} times while they were being read")
-
-
-async def read_tensors(
-    coordinator: Coordinator,
-    member: PserverMember,
-    route: str,
-    names: Sequence[str],
-    named: Round | None,
-) -> Tensors:
-    """The frame that a pserver answers for these blocks."""
-    parameters: dict[str, Any] = {"name": list(names)}
-    if named is not None:
-        parameters |= {"round": named, "wait_seconds": WAIT_SECONDS}
-    body = await get_from(coordinator, member, route, parameters)
-    frame = parse_frame(body, FrameLimits(max_body_bytes=len(body)))
-    whole = memoryview(body)[frame.data_begin :]
-    data = {entry.name: whole[entry.begin : entry.end] for entry in frame.tensors}
-    return Tensors(data, dict(frame.metadata))
 
 
 async def get_from(coordinator: Coordinator, member: PserverMember, route: str, parameters: dict[str, Any]) -> bytes:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Annotated, Any, TypeAlias
 
 from fastapi import FastAPI, Query, Request, Response
@@ -15,7 +12,7 @@ from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import ClusterStatus
 from ps_protocol.statistics import ParameterStatistics
 from ps_protocol.vocabulary import Round
-from services.runtime.large_replies import LargeReplies, LargeReply, Stream, StreamedReply, cut_into_parts
+from services.runtime.large_replies import LargeReplies, StreamedReply
 
 from ..coordinator import Coordinator
 from ..curves import MAX_POINTS
@@ -23,7 +20,7 @@ from ..events import MAX_EVENTS, Event
 from .activity import Activity, describe_activity
 from .event_stream import EventStreams
 from .formats import CONTENT_TYPES, Format
-from .parameters import describe_parameters, find_parameter, owners_of, read_parameter, read_slots, wait_for_newer
+from .parameters import describe_parameters, find_parameter, open_parameter, open_slots, owners_of, wait_for_newer
 from .reading import current_plan, read_versions, round_everywhere
 from .statistics import StatisticsKeeper
 from .status import describe_status
@@ -88,19 +85,7 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
             if not has_other and not await wait_for_newer(coordinator, name, after_version, wait_seconds):
                 return Response(status_code=304)
 
-        async def encode() -> tuple[bytes, dict[str, str]]:
-            tensor = await read_parameter(coordinator, name, begin, end)
-            # By what the pservers have said: the run may have gone back meanwhile, and come to this round once more.
-            tag = '"{run}.{attempt}.{round}"'.format(**tensor.facts)
-            headers = {"etag": tag, "gradpost-round": str(tensor.version)}
-            return await asyncio.to_thread(tensor.encode, form), headers
-
-        @asynccontextmanager
-        async def read() -> AsyncIterator[Stream]:
-            body, headers = await encode()  # nothing else is held while the client takes its time
-            yield Stream(len(body), cut_into_parts(body), headers)
-
-        return StreamedReply(large, read, CONTENT_TYPES[form])
+        return StreamedReply(large, lambda: open_parameter(coordinator, name, form, begin, end), CONTENT_TYPES[form])
 
     @app.get(routes.STATISTICS, tags=["inspection"], response_model=ParameterStatistics)
     async def parameter_statistics(name: str) -> Response:
@@ -113,11 +98,7 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
     @app.get(routes.PARAMETER_SLOTS, tags=["inspection"], response_class=Response, responses=_FILE)
     async def slots(name: str) -> Response:
         """The optimizer's slots of one parameter, as a safetensors file of float32 tensors of its shape."""
-
-        async def read() -> list[bytes]:
-            return [await read_slots(coordinator, name)]
-
-        return LargeReply(large, read, CONTENT_TYPE)
+        return StreamedReply(large, lambda: open_slots(coordinator, name), CONTENT_TYPE)
 
     @app.get(routes.MODEL, tags=["inspection"], response_class=Response, responses=_FILE)
     async def model() -> Response:

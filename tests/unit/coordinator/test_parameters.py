@@ -6,7 +6,7 @@ import pytest
 
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import ParameterSpec
-from services.coordinator.inspection.parameters import read_parameter, wait_for_newer
+from services.coordinator.inspection.parameters import open_parameter, wait_for_newer
 
 from .coordinating import FakePservers, begin, coordinating
 from .support import beat
@@ -24,4 +24,5 @@ async def test_one_without_elements_is_of_the_round_that_all_have() -> None:
             coordinator.cluster.pserver_heartbeat(index, beat(run=first[1], round_=round_), coordinator.now())
         assert not await wait_for_newer(coordinator, "none", 8, 0.01)
         assert await wait_for_newer(coordinator, "none", 7, 0.01)
-        assert (await read_parameter(coordinator, "none")).version == 8
+        async with open_parameter(coordinator, "none", "npy") as stream:
+            assert stream.headers["gradpost-round"] == "8"
