@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ import httpx
 import pytest
 import yaml
 
+from ..docs.markdown import code_blocks, read, section
 from .conftest import ROOT, Compose
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(1800)]
@@ -17,6 +19,12 @@ pytestmark = [pytest.mark.extended, pytest.mark.timeout(1800)]
 API = "http://127.0.0.1:7070"
 PROMETHEUS = "http://127.0.0.1:9090/api/v1/query"
 WAIT_SECONDS = 180.0
+# What docs/deploy.md says to type; the profiles want a GPU, or an image from elsewhere.
+[TYPED] = code_blocks(section(read("deploy.md"), "Containers"), "bash")
+UP, SCALE, EXEC, DOWN = (
+    shlex.split(line, comments=True)[2:] for line in TYPED.text.splitlines() if "--profile" not in line
+)
+UP.remove("--build")  # `compose` has built
 LAST_LINE = r"trained: mode=sync transport=HTTP/2 accuracy=0\.9\d+ rounds=\d+ seconds=[\d.]+"
 
 
@@ -29,8 +37,9 @@ def wait_for_results(compose: Compose, number: int) -> list[str]:
     return lines
 
 
-def token(compose: Compose, scope: str = "read") -> str:
-    return compose("exec", "-T", "coordinator", "gradpost", "token", "show", "--scope", scope).strip()
+def token(compose: Compose) -> str:
+    exec_, *command = EXEC
+    return compose(exec_, "-T", *command).strip()
 
 
 def status(compose: Compose) -> dict[str, Any]:
@@ -51,7 +60,7 @@ def exit_codes(compose: Compose) -> list[str]:
 
 def test_it_trains_and_what_stays_can_be_looked_at(compose: Compose, capsys: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
-    compose("up", "-d")
+    compose(*UP, "-d")
     while "loss" not in compose("logs", "trainer"):
         assert time.monotonic() - began < WAIT_SECONDS, compose("logs")
     with capsys.disabled():
@@ -111,8 +120,9 @@ def test_it_is_well(compose: Compose, service: str) -> None:
 
 
 def test_a_run_has_as_many_trainers_as_come(compose: Compose) -> None:
-    compose("down", "--volumes")
-    compose("up", "-d", "--scale", "trainer=4")
+    compose(*DOWN)
+    up, *flags = SCALE
+    compose(up, "-d", *flags)
     assert len(set(wait_for_results(compose, 1))) == 1  # not every tool shows the logs of all four
     found = status(compose)
     assert (found["state"], found["num_trainers"]) == ("finished", 4)

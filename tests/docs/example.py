@@ -18,7 +18,7 @@ from ps_protocol.messages import InstallRun, PserverRegistered, PushAnswer
 from ps_protocol.routes import INITIAL
 
 from .apps import call, run_pserver
-from .markdown import CodeBlock, code_blocks, read, section
+from .markdown import CodeBlock, examples, read, section
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ def read_dump(block: CodeBlock) -> bytes:
 
 
 TEXT = section(read("protocol.md"), "One round in bytes")
-PLAN, ACKNOWLEDGED = (json.loads(block.text) for block in code_blocks(TEXT, "json"))
-PUSHED, REPLIED = map(read_dump, code_blocks(TEXT, "hexdump"))
-SEND, GET = map(read_request, code_blocks(TEXT, "http"))
+PLAN, ACKNOWLEDGED = (json.loads(block.text) for block in examples(TEXT, "json"))
+PUSHED, REPLIED = map(read_dump, examples(TEXT, "hexdump"))
+SEND, GET = map(read_request, examples(TEXT, "http"))
 
 
 @asynccontextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "deploy" / "README.md"])
 
 _FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -17,6 +18,9 @@ _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 class CodeBlock:
     language: str
     text: str
+
+
+TAKEN: set[CodeBlock] = set()
 
 
 def read(name: str) -> str:
@@ -60,6 +64,16 @@ def code_blocks(text: str, language: str | None = None) -> list[CodeBlock]:
     """All fenced blocks, or those of one language."""
     blocks = [CodeBlock(match[2], match[3]) for match in _FENCED.finditer(text)]
     return [block for block in blocks if language in (None, block.language)]
+
+
+def examples(text: str, language: str) -> list[CodeBlock]:
+    """All blocks of one language, for a module whose tests run all of them: test_examples.py finds what nobody takes.
+
+    Taken when the module is imported; so a block that is added later comes to the test that runs its like, or to none.
+    """
+    blocks = code_blocks(text, language)
+    TAKEN.update(blocks)
+    return blocks
 
 
 def without_code(text: str) -> str:

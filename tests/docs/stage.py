@@ -26,6 +26,11 @@ from ..cluster.trainer_processes import Plot, Trainer
 from .markdown import ROOT
 
 GRADPOST = [sys.executable, "-P", "-m", "gradpost"]
+FUNCTIONS = f"""
+curl() {{ command curl --fail-with-body "$@"; }}
+gradpost() {{ {shlex.join(GRADPOST)} "$@"; }}
+python3() {{ {sys.executable} "$@"; }}
+"""
 
 
 class Stage:
@@ -57,13 +62,7 @@ class Stage:
 
     def shell(self, *scripts: str, **more: str) -> str:
         """What the commands of a document print in a shell of this cluster's folder; each has to work."""
-        functions = f'curl() {{ command curl --fail-with-body "$@"; }}\ngradpost() {{ {shlex.join(GRADPOST)} "$@"; }}\n'
-        done = subprocess.run(
-            ["bash", "-e"], input=functions + "".join(scripts), env=environment(self.environment(**more)), text=True,
-            cwd=self.folder, capture_output=True, timeout=300,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return run_shell(self.folder, *scripts, **self.environment(**more))
 
     def status_with(self, text: str) -> str:
         """What `gradpost status` prints at the first moment when this is in it: a process of its own may be late."""
@@ -140,4 +139,14 @@ def run_gradpost(*command: str, cwd: Path | None = None, **more: str) -> str:
         [*GRADPOST, *command], env=environment(more), cwd=cwd, text=True, timeout=120,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
+    return done.stdout
+
+
+def run_shell(folder: Path, *scripts: str, **more: str) -> str:
+    """What the commands of a document print in a folder; each has to work."""
+    done = subprocess.run(
+        ["bash", "-e"], input=FUNCTIONS + "".join(scripts), env=environment(more), text=True, cwd=folder,
+        capture_output=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .markdown import DOCS, ROOT, anchors, code_blocks, links
-
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "deploy" / "README.md"])
+from .markdown import DOCUMENTS, ROOT, anchors, code_blocks, links
 
 
 def name(path: Path) -> str:

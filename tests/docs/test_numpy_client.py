@@ -15,13 +15,13 @@ from safetensors.numpy import load
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
-from .markdown import code_blocks, read, section
+from .markdown import examples, read, section
 from .reading import read_bytes
 
 pytestmark = pytest.mark.cluster
 
 SECTION = section(read("protocol.md"), "A client in numpy")
-CLIENT, REST = [block.text for block in code_blocks(SECTION, "python")]
+CLIENT, REST = [block.text for block in examples(SECTION, "python")]
 CODE = f"{CLIENT}\n{REST}"
 ROUNDS = 5
 NUM_ELEMENTS = 10_000

@@ -1,31 +1,31 @@
-"""docs/operations.md: its commands run, what they name is there, and every alert has its place."""
+"""docs/operations.md: its commands run, and every alert has its place."""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import shutil
+import signal
+import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from trainer_client.testing import LocalCluster
 
 from ..cluster.trainer_processes import Plot, Trainer
-from .markdown import ROOT, code_blocks, codes, read, section
-from .stage import Stage
+from .markdown import ROOT, examples, read, section
+from .stage import Stage, environment, run_gradpost
 
 TEXT = read("operations.md")
-[UP] = [block.text for block in code_blocks(TEXT, "sh") if "gradpost up" in block.text]
-SHELL = "".join(block.text for block in code_blocks(TEXT, "sh") if block.text != UP)
-ELSEWHERE = [
-    command
-    for text in [*(line for block in code_blocks(TEXT, "bash") for line in block.text.splitlines()), *codes(TEXT)]
-    for command in [text.strip()]
-    if command.startswith(("docker ", "kubectl "))
-]
+SCRIPTS = [block.text for block in examples(TEXT, "sh")]
+[UP] = [script for script in SCRIPTS if "gradpost up" in script]
+SHELL = "".join(script for script in SCRIPTS if script != UP)
+[MACHINES] = examples(TEXT, "console")
 
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="wants curl (apt-get install curl)")
 
@@ -80,28 +80,38 @@ def test_another_number_of_pservers(tmp_path: Path, stage: Stage) -> None:
     assert len(set(digests)) == 1
 
 
-def test_what_is_named_elsewhere_is_there() -> None:
-    composed = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-    objects = {
-        f"{one['kind'].lower()}/{one['metadata']['name']}"
-        for file in (ROOT / "deploy" / "kubernetes" / "base").glob("*.yaml")
-        for one in yaml.safe_load_all(file.read_text())
-        if one.get("metadata")
-    }
-    assert len(ELSEWHERE) > 8
-    for command in ELSEWHERE:
-        subprocess.run(["bash", "-n"], input=command, text=True, check=True)
-        if command.startswith("docker "):
-            found = re.fullmatch(r"docker compose (?:up|down|logs|restart|exec)((?: -\S+)*)((?: \S+)?).*", command)
-            assert found, command
-            assert found[2].strip().partition("=")[0] in {"", *composed}, command
-        elif " -k " in command:
-            assert (ROOT / command.rpartition(" ")[2] / "kustomization.yaml").exists(), command
-        else:
-            assert command.startswith("kubectl -n gradpost "), command
-            named = set(re.findall(r"\w+/[\w-]+", command))
-            assert named, command
-            assert named <= objects, command
+@pytest.mark.cluster
+@pytest.mark.extended
+@pytest.mark.timeout(400)
+def test_several_machines(tmp_path: Path) -> None:
+    """All of them are this one: each has an address of its own on loopback, and the folder of tokens is copied."""
+    run_gradpost("token", "create", "--dir", str(tmp_path / "tokens"))
+    script = (ROOT / "tests" / "cluster" / "fault_script.py").read_text()
+    (tmp_path / "train.py").write_text(script.replace("int(sys.argv[1])", "20"))
+    with socket.create_server(("127.0.0.5", 0)) as taken:
+        port = str(taken.getsockname()[1])
+    text = MACHINES.text.replace("10.0.0.", "127.0.0.").replace("7070", port).replace("/var/lib", str(tmp_path))
+    coordinator, pserver, trainer = (line.removeprefix("$ ") for line in text.splitlines())
+    services = [coordinator, *(pserver.replace("--pserver-index 0", f"--pserver-index {i}") for i in range(2))]
+    trainers = [trainer.replace("RANK=0", f"RANK={rank}") for rank in range(4)]
+    env = environment({
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "GRADPOST_TOKENS_DIR": str(tmp_path / "tokens"),
+    })  # fmt: skip
+    started: list[subprocess.Popen[str]] = []
+    try:
+        for command in [*services, *trainers]:
+            words = ["env", *shlex.split(command)]
+            started.append(subprocess.Popen(words, cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE))
+        results = [trainer.communicate(timeout=200)[0].splitlines()[-1] for trainer in started[3:]]
+        assert len(set(results)) == 1, results
+        assert re.fullmatch(r"result \w+ 20", results[0])
+        for service in started[:3]:
+            service.send_signal(signal.SIGTERM)
+        assert [process.wait(100) for process in started] == [0] * 7
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
 
 
 def test_every_alert_has_its_place() -> None:

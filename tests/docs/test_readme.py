@@ -14,7 +14,7 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 
-from .markdown import ROOT, code_blocks, section
+from .markdown import ROOT, examples, section
 
 pytestmark = [
     pytest.mark.cluster,
@@ -23,6 +23,8 @@ pytestmark = [
 ]
 
 USE_IT = section((ROOT / "README.md").read_text(), "Use it")
+[SCRIPT] = examples(USE_IT, "python")
+[SHELL] = examples(USE_IT, "sh")
 MODEL_AND_DATA = """
 import collections, torch
 torch.set_num_threads(1)
@@ -32,12 +34,10 @@ make_model = lambda: torch.nn.Sequential(collections.OrderedDict(fc=torch.nn.Lin
 
 
 def test_it_trains_and_can_be_looked_at(tmp_path: Path) -> None:
-    [script] = [block.text for block in code_blocks(USE_IT, "python")]
-    (tmp_path / "train.py").write_text(MODEL_AND_DATA + script)
+    (tmp_path / "train.py").write_text(MODEL_AND_DATA + SCRIPT.text)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-    [shell] = [block.text.replace("7070", port) for block in code_blocks(USE_IT, "sh")]
-    up, status, curl = shell.splitlines()
+    up, status, curl = SHELL.text.replace("7070", port).splitlines()
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

@@ -19,15 +19,17 @@ from trainer_client.testing import LocalCluster
 
 from ..cluster.trainer_processes import Plot, Trainer
 from ..unit.protocol.test_certificates import Authority
-from .markdown import anchors, code_blocks, codes, links, read, section, table
+from .markdown import anchors, codes, examples, links, read, section, table
 from .stage import Stage, run_gradpost
 
 TEXT = read("troubleshooting.md")
-SECTIONS = {
-    heading: section(TEXT, heading)
+SAID = {
+    heading: [line for block in blocks for line in block.text.splitlines()]
     for heading in re.findall(r"^### (.+)$", TEXT, re.MULTILINE)
-    if code_blocks(section(TEXT, heading), "text")
+    if (blocks := examples(section(TEXT, heading), "text"))
 }
+[FIRST_LOOK] = examples(TEXT[: TEXT.index("\n## ")], "sh")
+[GO_ON] = examples(section(TEXT, "It was paused"), "sh")
 
 played = pytest.mark.extended  # minutes on a busy machine: some symptoms are what nobody does for seconds
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="wants curl (apt-get install curl)")
@@ -46,10 +48,6 @@ def symptom(heading: str) -> Callable[[Symptom], Symptom]:
     return register
 
 
-def commands(text: str) -> list[str]:
-    return [block.text for block in code_blocks(text, "sh")]
-
-
 def alike(text: str) -> str:
     """Without what differs from run to run: numbers, names of runs, and how a log line is wrapped."""
     text = text.replace('\\"', '"').replace("\\\\", "\\")
@@ -66,21 +64,20 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 
 def test_every_symptom_is_provoked() -> None:
-    assert SYMPTOMS.keys() == SECTIONS.keys()
+    assert SYMPTOMS.keys() == SAID.keys()
 
 
 @pytest.mark.cluster
 @played
 @needs_curl
-@pytest.mark.parametrize("heading", SECTIONS)
+@pytest.mark.parametrize("heading", SAID)
 def test_a_symptom_is_as_it_says(heading: str, stage: Stage) -> None:
     try:
         said = SYMPTOMS[heading](stage)
     finally:
         stage.clear()
-    for block in code_blocks(SECTIONS[heading], "text"):
-        for line in block.text.splitlines():
-            assert alike(line) in alike(said), f"nobody said {line!r}, but\n{said}"
+    for line in SAID[heading]:
+        assert alike(line) in alike(said), f"nobody said {line!r}, but\n{said}"
 
 
 @pytest.mark.cluster
@@ -90,7 +87,7 @@ def test_the_first_look(stage: Stage) -> None:
     try:
         stage.play(Plot(), Plot())
         stage.wait_for(lambda: stage.cluster.status().round > 0)
-        assert "is training" in stage.shell(*commands(TEXT[: TEXT.index("\n## ")]))
+        assert "is training" in stage.shell(FIRST_LOOK.text)
     finally:
         stage.clear()
 
@@ -197,7 +194,7 @@ def _(stage: Stage) -> str:
         trainer.wait_for("round", 1)
     stage.ask("POST", "/v1/controls/pause")
     status = stage.status_with("paused")
-    stage.shell(*commands(SECTIONS["It was paused"]))
+    stage.shell(GO_ON.text)
     stage.wait_for(lambda: "paused" not in stage.cluster.status().model_dump_json())
     return status
 
