@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from .markdown import read
+from .markdown import examples, read, section
 from .reference import DOCUMENTS
 from .reference.tables import put_table
+
+examples(section(read("cli.md"), "Reference"), "console")  # `gradpost.main` writes all of that section
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -1,0 +1,48 @@
+"""docs/deploy.md: what is typed for Kubernetes makes what the pods want; tests/containers runs the rest."""
+
+from __future__ import annotations
+
+import base64
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ..kubernetes.rendering import pods
+from .markdown import ROOT, examples, read, section
+from .stage import run_shell
+
+[SCRIPT] = examples(section(read("deploy.md"), "Kubernetes"), "sh")
+
+# Without a cluster it prints what it would send there.
+KUBECTL = """
+kubectl() {
+  case "$*" in
+    *port-forward*) ;;
+    apply*) command kubectl kustomize "${@:3}" ;;
+    *) command kubectl "$@" --dry-run=client --output yaml ;;
+  esac
+  echo ---
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl, to render manifests")
+def test_the_commands_for_kubernetes(tmp_path: Path) -> None:
+    (tmp_path / "deploy").symlink_to(ROOT / "deploy")
+    printed = run_shell(tmp_path, KUBECTL, SCRIPT.text).partition("apiVersion")
+    objects: list[dict[str, Any]] = [one for one in yaml.safe_load_all(printed[1] + printed[2]) if one]
+    namespace, secret, *manifests = objects
+    found = [one["metadata"]["name"] for one in manifests if one["kind"] == "Namespace"]
+    assert found == [namespace["metadata"]["name"]] == [secret["metadata"]["namespace"]]
+    volumes = [volume for _, pod in pods("overlays/laptop") for volume in pod["spec"]["volumes"]]
+    wanted = [volume["secret"] for volume in volumes if "secret" in volume]
+    assert wanted
+    for volume in wanted:
+        assert volume["secretName"] == secret["metadata"]["name"]
+        assert {item["key"] for item in volume.get("items", [])} <= secret["data"].keys()
+    assert {name: base64.b64decode(data) for name, data in secret["data"].items()} == {
+        path.name: path.read_bytes() for path in (tmp_path / "tokens").iterdir()
+    }

@@ -1,0 +1,87 @@
+"""docs/durability.md: a run on one machine, as it stands there; a trainer of it dies."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import socket
+from pathlib import Path
+from signal import SIGINT
+
+import httpx
+import pytest
+import safetensors.torch
+import torch
+
+from ..cluster.up_support import RunningUp, wait_until
+from .markdown import examples, read, section
+from .stage import run_shell
+
+TEXT = read("durability.md")
+[LOOP] = examples(section(TEXT, "Trainers"), "python")
+[SHELL] = examples(section(TEXT, "On one machine"), "sh")
+[LOAD] = examples(section(TEXT, "On one machine"), "python")
+
+BEFORE = """
+import os, pathlib, time, torch
+from trainer_client import RemoteOptimizer, connect
+torch.set_num_threads(1)
+session, total_rounds = connect(), 1_000_000
+model = torch.nn.Linear(8, 3)
+def batch_of(rank, round_):
+    generator = torch.Generator().manual_seed(1000 * round_ + rank)
+    return torch.randn(4, 8, generator=generator), torch.randint(3, (4,), generator=generator)
+"""
+STEP = """
+    print("computes round", optimizer.round + 1, flush=True)
+    if session.rank == 1 and optimizer.round == 4 and not pathlib.Path("died").exists():
+        pathlib.Path("died").touch()
+        os._exit(1)
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.extended
+@pytest.mark.timeout(150)
+def test_one_machine(tmp_path: Path) -> None:
+    assert LOOP.text.count("    ...\n") == 1
+    (tmp_path / "train.py").write_text(BEFORE + LOOP.text.replace("    ...\n", STEP))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+    up, resume, *look = SHELL.text.replace("7070", port).splitlines(keepends=True)
+
+    with RunningUp(*arguments(up), folder=tmp_path) as running:
+        running.wait_for("[trainer 1] computes round 5")  # there its first life ends
+        running.wait_for("[trainer 1] computes round 10")
+        running.signal(SIGINT)
+        _, first, _ = running.finish()
+    with RunningUp("--port", port, *arguments(resume), folder=tmp_path) as running:
+        assert wait_until(lambda: round_of(port) > 100, 60)
+        printed = run_shell(tmp_path, *look)
+        running.signal(SIGINT)
+        _, second, _ = running.finish()
+    assert computed(second)[0] - max([10, *computed(first)]) in (0, 1)  # the round that was under way is done again
+    assert "checkpoint of round" in printed
+
+    names = {"safetensors": safetensors, "model": torch.nn.Linear(8, 3)}
+    exec(LOAD.text.replace("model.safetensors", str(tmp_path / "model.safetensors")), names)
+
+
+def arguments(line: str) -> list[str]:
+    gradpost, up, *rest = shlex.split(line, comments=True)
+    assert (gradpost, up) == ("gradpost", "up")
+    return rest
+
+
+def round_of(port: str) -> int:
+    try:
+        return int(httpx.get(f"http://127.0.0.1:{port}/v1/status").json()["round"])
+    except httpx.TransportError:
+        return 0
+
+
+def computed(output: str) -> list[int]:
+    return [int(number) for number in re.findall(r"computes round (\d+)", output)]
