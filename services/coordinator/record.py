@@ -171,6 +171,8 @@ def resume_run(cluster: Cluster, record: ClusterRecord, now: float, *, beginning
         if run.num_trainers is None or rank < run.num_trainers:
             trainer.lose("lost", f"trainer {rank} has to be started again", now, is_awaited=True)
             trainer.is_resumed = True
+            # One that was done counts again, or whoever comes first would take the next rounds alone.
+            run.membership.members.setdefault(rank, trainer.incarnation)
         else:
             del run.trainers[rank]
 
@@ -178,6 +180,8 @@ def resume_run(cluster: Cluster, record: ClusterRecord, now: float, *, beginning
         for recorded in recalled.trainers:
             if recorded.rank in run.trainers and run.trainers[recorded.rank].is_resumed:
                 run.trainers[recorded.rank] = _recall_trainer(recorded, recalled, now)
+                if recorded.rank not in recalled.members:
+                    run.membership.members.pop(recorded.rank, None)
         if was_over:
             run.state, run.ended_at = recalled.state, now
             run.failure = None if recalled.failure is None else error_from_problem(recalled.failure)

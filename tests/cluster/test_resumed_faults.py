@@ -73,6 +73,15 @@ def test_who_was_done_is_not_awaited_by_a_coordinator_that_is_told_again_to_resu
         assert run.cluster.trainers[0].wait(60) == 0
 
 
+def test_whoever_comes_first_to_a_finished_run_waits_for_the_others(tmp_path: Path) -> None:
+    begin(tmp_path)
+    with resumed(tmp_path, pservers=1) as run:
+        run.kill(run.cluster.trainers[0])  # it has hardly begun
+        run.wait_for_line("trainer 1] begin 20")
+        run.start_trainer(0)
+        assert run.results() == [expected_result(60)] * 2
+
+
 def test_a_run_without_anything_to_go_back_to_ends(tmp_path: Path) -> None:
     """What its trainers have is no beginning: the slots are gone, and round 0 is."""
     with FaultyRun(2000, pservers=1, state_dir=str(tmp_path)) as run:

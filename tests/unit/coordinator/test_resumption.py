@@ -11,13 +11,14 @@ import pytest
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import StorageFailed, TrainerLost
 from services.coordinator.coordinator import Coordinator
+from services.coordinator.decision import Membership
 from services.coordinator.run import Run
 from services.coordinator.settings import CoordinatorSettings
 from services.runtime.checkpoints import Manifest, write_manifest
 from services.runtime.places import open_place
 
 from .coordinating import begin
-from .support import joining
+from .support import joining, leaving
 
 pytestmark = pytest.mark.asyncio
 
@@ -44,6 +45,22 @@ async def planned(folder: Path) -> Run:
 async def test_those_who_cut_the_model_alike_go_on_with_their_disks(tmp_path):
     run = await planned(tmp_path)
     assert (await recalled(tmp_path, resume=True)).cluster.run.name == run.name
+
+
+@pytest.mark.parametrize("gone", [[0, 1], [1]])
+async def test_who_was_done_is_waited_for_as_well(tmp_path, gone):
+    """Else whoever comes first would take the rounds that the run goes on with alone."""
+    await planned(tmp_path)
+    coordinator = await recalled(tmp_path)
+    run = coordinator.cluster.run
+    run.has_begun = run.has_trained = True
+    for rank in gone:
+        run.leave(rank, leaving("done", run=run.name, incarnation=run.trainers[rank].incarnation, round=9), 1.0)
+    run.membership = Membership({rank: t.incarnation for rank, t in run.trainers.items() if rank not in gone})
+    await coordinator.keep()
+    run = (await recalled(tmp_path, resume=True)).cluster.run
+    assert run.targets == {rank: run.trainers[rank].incarnation for rank in (0, 1)}
+    assert [trainer.rank for trainer in run.awaited] == [0, 1]
 
 
 @pytest.mark.parametrize("changes", [{"min_block_size": 10**6}, {"num_pservers": 3}, {"slice_parameters": False}])
