@@ -28,6 +28,7 @@ ALERTS: dict[str, tuple[dict[str, str], int]] = {
     "GradpostStalenessHigh": (
         {'gradpost_staleness_bucket{le="32"}': "0", 'gradpost_staleness_bucket{le="64"}': "0+9",
          'gradpost_staleness_bucket{le="+Inf"}': "0+9"}, 10 * MINUTE),
+    "GradpostCheckpointFails": ({"gradpost_checkpoint_failures_total": "0+1"}, 15),
     "GradpostCheckpointOld": (  # one shard's is no use without the others
         {'gradpost_checkpoint_time_seconds{pserver="0"}': "1", 'gradpost_checkpoint_time_seconds{pserver="1"}': "1+15",
          **TRAINING}, 65 * MINUTE),
@@ -49,6 +50,7 @@ NEARLY: dict[str, dict[str, str]] = {
         'gradpost_staleness_bucket{le="32"}': "0+9",
         'gradpost_staleness_bucket{le="+Inf"}': "0+9",
     },
+    "GradpostCheckpointFails": {"gradpost_checkpoint_failures_total": "3"},
     "GradpostCheckpointOld": {"gradpost_checkpoint_time_seconds": "1", **FINISHED},
     "GradpostNonFiniteGradients": {"gradpost_nonfinite_pushes_total": "7"},
     "GradpostRetriesHigh": {
