@@ -68,11 +68,11 @@ class LargeReply(Response):
                 await asyncio.sleep(0)  # if its client has left meanwhile, let us hear of it
                 if left.done():
                     raise ClientDisconnect
-                await self._send(send)
+                await self._send(send, left)
         finally:
             left.cancel()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, left: asyncio.Task[None]) -> None:
         await send_parts(send, await self._make(), str(self.media_type))
 
 
@@ -86,10 +86,12 @@ class StreamedReply(LargeReply):
         self._places = places
         self._open = open_it
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, left: asyncio.Task[None]) -> None:
         async with self._open() as stream:
             await send_start(send, stream.num_bytes, str(self.media_type), stream.headers)
             async for part in stream.parts:
+                if left.done():  # servers take what nobody takes any more, as fast as it comes
+                    return
                 await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
 

@@ -19,6 +19,8 @@ from .settings import ServiceSettings
 
 log = get_logger()
 
+MAX_IDLE = 100  # connections that are kept
+
 
 def make_peer_client(settings: ServiceSettings) -> httpx.AsyncClient:
     """A client that trusts `tls_ca` besides the system's authorities and never goes through a proxy.
@@ -26,7 +28,10 @@ def make_peer_client(settings: ServiceSettings) -> httpx.AsyncClient:
     It sends the token of the settings, and shows their client certificate; files that change are read again.
     """
     auth = None if settings.sent_token is None else BearerAuth(settings.sent_token)
-    transport = PeerTransport(verify=client_context(settings.client_tls, with_system=True), trust_env=False)
+    # Of connections there are as many as requests, which are limited: one that had to wait for another's would be late.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=MAX_IDLE)
+    context = client_context(settings.client_tls, with_system=True)
+    transport = PeerTransport(verify=context, trust_env=False, limits=limits)
     return httpx.AsyncClient(transport=transport, auth=auth, trust_env=False)
 
 

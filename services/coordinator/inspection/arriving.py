@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import httpx
@@ -18,7 +19,10 @@ from ..coordinator import Coordinator
 from ..pservers import PserverMember
 from .reading import READ_SECONDS, WAIT_SECONDS, Answer, read_alike
 
+STILL_SECONDS = 7.0  # a server gives up on who takes nothing for `body_timeout_seconds`, which is longer
+PARTS_AT_ONCE = 2  # so much more than the kernels hold between two processes as to move what they hold
 _LIMITS = FrameLimits(max_body_bytes=1 << 62, max_header_bytes=1 << 30, max_tensors=1 << 30)  # our own pservers
+GONE = "a pserver went away while its shard was being read"
 
 
 class ArrivingFrame(Answer):
@@ -28,17 +32,39 @@ class ArrivingFrame(Answer):
         self.metadata = dict(frame.metadata)
         self.names = frozenset(entry.name for entry in frame.tensors)
         self._parts = parts
-        self._rest = rest
+        self._rest = bytearray(rest)
+        self._taking = asyncio.Lock()
+        self._taken_at = asyncio.get_running_loop().time()
+
+    async def _take(self) -> bool:
+        """Have the next part here; False if there is none. Raises httpx.HTTPError."""
+        async with self._taking:
+            part = await anext(self._parts, None)
+            self._taken_at = asyncio.get_running_loop().time()
+            self._rest += part or b""
+            return part is not None
+
+    async def keep_moving(self) -> None:
+        """Take a little now and then, while what stands before it in a file flows at the pace of who reads that."""
+        with suppress(httpx.HTTPError):  # whoever reads on hears of it
+            while True:
+                await asyncio.sleep(STILL_SECONDS / 2)
+                if asyncio.get_running_loop().time() - self._taken_at >= STILL_SECONDS / 2:
+                    for _ in range(PARTS_AT_ONCE):
+                        if not await self._take():
+                            return
 
     async def read(self, num_bytes: int) -> AsyncIterator[bytes]:
         """The next so many bytes. Raises TryAgain if it ends before them."""
         while num_bytes:
-            if not self._rest:
-                try:
-                    self._rest = await anext(self._parts)
-                except (StopAsyncIteration, httpx.HTTPError) as error:
-                    raise TryAgain("a pserver went away while its shard was being read") from error
-            part, self._rest = self._rest[:num_bytes], self._rest[num_bytes:]
+            try:
+                is_there = bool(self._rest) or await self._take()
+            except httpx.HTTPError as error:
+                raise TryAgain(f"{GONE}: {error!r}") from error
+            if not is_there:
+                raise TryAgain(GONE)
+            part = bytes(self._rest[: min(num_bytes, PART_BYTES)])
+            del self._rest[: len(part)]
             num_bytes -= len(part)
             yield part
 
@@ -64,7 +90,14 @@ async def open_frames(
                 parameters |= {"round": named, "wait_seconds": WAIT_SECONDS}
             return await _open_frame(coordinator, own, member, route, parameters)
 
-        yield dict(zip(names, await read_alike(coordinator, list(names), ask), strict=True))
+        frames = dict(zip(names, await read_alike(coordinator, list(names), ask), strict=True))
+        moving = [asyncio.create_task(frame.keep_moving(), name="keep moving") for frame in frames.values()]
+        try:
+            yield frames
+        finally:
+            for task in moving:
+                task.cancel()
+            await asyncio.gather(*moving, return_exceptions=True)
 
 
 async def _open_frame(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from ps_protocol.errors import InvalidMessage, NotFound
@@ -71,7 +72,8 @@ async def open_parameter(
     if form == "json":
         check_json(high - low)
     wanted = [block for block in blocks if block.begin < high and low < block.end]
-    async with open_frames(coordinator, BLOCKS, _names_of(wanted or blocks[:1])) as frames:
+    async with AsyncExitStack() as stack:
+        frames = await stack.enter_async_context(open_frames(coordinator, BLOCKS, _names_of(wanted or blocks[:1])))
         shape = spec.shape if begin is None and end is None else (high - low,)
         tensor = Tensor(name, spec.dtype, shape, _facts(coordinator, frames))
         # By what the pservers have said: the run may have gone back meanwhile, and come to this round once more.
@@ -79,7 +81,9 @@ async def open_parameter(
         headers = {"etag": tag, "gradpost-round": tensor.facts["round"]}
         parts = _read_range(frames, wanted, low, high, DTYPE_BYTES[spec.dtype])
         if form == "json":
-            body = tensor.encode_json(b"".join([part async for part in parts]))
+            data = b"".join([part async for part in parts])
+            await stack.aclose()  # the pservers have nothing more to do with it
+            body = await asyncio.to_thread(tensor.encode_json, data)
             yield Stream(len(body), cut_into_parts(body), headers)
         else:
             head = tensor.begin(form)

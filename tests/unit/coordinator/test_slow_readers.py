@@ -6,23 +6,27 @@ import asyncio
 import io
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from starlette.types import Message
+from starlette.types import ASGIApp, Message
 
 from ps_protocol.frames import encode_header
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import ParameterSpec
 from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
+from services.coordinator.inspection import arriving
+from services.coordinator.inspection.parameters import open_parameter
 from services.coordinator.settings import CoordinatorSettings
 from services.runtime import large_replies
 from services.runtime.large_replies import MAX_AT_ONCE, PART_BYTES
 from services.runtime.metrics import ServiceMetrics
 
+from .coordinating import eventually
 from .support import registration
 
 pytestmark = pytest.mark.asyncio
@@ -36,6 +40,7 @@ class Reader:
     """A client that takes the next part when it is told to."""
 
     def __init__(self) -> None:
+        self.leaves = asyncio.Event()
         self.may_read = asyncio.Event()
         self.has_headers = asyncio.Event()
         self.start: dict[str, Any] = {}
@@ -44,7 +49,8 @@ class Reader:
 
     async def receive(self) -> Message:
         if self._asked:
-            await asyncio.Event().wait()
+            await self.leaves.wait()
+            return {"type": "http.disconnect"}
         self._asked = True
         return {"type": "http.request"}
 
@@ -57,50 +63,65 @@ class Reader:
         self.parts.append(message["body"])
 
 
-class Pserver(httpx.AsyncBaseTransport):
-    """Answers one parameter, part by part as they are taken."""
+class Pservers(httpx.AsyncBaseTransport):
+    """Answer one parameter, in as many blocks as there are of them, part by part as they are taken."""
 
-    def __init__(self) -> None:
-        self.num_taken = 0
+    def __init__(self, number: int = 1) -> None:
+        self.plan = make_plan([ParameterSpec("w", (NUM_ELEMENTS,), "BF16")], number)
+        self.num_taken = [0] * number
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        [block] = [block for block in self.plan.blocks if block.name == request.url.params["name"]]
         facts = {"run": "r", "attempt": "0", "round": "7"}
-        header = encode_header([("w.block0", "BF16", (NUM_ELEMENTS,))], facts)
+        header = encode_header([(block.name, "BF16", (block.num_elements,))], facts)
+        num_bytes = 2 * block.num_elements
 
         async def parts() -> AsyncIterator[bytes]:
             yield header
-            for begin in range(0, 2 * NUM_ELEMENTS, PART_BYTES - 1):
-                self.num_taken += 1
-                yield (ONE * (PART_BYTES // 2 + 1))[begin % 2 :][: min(PART_BYTES - 1, 2 * NUM_ELEMENTS - begin)]
+            for begin in range(0, num_bytes, PART_BYTES - 1):
+                self.num_taken[block.pserver] += 1
+                yield (ONE * (PART_BYTES // 2 + 1))[begin % 2 :][: min(PART_BYTES - 1, num_bytes - begin)]
 
         return httpx.Response(200, content=parts())
 
 
+@asynccontextmanager
+async def coordinating(pservers: Pservers) -> AsyncIterator[Coordinator]:
+    async with httpx.AsyncClient(transport=pservers) as http:
+        number = len(pservers.num_taken)
+        coordinator = Coordinator(CoordinatorSettings(num_pservers=number), http)
+        for index in range(number):
+            coordinator.cluster.register_pserver(registration(str(index), index=index), coordinator.now())
+        coordinator.cluster.run.plan = pservers.plan
+        yield coordinator
+
+
+def ask(app: ASGIApp, tasks: asyncio.TaskGroup) -> tuple[Reader, asyncio.Task[None]]:
+    reader = Reader()
+    scope = {
+        "type": "http", "method": "GET", "path": "/v1/parameters/w", "query_string": b"format=npy",
+        "http_version": "2", "headers": [(b"host", b"localhost")],
+    }  # fmt: skip
+
+    async def answer() -> None:
+        await app(scope, reader.receive, reader.send)
+
+    return reader, tasks.create_task(answer())
+
+
 async def test_few_at_once_and_nothing_of_what_they_have_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large_replies, "PATIENCE_SECONDS", 0.1)
-    pserver = Pserver()
-    async with httpx.AsyncClient(transport=pserver) as http, asyncio.TaskGroup() as tasks:
-        coordinator = Coordinator(CoordinatorSettings(), http)
-        coordinator.cluster.register_pserver(registration("0", index=0), coordinator.now())
-        coordinator.cluster.run.plan = make_plan([ParameterSpec("w", (NUM_ELEMENTS,), "BF16")], 1)
+    pservers = Pservers()
+    async with coordinating(pservers) as coordinator, asyncio.TaskGroup() as tasks:
         app = make_coordinator_app(coordinator, ServiceMetrics("coordinator"))
-
-        def ask() -> tuple[Reader, asyncio.Task[None]]:
-            reader = Reader()
-            scope = {
-                "type": "http", "method": "GET", "path": "/v1/parameters/w", "query_string": b"format=npy",
-                "http_version": "2", "headers": [(b"host", b"localhost")],
-            }  # fmt: skip
-            return reader, tasks.create_task(app(scope, reader.receive, reader.send))
-
-        slow = [ask() for _ in range(MAX_AT_ONCE)]
+        slow = [ask(app, tasks) for _ in range(MAX_AT_ONCE)]
         for reader, _ in slow:
             await reader.has_headers.wait()
-        late, refused = ask()
+        late, refused = ask(app, tasks)
         late.may_read.set()
         await refused
         assert (late.start["status"], json.loads(b"".join(late.parts))["code"]) == (503, "overloaded")
-        assert pserver.num_taken <= 3 * MAX_AT_ONCE
+        assert pservers.num_taken[0] <= 3 * MAX_AT_ONCE
         for reader, answered in slow:
             reader.may_read.set()
             await answered
@@ -110,6 +131,30 @@ async def test_few_at_once_and_nothing_of_what_they_have_not_taken(monkeypatch: 
             body = b"".join(reader.parts)
             assert len(body) == int(headers[b"content-length"])
             values = np.load(io.BytesIO(body))
-            assert values.dtype == np.float32
-            assert values.shape == (NUM_ELEMENTS,)
+            assert (values.dtype, values.shape) == (np.float32, (NUM_ELEMENTS,))
             assert (values == 1).all()
+
+
+async def test_for_one_who_has_left_nothing_more_is_read() -> None:
+    """A server takes what nobody takes any more as fast as it comes."""
+    pservers = Pservers()
+    async with coordinating(pservers) as coordinator, asyncio.TaskGroup() as tasks:
+        reader, answered = ask(make_coordinator_app(coordinator, ServiceMetrics("coordinator")), tasks)
+        await reader.has_headers.wait()
+        reader.leaves.set()
+        await asyncio.sleep(0)
+        reader.may_read.set()
+        await answered
+        assert pservers.num_taken[0] <= 5
+
+
+async def test_what_comes_later_keeps_moving_while_a_reader_takes_his_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its pserver would take the coordinator for one that has stopped reading, and cut it off."""
+    monkeypatch.setattr(arriving, "STILL_SECONDS", 0.02)
+    pservers = Pservers(2)
+    async with coordinating(pservers) as coordinator, open_parameter(coordinator, "w", "safetensors") as stream:
+        parts = [await anext(stream.parts), await anext(stream.parts)]
+        await eventually(lambda: pservers.num_taken[1] > 10)
+        parts += [part async for part in stream.parts]
+        assert len(b"".join(parts)) == stream.num_bytes
+        assert b"".join(parts).endswith(ONE * NUM_ELEMENTS)
