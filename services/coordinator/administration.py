@@ -135,7 +135,11 @@ class Administration:
             lambda: all(member.round >= done.round for member in members.values()), WAIT_SECONDS
         )
         if all(member.round >= done.round for member in members.values()):
-            await asyncio.to_thread(replacements.forget, {digest})
+            async with self._values_lock:
+                later = [controls for controls in run.controls if controls.since > done.round]
+                later += [] if run.wanted is None else [run.wanted]
+                if not any(digest in controls.replaced.values() for controls in later):  # another parameter's values
+                    await asyncio.to_thread(replacements.forget, {digest})
         return done
 
     async def evict(self, by: str, rank: Rank) -> ChangeDone:
@@ -163,7 +167,7 @@ class Administration:
             run.number += 1
 
         def check() -> None:
-            if run.resume != round_:
+            if (run.resume or 0) != round_:
                 raise Conflict(f"all have gone back to round {run.resume or 0} instead", current=run.resume)
 
         return await self._do(by, "roll back", {"round": round_}, run, go_back, check)

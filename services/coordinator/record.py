@@ -171,8 +171,10 @@ def resume_run(cluster: Cluster, record: ClusterRecord, now: float, *, beginning
         if run.num_trainers is None or rank < run.num_trainers:
             trainer.lose("lost", f"trainer {rank} has to be started again", now, is_awaited=True)
             trainer.is_resumed = True
-            # One that was done counts again, or whoever comes first would take the next rounds alone.
-            run.membership.members.setdefault(rank, trainer.incarnation)
+            # One that was done counts again, or whoever comes first would take the next rounds alone. In asynchronous
+            # modes there are none, and where it begins follows from what the pservers have of it.
+            if not run.defaults.consistency.is_async:
+                run.membership.members.setdefault(rank, trainer.incarnation)
         else:
             del run.trainers[rank]
 
