@@ -8,6 +8,7 @@ TRAINERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+BENCH_STAMP := $(VENV)/.bench
 SUITES ?= tests
 ARGS ?=
 
@@ -53,8 +54,12 @@ reference: install ## write anew what documents have from the code: settings, me
 audit: install ## look up known vulnerabilities of what requirements.lock holds
 	$(BIN)/python .ci/audit.py
 
-bench: install ## measure seconds a round beside torch.distributed.rpc
-	$(BIN)/python -m benchmarks.sync_round
+bench: $(BENCH_STAMP) ## measure rounds beside torch.distributed.rpc, gloo, Ray and raw sockets (ARGS=--quick)
+	$(BIN)/python -m benchmarks.comparison $(ARGS)
+
+$(BENCH_STAMP): requirements-bench.lock $(STAMP)
+	$(BIN)/python -m pip install --quiet -r requirements-bench.lock
+	@touch $@
 
 study: install ## train in every mode and compare, in just under an hour; goes on where it was interrupted
 	$(BIN)/python benchmarks/consistency/study.py

@@ -37,7 +37,7 @@ def make_head(title: str, text: str, packages: Sequence[str], *notes: str) -> st
         f"hardware: {describe_hardware()}; all processes on this machine, on loopback",
         f"versions: Python {platform.python_version()}, {versions}",
         *notes,
-        f"command: `{' '.join(['python -m', spec.name, *sys.argv[1:]])}`",
+        f"command: `{' '.join(['python -m', spec.name.removesuffix('.__main__'), *sys.argv[1:]])}`",
     )
     return "\n".join([f"# {title}", "", text, "", *(f"- {point}" for point in points), ""])
 

@@ -1,4 +1,4 @@
-"""The same round on `torch.distributed.rpc`: two servers, two trainers, one half of the tensor each.
+"""The same round on `torch.distributed.rpc`: every server has a part of the tensors.
 
 After https://docs.pytorch.org/tutorials/intermediate/rpc_param_server_tutorial.html: gradients go to the servers by
 `rpc_async`, a server steps once all trainers' are in, parameters come back as the result.
@@ -7,108 +7,90 @@ After https://docs.pytorch.org/tutorials/intermediate/rpc_param_server_tutorial.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import threading
-import time
+from typing import TypeAlias
 
 import torch
 import torch.distributed.rpc as rpc
-import torch.multiprocessing as mp
+from torch import Tensor
 
-NUM_SERVERS = 2
-NUM_TRAINERS = 2
-LEARNING_RATE = 0.1
+from benchmarks.comparison.paced import take_rounds
+from benchmarks.comparison.work import LEARNING_RATE, Work, read_arguments
+
+Values: TypeAlias = list[Tensor]
 
 
 class Server:
     """One shard: sums the gradients of a round and steps when the last one is here."""
 
-    def __init__(self, elements: int) -> None:
-        self.values = torch.zeros(elements)
+    def __init__(self, work: Work, index: int) -> None:
+        tensors = [torch.zeros(num_elements) for num_elements in work.elements]
+        self.values = part_of(tensors, index, work.num_servers)
+        self.num_trainers = work.num_trainers
         self.lock = threading.Lock()
-        self.gradient: torch.Tensor | None = None
-        self.arrived = 0
-        self.pending: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        self.gradients: Values = []
+        self.num_arrived = 0
+        self.pending: torch.futures.Future[Values] = torch.futures.Future()
 
     @staticmethod
     @rpc.functions.async_execution
-    def step(server: rpc.RRef[Server], gradient: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        self = server.local_value()
+    def step(gradients: Values) -> torch.futures.Future[Values]:
+        self = _server
         with self.lock:
-            self.gradient = gradient if self.gradient is None else self.gradient.add_(gradient)
-            self.arrived += 1
+            if self.gradients:
+                torch._foreach_add_(self.gradients, gradients)
+            else:
+                self.gradients = gradients
+            self.num_arrived += 1
             pending = self.pending
-            if self.arrived == NUM_TRAINERS:
-                self.values.add_(self.gradient, alpha=-LEARNING_RATE / NUM_TRAINERS)
-                self.gradient, self.arrived, self.pending = None, 0, torch.futures.Future()
+            if self.num_arrived == self.num_trainers:
+                torch._foreach_add_(self.values, self.gradients, alpha=-LEARNING_RATE / self.num_trainers)
+                self.gradients, self.num_arrived, self.pending = [], 0, torch.futures.Future()
                 pending.set_result(self.values)
         return pending
 
 
-def run_trainer(rank: int, options: argparse.Namespace, results: mp.SimpleQueue) -> None:
-    # The first trainer that asks makes a server's state, the other one finds it there.
-    servers = [
-        rpc.remote(f"server{i}", get_server, args=(options.elements // NUM_SERVERS,)) for i in range(NUM_SERVERS)
-    ]
-    gradient = torch.full((options.elements,), 1e-3 * (rank + 1))
-    parts = gradient.chunk(NUM_SERVERS)
-    values = torch.zeros(options.elements)
-    seconds = []
-    for _ in range(options.warmup + options.rounds):
-        begin = time.perf_counter()
-        replies = [
-            rpc.rpc_async(server.owner(), Server.step, args=(server, part), timeout=0)
-            for server, part in zip(servers, parts, strict=True)
-        ]
-        for destination, reply in zip(values.chunk(NUM_SERVERS), replies, strict=True):
-            destination.copy_(reply.wait())
-        seconds.append(time.perf_counter() - begin)
-    expected = -LEARNING_RATE * 1.5e-3 * (options.warmup + options.rounds)
-    assert torch.allclose(values[:: options.elements // 100], torch.tensor(expected), rtol=1e-3), "wrong result"
-    if rank == 0:
-        results.put(seconds[options.warmup :])
+_server: Server
 
 
-_server: Server | None = None
-_server_lock = threading.Lock()
+def part_of(tensors: Values, index: int, num_servers: int) -> Values:
+    """One tensor is cut, of several each server has some, whole ones."""
+    return [tensors[0].chunk(num_servers)[index]] if len(tensors) == 1 else tensors[index::num_servers]
 
 
-def get_server(elements: int) -> Server:
-    global _server
-    with _server_lock:
-        if _server is None:
-            _server = Server(elements)
-        return _server
+def train(work: Work, rank: int) -> None:
+    gradients = work.make_gradients(rank)
+    values = [torch.zeros_like(gradient) for gradient in gradients]
+    parts = [part_of(gradients, index, work.num_servers) for index in range(work.num_servers)]
+    into = [part_of(values, index, work.num_servers) for index in range(work.num_servers)]
 
+    def one_round() -> None:
+        replies = [rpc.rpc_async(f"server{i}", Server.step, args=(part,), timeout=0) for i, part in enumerate(parts)]
+        for destinations, reply in zip(into, replies, strict=True):
+            torch._foreach_copy_(destinations, reply.wait())
 
-def run_process(index: int, options: argparse.Namespace, results: mp.SimpleQueue) -> None:
-    torch.set_num_threads(1)
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(options.port)
-    rank = index - NUM_SERVERS
-    name = f"server{index}" if rank < 0 else f"trainer{rank}"
-    backend = rpc.TensorPipeRpcBackendOptions(num_worker_threads=8, rpc_timeout=120)
-    if options.tcp:
-        backend = rpc.TensorPipeRpcBackendOptions(
-            num_worker_threads=8, rpc_timeout=120, _transports=["uv"], _channels=["basic"]
-        )
-    rpc.init_rpc(name, rank=index, world_size=NUM_SERVERS + NUM_TRAINERS, rpc_backend_options=backend)
-    if rank >= 0:
-        run_trainer(rank, options, results)
-    rpc.shutdown()
+    take_rounds(rank, one_round, lambda num_rounds: work.check(values, num_rounds))
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--elements", type=int, default=25_000_000)
-    arguments.add_argument("--rounds", type=int, default=10)
-    arguments.add_argument("--warmup", type=int, default=3)
-    arguments.add_argument("--port", type=int, required=True, help="a free port for the rendezvous")
-    arguments.add_argument("--tcp", action="store_true", help="over TCP instead of the default transports")
-    options = arguments.parse_args()
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(run_process, args=(options, results), nprocs=NUM_SERVERS + NUM_TRAINERS)
-    print("RESULT " + json.dumps({"seconds": results.get()}), flush=True)
+    global _server
+    options: argparse.Namespace = read_arguments(__doc__)
+    work: Work = options.work
+    torch.set_num_threads(1)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(options.port)
+    if options.role == "server":
+        _server = Server(work, options.index)
+    transports = {"_transports": ["uv"], "_channels": ["basic"]} if options.transport == "tcp" else {}
+    rpc.init_rpc(
+        f"{options.role}{options.index}",
+        rank=options.index + (work.num_servers if options.role == "trainer" else 0),
+        world_size=work.num_servers + work.num_trainers,
+        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(num_worker_threads=8, rpc_timeout=120, **transports),
+    )
+    if options.role == "trainer":
+        train(work, options.index)
+    rpc.shutdown()
 
 
 if __name__ == "__main__":

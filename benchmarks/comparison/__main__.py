@@ -1,0 +1,60 @@
+"""Gradpost beside its peers: the same rounds on the same machine, in one run, in turn.
+
+    make bench [ARGS="--quick"]
+
+All systems of a case are started, warmed up, and wait; then each takes some rounds in turn, so that a change of the
+machine's speed hits all of them alike. A repetition's figure is the median of its rounds; a ratio is one of two figures
+of the same repetition. The table has medians over the repetitions and their 95 % bootstrap intervals.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+from pathlib import Path
+
+from .cases import CASES, Case
+from .contestant import Repetition
+from .results import RESULTS, CaseResult, publish
+from .systems import PEERS, start_ours
+
+
+def measure(case: Case, peers: tuple[str, ...], repetitions: int) -> CaseResult:
+    """Raises what goes wrong in a system, with the end of what it printed."""
+    with ExitStack() as stack:
+        contestants = [stack.enter_context(start_ours(case.ours))]
+        contestants += [stack.enter_context(PEERS[name](case.ours.work)) for name in peers]
+        contestants += [stack.enter_context(start_ours(one, name)) for name, one in case.variants.items()]
+        figures: dict[str, list[Repetition]] = {contestant.name: [] for contestant in contestants}
+        for number in range(repetitions):
+            for contestant in contestants:
+                figures[contestant.name].append(contestant.take(case.num_rounds))
+            medians = ", ".join(f"{name} {done[-1].seconds:.4f}" for name, done in figures.items())
+            print(f"{case.name} {number + 1}/{repetitions}: seconds a round: {medians}", flush=True)
+        peaks = {contestant.name: contestant.peak_bytes() for contestant in contestants}
+        above = {contestant.name: contestant.server_bytes_above_idle() for contestant in contestants}
+        works = {contestant.name: contestant.work for contestant in contestants}
+    return CaseResult(case, works, figures, peaks, above)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer peers, within five minutes")
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="only these")
+    parser.add_argument("--peers", nargs="*", choices=list(PEERS), help="only these, where a case has them")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the report and latest.json")
+    options = parser.parse_args()
+    results = []
+    for case in CASES:
+        peers = case.quick_peers if options.quick else case.peers
+        if peers is None or (options.cases and case.name not in options.cases):
+            continue
+        if options.peers is not None:
+            peers = tuple(name for name in peers if name in options.peers)
+        results.append(measure(case, peers, options.repetitions))
+    publish(results, __doc__ or "", options.results)
+
+
+if __name__ == "__main__":
+    main()

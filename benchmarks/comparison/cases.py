@@ -1,0 +1,96 @@
+"""What is compared: ours with its peers, which do the same work, and with itself under other settings or other work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.placement import model_parameters
+
+from .work import Work
+
+MILLION = 1_000_000
+RESNET50 = tuple(spec.num_elements for spec in model_parameters("ResNet-50"))
+
+RAW, RPC_TCP, RPC, GLOO, RAY = "raw_sockets", "torch_rpc_tcp", "torch_rpc", "gloo", "ray"
+ALL = (RAW, RPC_TCP, RPC, GLOO, RAY)
+
+WORK_100MB = Work((25 * MILLION,))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Ourselves, with these settings of the services."""
+
+    work: Work
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison: ours, the peers that do the same work, and variants of ours that may do other work."""
+
+    name: str
+    text: str
+    ours: Variant
+    num_rounds: int  # of a repetition
+    peers: tuple[str, ...] = ()
+    variants: Mapping[str, Variant] = field(default_factory=dict)
+    quick_peers: tuple[str, ...] | None = None  # with --quick, where variants that do the same work are left out
+
+
+def _scaled(num_trainers: int, num_servers: int) -> Variant:
+    return Variant(Work((5 * MILLION // 2,), num_trainers=num_trainers, num_servers=num_servers))
+
+
+def _asynchronous(num_trainers: int) -> Variant:
+    return Variant(Work((25 * MILLION,), num_trainers=num_trainers, is_exact=False), {"mode": "async"})
+
+
+CASES = (
+    Case(
+        "sync_100mb_fp32", "25 M parameters in one tensor, SGD",
+        Variant(WORK_100MB), num_rounds=5, peers=ALL, quick_peers=ALL,
+    ),
+    Case(
+        "resnet50", f"the {len(RESNET50)} tensors of ResNet-50, {sum(RESNET50) / MILLION:.1f} M parameters, SGD",
+        Variant(Work(RESNET50)), num_rounds=5, peers=(RPC_TCP, GLOO),
+        variants={"sync_100mb_fp32": Variant(WORK_100MB)}, quick_peers=(),
+    ),
+    Case(
+        "tiny", "10,000 parameters in 8 tensors, SGD",
+        Variant(Work((1250,) * 8)), num_rounds=100, peers=ALL, quick_peers=(RPC_TCP,),
+    ),
+    Case(
+        "sync_100mb_adam", "25 M parameters in one tensor, Adam",
+        Variant(Work((25 * MILLION,), optimizer="adam")), num_rounds=5,
+        variants={"sync_100mb_fp32": Variant(WORK_100MB)}, quick_peers=(),
+    ),
+    Case(
+        "async", "25 M parameters in one tensor, SGD, asynchronous: each trainer takes its steps alone",
+        _asynchronous(2), num_rounds=5, variants={"async_4_trainers": _asynchronous(4)},
+    ),
+    Case(
+        "scale_trainers", "10 MB for each of 16 trainers, SGD, beside fewer trainers",
+        _scaled(16, 2), num_rounds=5, variants={f"{n}_trainers": _scaled(n, 2) for n in (1, 2, 4, 8)},
+    ),
+    Case(
+        "scale_pservers", "10 MB for each of 4 trainers, SGD, beside other numbers of pservers",
+        _scaled(4, 2), num_rounds=5, variants={f"{m}_pservers": _scaled(4, m) for m in (1, 4)},
+    ),
+    Case(
+        "large", "250 M parameters in ten tensors (1 GB), SGD",
+        Variant(Work((25 * MILLION,) * 10)), num_rounds=2, peers=(RPC_TCP,),
+    ),
+    Case(
+        "transports", "25 M parameters in one tensor, SGD, over granian's HTTP/2, beside other ways",
+        Variant(WORK_100MB), num_rounds=5,
+        variants={"uvicorn_http1": Variant(WORK_100MB, {"server": "uvicorn"})},
+    ),
+    Case(
+        "durability", "25 M parameters in one tensor, SGD, nothing kept, beside a log",
+        Variant(WORK_100MB), num_rounds=5,
+        variants={name: Variant(WORK_100MB, {"durability": name}) for name in ("log", "fsync")},
+    ),
+)  # fmt: skip

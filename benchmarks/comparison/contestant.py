@@ -1,0 +1,139 @@
+"""A system that has been started and is warm: it takes rounds when it is told to, and its processes are watched."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from .work import Work
+
+START_SECONDS = 120.0
+ROUNDS_SECONDS = 300.0  # for those of one repetition
+
+SERVER, TRAINER = "server", "trainer"
+_MARKS = {  # in a command line, by what a process does
+    SERVER: ("services.pserver", "--role server", "ray::Server"),
+    TRAINER: ("benchmarks.comparison.trainer", "--role trainer", "ray::Trainer"),
+}
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """Some rounds of one system."""
+
+    seconds: float  # a round, the median
+    cpu_seconds: dict[str, float]  # a round, by what the processes do
+    wire_bytes: float  # a round, on the loopback interface
+
+
+class Contestant:
+    """One system, and a connection to each of its trainers."""
+
+    def __init__(self, name: str, work: Work, processes: Callable[[], list[psutil.Process]]) -> None:
+        self.name = name
+        self.work = work
+        self._processes = processes
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(1.0)
+        self._connections: list[socket.socket] = []
+        self._lines: list[IO[str]] = []
+        self._idle_bytes: dict[int, int] = {}  # by process
+
+    @property
+    def port(self) -> int:
+        """Where its trainers tell that they are warm."""
+        return int(self._listener.getsockname()[1])
+
+    def wait_until_warm(self, is_alive: Callable[[], bool]) -> None:
+        """Raises RuntimeError if it ends before, and TimeoutError."""
+        deadline = time.monotonic() + START_SECONDS
+        while len(self._lines) < self.work.num_trainers:
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                if time.monotonic() > deadline:
+                    raise
+                if not is_alive():
+                    raise RuntimeError(f"{self.name} has ended before it was warm") from None
+                continue
+            connection.settimeout(ROUNDS_SECONDS)
+            self._connections.append(connection)
+            self._lines.append(connection.makefile("rw"))
+        for lines in self._lines:
+            self._read(lines)
+
+    def take(self, num_rounds: int) -> Repetition:
+        """Let it take so many rounds while all others wait. Raises RuntimeError if one of its processes fails."""
+        cpu, wire = self._cpu_seconds(), _loopback_bytes()
+        for lines in self._lines:
+            print(num_rounds, file=lines, flush=True)
+        answers = [self._read(lines) for lines in self._lines]
+        spent = {role: seconds - cpu.get(role, 0.0) for role, seconds in self._cpu_seconds().items()}
+        [of_first] = [answer["seconds"] for answer in answers if answer["rank"] == 0]
+        return Repetition(
+            seconds=statistics.median(of_first),
+            cpu_seconds={role: seconds / num_rounds for role, seconds in spent.items()},
+            wire_bytes=(_loopback_bytes() - wire) / num_rounds,
+        )
+
+    def peak_bytes(self) -> dict[str, int]:
+        """The most memory that one process of each kind has had resident until now."""
+        most: dict[str, int] = {}
+        for process in self._processes():
+            role = role_of(process)
+            most[role] = max(most.get(role, 0), peak_of(process.pid))
+        return most
+
+    def note_idle(self) -> None:
+        """What its processes take now is what they take before there is anything to do."""
+        self._idle_bytes = {process.pid: int(process.memory_info().rss) for process in self._processes()}
+
+    def server_bytes_above_idle(self) -> int:
+        """The most that a server has taken besides; 0 if nobody has noted what it takes when idle."""
+        servers = [process.pid for process in self._processes() if role_of(process) == SERVER]
+        return max((peak_of(pid) - self._idle_bytes[pid] for pid in servers if pid in self._idle_bytes), default=0)
+
+    def close(self) -> None:
+        """Let its trainers end."""
+        for end in (*self._lines, *self._connections, self._listener):
+            end.close()
+
+    def _read(self, lines: IO[str]) -> dict[str, Any]:
+        line = lines.readline()
+        if not line:
+            raise RuntimeError(f"a trainer of {self.name} has failed")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _cpu_seconds(self) -> dict[str, float]:
+        spent: dict[str, float] = {}
+        for process in self._processes():
+            times = process.cpu_times()
+            role = role_of(process)
+            spent[role] = spent.get(role, 0.0) + times.user + times.system
+        return spent
+
+
+def role_of(process: psutil.Process) -> str:
+    command = " ".join(process.cmdline())
+    return next((role for role, marks in _MARKS.items() if any(mark in command for mark in marks)), "other")
+
+
+def peak_of(pid: int) -> int:
+    """The most memory that a process has had resident, in bytes. Linux."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found
+    return 1024 * int(found[1])
+
+
+def _loopback_bytes() -> int:
+    return int(psutil.net_io_counters(pernic=True)["lo"].bytes_sent)

@@ -1,0 +1,44 @@
+"""The side of a measured trainer: it takes so many rounds when it is told to, and tells how long each of them took.
+
+All systems are warm and wait while one of them is measured, so that repetitions alternate without starting anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+
+CONTROL = "COMPARISON_CONTROL"  # the environment variable with the port of the program that measures
+WARM_UP_ROUNDS = 10
+
+
+def take_rounds(rank: int, one_round: Callable[[], object], check: Callable[[int], None]) -> None:
+    """Warm up, then take as many rounds as each line says, until there are no more lines.
+
+    Raises whatever `check` raises when the result of so many rounds is wrong.
+    """
+    with (
+        socket.create_connection(("127.0.0.1", int(os.environ[CONTROL]))) as connection,
+        connection.makefile("r") as lines,
+        connection.makefile("w") as answers,
+    ):
+        num_rounds = len(_take(WARM_UP_ROUNDS, one_round))
+        check(num_rounds)
+        print(json.dumps({"rank": rank}), file=answers, flush=True)
+        for line in lines:
+            seconds = _take(int(line), one_round)
+            num_rounds += len(seconds)
+            check(num_rounds)
+            print(json.dumps({"rank": rank, "seconds": seconds}), file=answers, flush=True)
+
+
+def _take(num_rounds: int, one_round: Callable[[], object]) -> list[float]:
+    seconds = []
+    for _ in range(num_rounds):
+        begin = time.perf_counter()
+        one_round()
+        seconds.append(time.perf_counter() - begin)
+    return seconds

@@ -1,0 +1,183 @@
+"""The figures: a table for people, JSON for programs, a dated report."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.stats import bootstrap
+
+from ..report import HERE, PACKAGES, make_head
+from .cases import RAW, RAY, RPC_TCP, Case
+from .contestant import SERVER, TRAINER, Repetition
+from .systems import OURS
+from .work import Work
+
+RESULTS = HERE / "results"
+GIGABYTE, MEGABYTE = 1e9, 1e6
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A median over repetitions and its 95 % bootstrap interval."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        median = statistics.median(values)
+        if len(set(values)) < 2:
+            return cls(median, median, median)
+        found = bootstrap(
+            (np.asarray(values),), np.median, method="percentile", rng=np.random.default_rng(0)
+        ).confidence_interval
+        return cls(median, float(found.low), float(found.high))
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} [{self.low:.3g}, {self.high:.3g}]"
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """What was measured in one case, by system."""
+
+    case: Case
+    works: Mapping[str, Work]
+    figures: Mapping[str, Sequence[Repetition]]
+    peak_bytes: Mapping[str, Mapping[str, int]]
+    above_idle_bytes: Mapping[str, int]
+
+    @property
+    def peers(self) -> list[str]:
+        return [name for name in self.figures if name in self.case.peers]
+
+    @property
+    def variants(self) -> list[str]:
+        return [name for name in self.figures if name in self.case.variants]
+
+    def seconds(self, name: str) -> Estimate:
+        """A round."""
+        return Estimate.of([done.seconds for done in self.figures[name]])
+
+    def ratio(self, other: str) -> Estimate:
+        """Our seconds over the other's, of the same repetition; a byte, if the other moves more or fewer."""
+        pairs = zip(self.figures[OURS], self.figures[other], strict=True)
+        times = self.works[other].moved_bytes / self.works[OURS].moved_bytes
+        return Estimate.of([times * ours.seconds / theirs.seconds for ours, theirs in pairs])
+
+    def cpu_seconds_a_gigabyte(self, name: str, role: str) -> float:
+        """Of what all trainers push and pull in a round."""
+        moved = self.works[name].moved_bytes / GIGABYTE
+        return statistics.median(done.cpu_seconds.get(role, 0.0) for done in self.figures[name]) / moved
+
+    def describe(self, name: str) -> dict[str, Any]:
+        seconds, done = self.seconds(name), self.figures[name]
+        return {
+            "median_s": seconds.median,
+            "interval_s": [seconds.low, seconds.high],
+            "repetitions_s": [one.seconds for one in done],
+            "cpu_s_per_gb": {role: self.cpu_seconds_a_gigabyte(name, role) for role in (SERVER, TRAINER)},
+            "wire_bytes": statistics.median(one.wire_bytes for one in done),
+            "peak_bytes": dict(self.peak_bytes[name]),
+            "server_peak_above_idle_bytes": self.above_idle_bytes[name],
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        ratios = {name: self.ratio(name) for name in (*self.peers, *self.variants)}
+        return {
+            "case": self.case.name,
+            "ours": self.describe(OURS),
+            "peers": {peer: self.describe(peer) for peer in self.peers},
+            "variants": {name: self.describe(name) for name in self.variants},
+            "ratio": {name: ratio.median for name, ratio in ratios.items()},
+            "ratio_interval": {name: [ratio.low, ratio.high] for name, ratio in ratios.items()},
+        }
+
+    def to_markdown(self) -> str:
+        lines = [
+            f"## {self.case.name}",
+            "",
+            f"{self.case.text}; {self.works[OURS].num_trainers} trainers, {self.works[OURS].num_servers} servers.",
+            "",
+            "| | seconds a round | ours / this | CPU-s a GB: servers | trainers | MB on the wire | peak MB: a server "
+            "| a trainer |",
+            "|---|--:|--:|--:|--:|--:|--:|--:|",
+        ]
+        for name in self.figures:
+            wire = statistics.median(done.wire_bytes for done in self.figures[name]) / MEGABYTE
+            cells = [
+                name,
+                str(self.seconds(name)),
+                "" if name == OURS else str(self.ratio(name)),
+                *(f"{self.cpu_seconds_a_gigabyte(name, role):.2f}" for role in (SERVER, TRAINER)),
+                f"{wire:.3g}",
+                *(f"{self.peak_bytes[name].get(role, 0) / MEGABYTE:.0f}" for role in (SERVER, TRAINER)),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+        return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Ours over another in one case; met when the lower end of the interval is at most `limit`."""
+
+    case: str
+    other: str
+    limit: float
+    stretch: float | None = None
+
+
+TARGETS = (
+    Target("sync_100mb_fp32", RPC_TCP, 0.75, 0.6),
+    Target("sync_100mb_fp32", RAW, 1.7, 1.4),
+    Target("sync_100mb_fp32", RAY, 0.5),
+    Target("resnet50", "sync_100mb_fp32", 1.15, 1.05),
+    Target("tiny", RPC_TCP, 1.0, 0.5),
+    Target("sync_100mb_adam", "sync_100mb_fp32", 1.15),
+    Target("scale_trainers", "2_trainers", 1.15),
+)
+
+
+def judge(results: Sequence[CaseResult]) -> str:
+    """A table of the targets whose figures are here."""
+    lines = ["| target | at most | stretch | measured | |", "|---|--:|--:|--:|---|"]
+    by_name = {result.case.name: result for result in results}
+    for target in TARGETS:
+        result = by_name.get(target.case)
+        if result is None or target.other not in result.figures:
+            continue
+        ratio = result.ratio(target.other)
+        verdict = "met" if ratio.low <= target.limit else "missed"
+        stretch = "" if target.stretch is None else f"{target.stretch}"
+        lines.append(f"| {target.case} / {target.other} | {target.limit} | {stretch} | {ratio} | {verdict} |")
+    for result in results:
+        work = result.works[OURS]
+        slots = 2 if work.optimizer == "adam" else 0
+        limit = work.num_bytes / work.num_servers * (2 + slots + work.num_trainers) / MEGABYTE + 64
+        peak = result.above_idle_bytes[OURS] / MEGABYTE
+        verdict = "met" if peak <= limit else "missed"
+        lines.append(f"| MB of a pserver above idle, {result.case.name} | {limit:.0f} | | {peak:.0f} | {verdict} |")
+    return "\n".join(lines) + "\n"
+
+
+def publish(results: Sequence[CaseResult], text: str, folder: Path) -> None:
+    """Print the tables; write `latest.json` and a report with today's date there."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()
+    folder.mkdir(exist_ok=True)
+    entries = [{**result.to_json(), "commit": commit} for result in results]
+    (folder / "latest.json").write_text(json.dumps(entries, indent=2) + "\n")
+    summary = text.partition("\n\n")[2].partition("\n\n")[2]
+    head = make_head("Gradpost beside its peers", summary.strip(), PACKAGES)
+    report = "\n".join([head, judge(results), *(result.to_markdown() for result in results)])
+    path = folder / f"comparison_{datetime.date.today():%Y%m%d}.md"
+    path.write_text(report)
+    print(f"\n{report}\nwritten: {path} and latest.json beside it")

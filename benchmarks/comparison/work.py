@@ -1,0 +1,66 @@
+"""What a system is asked to do in a round, told to its processes as one argument."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal, Self
+
+import torch
+
+LEARNING_RATE = 0.1
+GRADIENT = 1e-3  # of every element and the trainer of rank 0; the others' are multiples of it
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tensors of float32 that every trainer pushes and pulls, and who takes part."""
+
+    elements: tuple[int, ...]  # of each tensor
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    num_trainers: int = 2
+    num_servers: int = 2
+    is_exact: bool = True  # what comes out is known
+
+    @property
+    def moved_bytes(self) -> int:
+        """What all trainers push and pull in a round, in float32."""
+        return 2 * self.num_trainers * self.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors, in float32."""
+        return 4 * sum(self.elements)
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def load(cls, text: str) -> Self:
+        members = json.loads(text)
+        return cls(**{**members, "elements": tuple(members["elements"])})
+
+    def make_gradients(self, rank: int) -> list[torch.Tensor]:
+        return [torch.full((num_elements,), GRADIENT * (rank + 1)) for num_elements in self.elements]
+
+    def check(self, values: list[torch.Tensor], num_rounds: int) -> None:
+        """Raise unless the zeros that it began with have had so many steps of SGD with the mean gradient."""
+        if self.optimizer != "sgd" or not self.is_exact:
+            return
+        mean = GRADIENT * (1 + self.num_trainers) / 2
+        expected = torch.tensor(-LEARNING_RATE * mean * num_rounds)
+        for tensor in values:
+            sample = tensor.flatten()[:: max(1, tensor.numel() // 1000)].float()
+            torch.testing.assert_close(sample, expected.expand_as(sample), rtol=2e-2, atol=0)
+
+
+def read_arguments(description: str | None) -> argparse.Namespace:
+    """`--role server --index 0 --port 5000 --work JSON`, and nothing more: what every peer's program takes."""
+    arguments = argparse.ArgumentParser(description=description)
+    arguments.add_argument("--role", choices=["server", "trainer", "all"], required=True)
+    arguments.add_argument("--index", type=int, default=0)
+    arguments.add_argument("--port", type=int, required=True, help="where they meet")
+    arguments.add_argument("--work", type=Work.load, required=True)
+    arguments.add_argument("--transport", default="", help="of a peer that has several")
+    return arguments.parse_args()

@@ -1,0 +1,107 @@
+"""The floor: the same bytes over plain TCP sockets, and nothing else.
+
+A trainer sends each server its part of the gradient; a server receives into a staging array for each trainer, adds,
+steps SGD once, and sends its values back. No names, no checks, no failures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import threading
+import time
+
+import numpy as np
+import torch
+
+from benchmarks.comparison.paced import take_rounds
+from benchmarks.comparison.work import LEARNING_RATE, Work, read_arguments
+
+
+def receive_into(connection: socket.socket, array: np.ndarray) -> bool:
+    """Whether all of it came; False at the end of the connection."""
+    view = memoryview(array).cast("B")
+    at = 0
+    while at < len(view):
+        if not (num_bytes := connection.recv_into(view[at:])):
+            return False
+        at += num_bytes
+    return True
+
+
+def serve(work: Work, index: int, port: int) -> None:
+    num_elements = part_of(work, index).stop - part_of(work, index).start
+    values = np.zeros(num_elements, dtype=np.float32)
+    staged = [np.empty_like(values) for _ in range(work.num_trainers)]
+    arrived, applied = threading.Barrier(work.num_trainers), threading.Barrier(work.num_trainers)
+
+    def serve_one(connection: socket.socket, number: int) -> None:
+        with connection:
+            while receive_into(connection, staged[number]):
+                if arrived.wait() == 0:
+                    for other in staged[1:]:
+                        np.add(staged[0], other, out=staged[0])
+                    np.multiply(staged[0], LEARNING_RATE / work.num_trainers, out=staged[0])
+                    np.subtract(values, staged[0], out=values)
+                applied.wait()
+                connection.sendall(values)
+
+    with socket.create_server(("127.0.0.1", port + index)) as listener:
+        threads = []
+        for number in range(work.num_trainers):
+            connection, _ = listener.accept()
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            threads.append(threading.Thread(target=serve_one, args=(connection, number)))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+
+
+def part_of(work: Work, index: int) -> slice:
+    """Which elements of all tensors in a row are a server's."""
+    total = sum(work.elements)
+    return slice(total * index // work.num_servers, total * (index + 1) // work.num_servers)
+
+
+def connect(port: int) -> socket.socket:
+    while True:
+        try:
+            connection = socket.create_connection(("127.0.0.1", port))
+        except ConnectionRefusedError:
+            time.sleep(0.05)  # the server's imports take a moment
+            continue
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+
+
+def train(work: Work, rank: int, port: int) -> None:
+    gradient = np.concatenate([tensor.numpy() for tensor in work.make_gradients(rank)])
+    values = np.zeros_like(gradient)
+    connections = [connect(port + index) for index in range(work.num_servers)]
+    begin, end = threading.Barrier(work.num_servers + 1), threading.Barrier(work.num_servers + 1)
+
+    def exchange(index: int) -> None:
+        part = part_of(work, index)
+        while True:
+            begin.wait()
+            connections[index].sendall(gradient[part])
+            receive_into(connections[index], values[part])
+            end.wait()
+
+    for index in range(work.num_servers):
+        threading.Thread(target=exchange, args=(index,), daemon=True).start()
+
+    def one_round() -> None:
+        begin.wait()
+        end.wait()
+
+    take_rounds(rank, one_round, lambda num_rounds: work.check([torch.from_numpy(values)], num_rounds))
+
+
+def main() -> None:
+    options: argparse.Namespace = read_arguments(__doc__)
+    {"server": serve, "trainer": train}[options.role](options.work, options.index, options.port)
+
+
+if __name__ == "__main__":
+    main()

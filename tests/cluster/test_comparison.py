@@ -1,0 +1,35 @@
+"""`make bench` still measures ours and the peers that need nothing else; what it prints here means nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PEERS = ["raw_sockets", "torch_rpc_tcp", "gloo"]
+
+pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(240)]
+
+
+def test_ours_beside_its_peers(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.comparison", "--cases", "tiny", "--peers", *PEERS, "--repetitions", "2",
+         "--results", str(tmp_path)],
+        cwd=ROOT, timeout=230, check=True,
+    )  # fmt: skip
+    [case] = json.loads((tmp_path / "latest.json").read_text())
+    assert case["case"] == "tiny"
+    assert len(case["commit"]) == 40
+    assert sorted(case["peers"]) == sorted(case["ratio"]) == sorted(PEERS)
+    for peer, described in case["peers"].items():
+        assert 0 < described["median_s"] < 5
+        assert case["ratio_interval"][peer][0] <= case["ratio"][peer] <= case["ratio_interval"][peer][1]
+    assert case["ours"]["cpu_s_per_gb"]["server"] > 0
+    assert case["ours"]["wire_bytes"] > 2 * 2 * 40_000  # all parameters, up and down, for both trainers
+    assert 0 < case["ours"]["server_peak_above_idle_bytes"] < case["ours"]["peak_bytes"]["server"]
+    [report] = tmp_path.glob("comparison_*.md")
+    assert "| tiny / torch_rpc_tcp | 1.0 | 0.5 |" in report.read_text()
