@@ -57,11 +57,12 @@ class ArrivingFrame(Answer):
     async def read(self, num_bytes: int) -> AsyncIterator[bytes]:
         """The next so many bytes. Raises TryAgain if it ends before them."""
         while num_bytes:
-            try:
-                is_there = bool(self._rest) or await self._take()
-            except httpx.HTTPError as error:
-                raise TryAgain(f"{GONE}: {error!r}") from error
-            if not is_there:
+            if not self._rest:
+                try:
+                    await self._take()
+                except httpx.HTTPError as error:
+                    raise TryAgain(f"{GONE}: {error!r}") from error
+            if not self._rest:
                 raise TryAgain(GONE)
             part = bytes(self._rest[: min(num_bytes, PART_BYTES)])
             del self._rest[: len(part)]

@@ -14,28 +14,15 @@ from services.coordinator.inspection.event_stream import MAX_STREAMS
 from services.coordinator.settings import CoordinatorSettings
 from services.runtime.metrics import ServiceMetrics
 
+from .asgi_client import AsgiClient
+
 pytestmark = pytest.mark.asyncio
 
-SCOPE = {
-    "type": "http", "method": "GET", "path": "/v1/events/stream", "query_string": b"", "http_version": "2",
-    "headers": [(b"host", b"localhost")],
-}  # fmt: skip
 
-
-class Follower:
-    """A client that stays until it is told to leave."""
-
+class Follower(AsgiClient):
     def __init__(self) -> None:
-        self.leaves = asyncio.Event()
+        super().__init__("/v1/events/stream")
         self.status = asyncio.get_running_loop().create_future()
-        self._asked = False
-
-    async def receive(self) -> Message:
-        if self._asked:
-            await self.leaves.wait()
-            return {"type": "http.disconnect"}
-        self._asked = True
-        return {"type": "http.request"}
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -48,7 +35,7 @@ async def test_a_burst_does_not_pass_the_limit_and_who_leaves_makes_room() -> No
 
         def follow() -> tuple[Follower, asyncio.Task[None]]:
             follower = Follower()
-            return follower, tasks.create_task(app(SCOPE, follower.receive, follower.send))
+            return follower, tasks.create_task(follower.ask(app))
 
         for _ in range(2):  # all places are free again behind those who have left
             burst = [follow() for _ in range(MAX_STREAMS + 5)]

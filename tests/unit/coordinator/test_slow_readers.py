@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from starlette.types import ASGIApp, Message
 
-from ps_protocol.frames import encode_header
+from ps_protocol.frames import LENGTH_BYTES, FrameLimits, encode_header, parse_header
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import ParameterSpec
 from services.coordinator.app import make_coordinator_app
@@ -26,6 +26,7 @@ from services.runtime import large_replies
 from services.runtime.large_replies import MAX_AT_ONCE, PART_BYTES
 from services.runtime.metrics import ServiceMetrics
 
+from .asgi_client import AsgiClient
 from .coordinating import eventually
 from .support import registration
 
@@ -36,23 +37,15 @@ NUM_ELEMENTS = NUM_PARTS * PART_BYTES // 2 + 1  # of bfloat16, in parts that beg
 ONE = (0x3F80).to_bytes(2, "little")
 
 
-class Reader:
-    """A client that takes the next part when it is told to."""
+class Reader(AsgiClient):
+    """It takes the next part when it is told to."""
 
     def __init__(self) -> None:
-        self.leaves = asyncio.Event()
+        super().__init__("/v1/parameters/w", b"format=npy")
         self.may_read = asyncio.Event()
         self.has_headers = asyncio.Event()
         self.start: dict[str, Any] = {}
         self.parts: list[bytes] = []
-        self._asked = False
-
-    async def receive(self) -> Message:
-        if self._asked:
-            await self.leaves.wait()
-            return {"type": "http.disconnect"}
-        self._asked = True
-        return {"type": "http.request"}
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -98,15 +91,7 @@ async def coordinating(pservers: Pservers) -> AsyncIterator[Coordinator]:
 
 def ask(app: ASGIApp, tasks: asyncio.TaskGroup) -> tuple[Reader, asyncio.Task[None]]:
     reader = Reader()
-    scope = {
-        "type": "http", "method": "GET", "path": "/v1/parameters/w", "query_string": b"format=npy",
-        "http_version": "2", "headers": [(b"host", b"localhost")],
-    }  # fmt: skip
-
-    async def answer() -> None:
-        await app(scope, reader.receive, reader.send)
-
-    return reader, tasks.create_task(answer())
+    return reader, tasks.create_task(reader.ask(app))
 
 
 async def test_few_at_once_and_nothing_of_what_they_have_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +131,26 @@ async def test_for_one_who_has_left_nothing_more_is_read() -> None:
         reader.may_read.set()
         await answered
         assert pservers.num_taken[0] <= 5
+
+
+async def test_who_reads_gets_what_was_being_taken_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arriving, "STILL_SECONDS", 0.0)
+    is_asked, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def parts() -> AsyncIterator[bytes]:
+        is_asked.set()
+        await goes_on.wait()
+        yield b"last"
+
+    header = encode_header([("w.block0", "F32", (1,))])[LENGTH_BYTES:]
+    frame = arriving.ArrivingFrame(parse_header(header, FrameLimits()), parts(), b"")
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(frame.keep_moving())
+        await is_asked.wait()
+        reading = tasks.create_task(anext(frame.read(4)))
+        await asyncio.sleep(0)
+        goes_on.set()
+        assert await reading == b"last"
 
 
 async def test_what_comes_later_keeps_moving_while_a_reader_takes_his_time(monkeypatch: pytest.MonkeyPatch) -> None:
