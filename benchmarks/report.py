@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PACKAGES = ("torch", "granian", "httpx", "pyreqwest", "fastapi")  # that carry a round
+PACKAGES = ("torch", "uvicorn", "httpx", "hpack", "fastapi")  # that carry a round
 
 
 def describe_hardware() -> str:

@@ -151,7 +151,9 @@ def up(
     step_count: Annotated[
         StepCount | None, typer.Option(help="async, ssp: whose steps optimizer and schedule count.")
     ] = None,
-    server: Annotated[str | None, typer.Option(metavar="granian|uvicorn", help="HTTP/2, or HTTP/1.1 only.")] = None,
+    server: Annotated[
+        str | None, typer.Option(metavar="uvicorn|granian", help="The HTTP server of the services.")
+    ] = None,
     port: Annotated[int, typer.Option(metavar="N", help="The coordinator's port; 0: a free one.")] = 0,
     min_block_size: Annotated[int | None, typer.Option(metavar="N", help="Elements of the smallest block.")] = None,
     placement: Annotated[Placement | None, typer.Option(help="How blocks are placed.")] = None,

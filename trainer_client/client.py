@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import httpx
 import torch
 from structlog.typing import FilteringBoundLogger
 from torch import Tensor
@@ -25,12 +24,13 @@ from ps_protocol.vocabulary import PROTOCOL_VERSION, NonfinitePolicy, ParameterS
 
 from .authorization import BearerAuth
 from .buckets import Bucket, make_buckets
+from .exchange import Exchange
 from .membership import Membership
 from .metrics import MetricsServer, TrainerMetrics
 from .pserver_client import PserverClient
 from .settings import TrainerSettings, read_settings
 from .tensors import TORCH_DTYPES, writable_bytes
-from .transport import make_bulk_client, make_control_client
+from .transport import make_control_client
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ class ParameterClient:
         self._token = None if token is None else TokenPair(token, self._warn)
         self._auth = None if self._token is None else BearerAuth(self._token)
         self._control = make_control_client(self.settings.client_tls, self._auth)
-        self._bulk: dict[bool, httpx.AsyncClient] = {}
+        self._bulk: dict[bool, Exchange] = {}
         self.start: Round = 1  # the first round that this trainer pushes for
         self.nonfinite: NonfinitePolicy = "reject"  # of the run
         self.must_upload = False  # the initial values are this trainer's to push
@@ -196,10 +196,10 @@ class ParameterClient:
             await self._on_all(lambda pserver: pserver.warm_up())
         return self.plan
 
-    def _bulk_client(self, info: PserverInfo) -> httpx.AsyncClient:
+    def _bulk_client(self, info: PserverInfo) -> Exchange:
         """The connections for tensors: one kind for pservers with HTTP/2, another for those without."""
         if info.http2 not in self._bulk:
-            self._bulk[info.http2] = make_bulk_client(self.settings.client_tls, self._auth, http2=info.http2)
+            self._bulk[info.http2] = Exchange(self.settings.client_tls, self._token, http2=info.http2)
         return self._bulk[info.http2]
 
     async def go_back(self) -> Round:
@@ -232,8 +232,9 @@ class ParameterClient:
         if outcome == "done" and self._begun_round > max(over, self.membership.round):
             outcome, reason = "failed", f"it left in the middle of round {self._begun_round}"
         await self.membership.leave(outcome, reason)
-        for client in (self._control, *self._bulk.values()):
-            await client.aclose()
+        await self._control.aclose()
+        for exchange in self._bulk.values():
+            await exchange.aclose()
         if self._lag is not None:
             self._lag.cancel()
         if self._metrics_server is not None:

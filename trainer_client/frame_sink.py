@@ -19,24 +19,39 @@ class FrameSink:
         self._limits = limits
         self._start = bytearray()  # length and header, until they are complete
         self._frame: Frame | None = None
+        self.num_bytes = 0  # that have come
         self._index = 0  # the tensor that is being filled
         self._filled = 0  # bytes of it
 
-    def feed(self, chunk: bytes | memoryview) -> None:
+    def feed(self, data: bytes | memoryview) -> None:
         """Take the next bytes of the frame, in any portions."""
-        rest = memoryview(chunk)
+        rest = memoryview(data)
         if self._frame is None:
             rest = self._feed_start(rest)
         while len(rest) and self._frame is not None:
-            if self._index == len(self._frame.tensors):
+            room = self.room()[: len(rest)]
+            if not len(room):
                 raise MalformedFrame("the frame is longer than its header says")
-            entry = self._frame.tensors[self._index]
-            count = min(len(rest), entry.end - entry.begin - self._filled)
-            self._destinations[entry.name][self._filled : self._filled + count] = rest[:count]
-            rest = rest[count:]
-            self._filled += count
-            if self._filled == entry.end - entry.begin:
-                self._index, self._filled = self._index + 1, 0
+            room[:] = rest[: len(room)]
+            rest = rest[len(room) :]
+            self.landed(len(room))
+
+    def room(self) -> memoryview:
+        """Where the next bytes belong: the rest of a tensor, or nothing before the header is complete."""
+        if self._frame is None:
+            return _NOTHING
+        tensors = self._frame.tensors
+        while self._index < len(tensors):
+            entry = tensors[self._index]
+            if self._filled < entry.end - entry.begin:
+                return self._destinations[entry.name][self._filled :]
+            self._index, self._filled = self._index + 1, 0
+        return _NOTHING
+
+    def landed(self, num_bytes: int) -> None:
+        """So many have been written at the beginning of `room()`."""
+        self._filled += num_bytes
+        self.num_bytes += num_bytes
 
     def _feed_start(self, rest: memoryview) -> memoryview:
         rest = self._fill_start(rest, LENGTH_BYTES)
@@ -61,15 +76,16 @@ class FrameSink:
     def _fill_start(self, rest: memoryview, wanted: int) -> memoryview:
         count = max(0, min(len(rest), wanted - len(self._start)))
         self._start += rest[:count]
+        self.num_bytes += count
         return rest[count:]
 
     def finish(self) -> Mapping[str, str]:
         """Check that every destination was filled and return the frame's metadata."""
-        tensors = self._frame.tensors if self._frame else ()
-        # Empty tensors at the end take no bytes and are never reached by feed().
-        rest = tensors[self._index :]
-        if self._frame is None or self._filled or any(e.end > e.begin for e in rest):
+        if self._frame is None or len(self.room()):
             raise MalformedFrame("the reply ended early")
-        if missing := self._destinations.keys() - {entry.name for entry in tensors}:
+        if missing := self._destinations.keys() - {entry.name for entry in self._frame.tensors}:
             raise MalformedFrame(f"the reply lacks {sorted(missing)[0]!r}")
         return self._frame.metadata
+
+
+_NOTHING = memoryview(bytearray())

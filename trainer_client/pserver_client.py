@@ -43,13 +43,13 @@ from ps_protocol.routes import (
 )
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
+from .exchange import Exchange
 from .frame_sink import FrameSink
 from .links import LinkMeter
 from .membership import read_problem
 from .metrics import TrainerMetrics
 from .news import News
 from .pauses import choose_pause
-from .transport import BODY_EXTENSION
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class PserverClient:
         self,
         info: PserverInfo,
         fence: Fence,
-        http: Callable[[PserverInfo], httpx.AsyncClient],
+        http: Callable[[PserverInfo], Exchange],
         metrics: TrainerMetrics,
         news: News,
         *,
@@ -86,6 +86,8 @@ class PserverClient:
         self._news = news
         self.link = LinkMeter()
         self._first_life = info.incarnation
+        self._urls: dict[str, httpx.URL] = {}
+        self._urls_of = ""
         self._kept: dict[Round, list[memoryview]] = {}  # pushed, and not pulled yet: a pserver may lose it
         self._retry_seconds = retry_seconds
         self._deadline_seconds = deadline_seconds
@@ -96,16 +98,25 @@ class PserverClient:
         """Open the connection: the first frames are small until the server's settings arrive. Take its time."""
 
         async def attempt() -> None:
-            await self._http.get(self.info.address + HEALTH)
+            await self._http.send("GET", self._url(HEALTH), {})
             asked = perf_counter()
-            await self._http.get(self.info.address + HEALTH)
+            await self._http.send("GET", self._url(HEALTH), {})
             self.link.round_trip_seconds = perf_counter() - asked
 
         await self._repeat(HEALTH, attempt)
 
     @property
-    def _http(self) -> httpx.AsyncClient:
+    def _http(self) -> Exchange:
         return self._http_of(self.info)
+
+    def _url(self, path: str) -> httpx.URL:
+        address = self.info.address
+        if self._urls_of != address:
+            self._urls_of, self._urls = address, {}
+        url = self._urls.get(path)
+        if url is None:  # parsing it takes as long as sending it
+            url = self._urls[path] = httpx.URL(address + path)
+        return url
 
     def go_back(self, attempt: int) -> None:
         """Follow the run to its newest attempt; what was under way is forgotten."""
@@ -121,9 +132,7 @@ class PserverClient:
         async def attempt() -> PushAnswer:
             headers = {**self._fence.at_round(round_).to_headers(), "content-type": CONTENT_TYPE}
             with self.link.pushes.transfer():
-                response = await self._http.post(
-                    self.info.address + path, headers=headers, extensions={BODY_EXTENSION: body}
-                )
+                response = await self._http.send("POST", self._url(path), headers, body=body)
             _raise_for_problem(response)
             self.link.pushes.add(len(body))
             return PushAnswer.model_validate_json(response.content)
@@ -149,7 +158,7 @@ class PserverClient:
 
         async def attempt() -> BarrierAnswer:
             headers = {**self._fence.at_round(round_).to_headers(), BARRIER_HEADER: kind, **_verdict(is_finite)}
-            response = await self._http.post(self.info.address + BARRIER, headers=headers)
+            response = await self._http.send("POST", self._url(BARRIER), headers)
             _raise_for_problem(response)
             return BarrierAnswer.model_validate_json(response.content)
 
@@ -208,10 +217,8 @@ class PserverClient:
         async def attempt() -> tuple[Mapping[str, str], float]:
             sink = FrameSink(destinations, self._limits)
             headers = {**self._fence.at_round(round_).to_headers(), **extra}
-            request = self._http.build_request(
-                method, self.info.address + path, headers=headers, json=list(names) if names else None
-            )
-            response = await self._http.send(request, stream=True)
+            body = json.dumps(list(names)).encode() if names else b""
+            response = await self._http.begin(method, self._url(path), headers, body=body, sink=sink)
             answered = perf_counter()
             try:
                 if response.is_error:
@@ -220,8 +227,8 @@ class PserverClient:
                 with self.link.pulls.transfer():
                     async for chunk in response.aiter_raw():
                         sink.feed(chunk)
-                self.link.pulls.add(response.num_bytes_downloaded)
-                self._metrics.pulled_bytes.inc(response.num_bytes_downloaded)
+                self.link.pulls.add(sink.num_bytes)
+                self._metrics.pulled_bytes.inc(sink.num_bytes)
             finally:
                 await response.aclose()
             return sink.finish(), answered

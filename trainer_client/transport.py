@@ -1,145 +1,17 @@
-"""What carries httpx requests to the pservers: hyper through pyreqwest, because tensors are large.
-
-httpx stays the API. Its own HTTP/2 is pure Python and costs seconds of CPU a gigabyte; this transport sends a body from
-a memoryview without a copy and hands out reply chunks as they come from the socket.
-"""
+"""The two kinds of HTTP connections of a trainer: small control messages, and tensors."""
 
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
-from datetime import timedelta
-from time import monotonic
 
 import httpx
-from pyreqwest import exceptions
-from pyreqwest.client import Client, ClientBuilder
-from pyreqwest.response import Response
 
-from ps_protocol.certificates import TlsFiles, WatchedFiles, client_context
+from ps_protocol.certificates import TlsFiles, client_context
 
-BODY_EXTENSION = "gradpost_body"  # request extension: a memoryview that must not change until the request has ended
-WINDOW_BYTES = 16 * 1024 * 1024
-FRAME_BYTES = 1024 * 1024
-CHUNK_BYTES = 1024 * 1024
-CONNECT_SECONDS = 5
-PING_SECONDS = 5
-CHECK_SECONDS = 1.0
+from .http1_transport import Http1Transport
+from .http2_transport import Http2Transport
 
-# Most specific first; every other error of pyreqwest becomes httpx.TransportError.
-_ERRORS: tuple[tuple[type[exceptions.PyreqwestError], type[httpx.TransportError]], ...] = (
-    (exceptions.ConnectTimeoutError, httpx.ConnectTimeout),
-    (exceptions.ReadTimeoutError, httpx.ReadTimeout),
-    (exceptions.WriteTimeoutError, httpx.WriteTimeout),
-    (exceptions.PoolTimeoutError, httpx.PoolTimeout),
-    (exceptions.RequestTimeoutError, httpx.TimeoutException),
-    (exceptions.ConnectError, httpx.ConnectError),
-    (exceptions.ReadError, httpx.ReadError),
-    (exceptions.WriteError, httpx.WriteError),
-    (exceptions.NetworkError, httpx.NetworkError),
-    (exceptions.PyreqwestError, httpx.TransportError),
-)
-
-
-class BulkTransport(httpx.AsyncBaseTransport):
-    """One connection to each origin, over HTTP/2 with prior knowledge (or ALPN under TLS), or HTTP/1.1.
-
-    Ignores httpx's timeouts: a bulk request is bounded by its caller, and dead peers are found by pings. When a file
-    of `tls` has changed, what is sent from then on goes over new connections.
-    """
-
-    def __init__(self, *, http2: bool, tls: TlsFiles = TlsFiles()) -> None:  # noqa: B008 - frozen
-        self._http2, self._tls = http2, tls
-        self._files = WatchedFiles(tls.paths)
-        self._next_check = monotonic() + CHECK_SECONDS
-        self._client = _build_client(http2, tls)
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send one request; the reply's body is streamed. Raises httpx.TransportError and its children."""
-        body: memoryview | None = request.extensions.get(BODY_EXTENSION)
-        headers = [(k, v) for k, v in request.headers.multi_items() if k not in ("content-length", "host")]
-        if self._tls.paths and monotonic() >= self._next_check:
-            self._renew()
-        builder = self._client.request(request.method, str(request.url)).headers(headers)
-        builder = builder.body_bytes(await request.aread() if body is None else body)
-        pending = builder.build_streamed()
-        try:
-            reply = await pending.__aenter__()
-        except exceptions.PyreqwestError as error:
-            raise map_error(error, request) from error
-        return httpx.Response(
-            reply.status, headers=list(reply.headers.items()), stream=_ReplyStream(pending, reply, request)
-        )
-
-    async def aclose(self) -> None:
-        """Close all connections."""
-        await self._client.close()
-
-    def _renew(self) -> None:
-        self._next_check = monotonic() + CHECK_SECONDS
-        if self._files.have_changed():
-            try:
-                # Requests that are on their way keep the old one, and its connections, until they end.
-                self._client = _build_client(self._http2, self._tls)
-            except (OSError, ValueError, exceptions.PyreqwestError):
-                self._files.forget()  # half replaced: look again
-
-
-class _ReplyStream(httpx.AsyncByteStream):
-    """Chunks of a reply as bytes-like objects, valid until the next one is asked for."""
-
-    def __init__(self, pending: AbstractAsyncContextManager[Response], reply: Response, request: httpx.Request) -> None:
-        self._pending, self._reply, self._request = pending, reply, request
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        read = self._reply.body_reader.read
-        try:
-            while (chunk := await read(CHUNK_BYTES)) is not None:
-                yield chunk  # type: ignore[misc]  # a buffer, not bytes: saves a copy, and httpx passes it on as it is
-        except exceptions.PyreqwestError as error:
-            raise map_error(error, self._request) from error
-
-    async def aclose(self) -> None:
-        await self._pending.__aexit__(None, None, None)
-
-
-def map_error(error: exceptions.PyreqwestError, request: httpx.Request) -> httpx.TransportError:
-    """The httpx exception that stands for a pyreqwest one."""
-    for theirs, ours in _ERRORS:
-        if isinstance(error, theirs):
-            return ours(error.message, request=request)
-    raise AssertionError  # the last row is the base class
-
-
-def _build_client(http2: bool, tls: TlsFiles) -> Client:
-    builder = (
-        ClientBuilder()
-        .no_proxy()  # cluster traffic never goes through a proxy that happens to be set
-        .follow_redirects(False)
-        .connect_timeout(timedelta(seconds=CONNECT_SECONDS))
-        .tcp_nodelay(True)
-        .tcp_keepalive(timedelta(seconds=PING_SECONDS))
-    )
-    if http2:
-        builder = (
-            builder.http2(True)  # offered by ALPN
-            .http2_initial_stream_window_size(WINDOW_BYTES)
-            .http2_initial_connection_window_size(2 * WINDOW_BYTES)
-            .http2_max_frame_size(FRAME_BYTES)
-            .http2_keep_alive_interval(timedelta(seconds=PING_SECONDS))
-            .http2_keep_alive_timeout(timedelta(seconds=2 * PING_SECONDS))
-            .http2_keep_alive_while_idle(True)
-        )
-        if tls.ca is None:
-            builder = builder.http2_prior_knowledge()
-    else:
-        builder = builder.http1_only()
-    if tls.ca is not None:
-        builder = builder.add_root_certificate_pem(tls.ca.read_bytes())
-    if tls.cert is not None and tls.key is not None:
-        builder = builder.identity_pem(tls.cert.read_bytes() + b"\n" + tls.key.read_bytes())
-    return builder.build()
+CONNECT_SECONDS = 5.0
 
 
 def make_control_client(tls: TlsFiles, auth: httpx.Auth | None) -> httpx.AsyncClient:
@@ -160,6 +32,12 @@ class _ControlTransport(httpx.AsyncHTTPTransport):
             raise httpx.ConnectError(str(error), request=request) from error
 
 
+def make_bulk_transport(tls: TlsFiles, *, http2: bool) -> httpx.AsyncBaseTransport:
+    """What carries tensors."""
+    return Http2Transport(tls) if http2 else Http1Transport(tls)
+
+
 def make_bulk_client(tls: TlsFiles, auth: httpx.Auth | None, *, http2: bool) -> httpx.AsyncClient:
-    """httpx over a BulkTransport, for tensors."""
-    return httpx.AsyncClient(transport=BulkTransport(http2=http2, tls=tls), auth=auth, timeout=None, trust_env=False)
+    """httpx over it, for those to whom its time does not matter."""
+    transport = make_bulk_transport(tls, http2=http2)
+    return httpx.AsyncClient(transport=transport, auth=auth, timeout=None, trust_env=False)

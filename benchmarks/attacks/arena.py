@@ -15,10 +15,11 @@ from pathlib import Path
 
 import httpx
 
+from ps_protocol.certificates import TlsFiles
 from ps_protocol.routes import BLOCKS, GET, HEALTH, SEND, STATE
 from tests.cluster.wire import WireTrainer
 from trainer_client.testing import LocalCluster
-from trainer_client.transport import BulkTransport
+from trainer_client.transport import make_bulk_transport
 
 from .target import Target
 
@@ -51,7 +52,7 @@ class Arena:
         self.server = server
         self._trainer = trainer
         self._http = http
-        self._good = httpx.AsyncClient(transport=BulkTransport(http2=server == "granian"), timeout=None)
+        self._good = httpx.AsyncClient(transport=make_bulk_transport(TlsFiles(), http2=True), timeout=None)
         address = trainer.ready.pservers[0].address
         self.target = Target(
             address, cluster.address, HEALTH, f"{BLOCKS}?name=large.block0", SEND, {**trainer.fence(1)}

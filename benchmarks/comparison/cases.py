@@ -84,9 +84,13 @@ CASES = (
         Variant(Work((25 * MILLION,) * 10)), num_rounds=2, peers=(RPC_TCP,),
     ),
     Case(
-        "transports", "25 M parameters in one tensor, SGD, over granian's HTTP/2, beside other ways",
+        "transports", "25 M parameters in one tensor, SGD, over HTTP/2 on uvicorn, beside other ways",
         Variant(WORK_100MB), num_rounds=5,
-        variants={"uvicorn_http1": Variant(WORK_100MB, {"server": "uvicorn"})},
+        variants={
+            "http1": Variant(WORK_100MB, {"http2": False}),
+            "granian": Variant(WORK_100MB, {"server": "granian"}),
+            "granian_http1": Variant(WORK_100MB, {"server": "granian", "http2": False}),
+        },
     ),
     Case(
         "durability", "25 M parameters in one tensor, SGD, nothing kept, beside a log",

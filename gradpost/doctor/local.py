@@ -50,7 +50,7 @@ def check_packages() -> Finding:
     problems = [problem for requirement in requirements if (problem := _unmet(requirement))]
     if problems:
         return Finding("packages", "broken", "; ".join(problems), "run: pip install --upgrade gradpost")
-    versions = [f"{name} {metadata.version(name)}" for name in ("gradpost", "fastapi", "granian", "httpx", "pyreqwest")]
+    versions = [f"{name} {metadata.version(name)}" for name in ("gradpost", "fastapi", "uvicorn", "httpx", "hpack")]
     return Finding("packages", "ok", ", ".join(versions))
 
 

@@ -19,7 +19,8 @@ from services.runtime.metrics import ServiceMetrics
 from services.runtime.server import serve
 from services.runtime.settings import ServiceSettings
 from services.runtime.speed import add_speed_routes
-from trainer_client.transport import BODY_EXTENSION, BulkTransport
+from trainer_client.extensions import BODY_EXTENSION
+from trainer_client.http2_transport import Http2Transport
 
 BODY_BYTES = 4_000_000
 NUM_REQUESTS = 8
@@ -28,7 +29,7 @@ TIMEOUT_SECONDS = 20.0
 
 async def _measure(address: str) -> dict[str, object]:
     body = memoryview(bytes(BODY_BYTES))
-    async with httpx.AsyncClient(transport=BulkTransport(http2=True), timeout=None, trust_env=False) as client:
+    async with httpx.AsyncClient(transport=Http2Transport(), timeout=None, trust_env=False) as client:
         await client.get(address + "/healthz")
         started = time.monotonic()
         for _ in range(NUM_REQUESTS):

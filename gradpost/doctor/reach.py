@@ -25,8 +25,9 @@ from ps_protocol.messages import PserverState, PserverStatus
 from ps_protocol.routes import HEALTH, METRICS, SPEED, STATE
 from ps_protocol.tokens import TokenPair
 from trainer_client.authorization import BearerAuth
+from trainer_client.extensions import BODY_EXTENSION
 from trainer_client.membership import read_problem
-from trainer_client.transport import BODY_EXTENSION, make_bulk_client, make_control_client
+from trainer_client.transport import make_bulk_client, make_control_client
 
 from ..status import Connection
 

@@ -44,7 +44,8 @@ from .metrics import PserverMetrics
 from .pulls import Pull, Pulls
 from .pushes import read_blocks, read_completion, read_computed_on
 from .reading import Reader, make_reader
-from .run import BarrierKind, Look, PserverRun, Reply, name_trainers
+from .reply import Reply
+from .run import BarrierKind, Look, PserverRun, name_trainers
 from .tensors import StagedBlock, digest_contribution, view_bytes
 
 log = get_logger()

@@ -14,9 +14,14 @@ from starlette.requests import ClientDisconnect
 
 from ps_protocol.errors import BodyTooLarge, LengthRequired, MalformedFrame
 from ps_protocol.frames import Frame, FrameLimits, TensorEntry, parse_frame
+from services.runtime.own_memory import receive_into
 
 if TYPE_CHECKING:
-    from starlette.types import Receive
+    from starlette.types import Receive, Scope
+
+PAGE_BYTES = 4 * 1024  # sizes of buffers are multiples of it,
+GRAIN_BYTES = 64 * 1024  # or of this: bodies with the same blocks have headers of different lengths
+LARGE_BYTES = 1024 * 1024
 
 
 class BufferPool:
@@ -29,10 +34,12 @@ class BufferPool:
         self._peak_bytes = 0
 
     def take(self, num_bytes: int) -> memoryview:
-        """Return a buffer of exactly this size; its content is whatever it was.
+        """Return a buffer of this size or a little more; its content is whatever it was.
 
         A new one takes up memory only as it is written: what is announced and never sent costs nothing.
         """
+        grain = GRAIN_BYTES if num_bytes >= LARGE_BYTES else PAGE_BYTES
+        num_bytes += -num_bytes % grain
         self.used_bytes += num_bytes
         self._peak_bytes = max(self._peak_bytes, self.used_bytes)
         if same_size := self._idle[num_bytes]:
@@ -59,11 +66,12 @@ class Body:
 
     def __init__(self, pool: BufferPool, num_bytes: int) -> None:
         self._pool = pool
-        self.buffer = pool.take(num_bytes)
+        self._memory = pool.take(num_bytes)
+        self.buffer = self._memory[:num_bytes]
         self.frame: Frame
 
     def __del__(self) -> None:
-        self._pool.give_back(self.buffer)
+        self._pool.give_back(self._memory)
 
     @property
     def data(self) -> memoryview:
@@ -85,19 +93,17 @@ def content_length(headers: dict[str, str], limits: FrameLimits) -> int:
     return int(text)
 
 
-async def receive_body(receive: Receive, num_bytes: int, limits: FrameLimits, pool: BufferPool) -> Body:
+async def receive_body(scope: Scope, receive: Receive, num_bytes: int, limits: FrameLimits, pool: BufferPool) -> Body:
     """Receive exactly `num_bytes` and parse them. Waits for the client; raises MalformedFrame if it stops early."""
     body = Body(pool, num_bytes)
     filled = 0
     more = True
     while more:
-        message = await receive()
-        chunk = message.get("body", b"")
-        if filled + len(chunk) > num_bytes:
-            raise MalformedFrame("the body is longer than its Content-Length", expected=f"{num_bytes} bytes")
-        body.buffer[filled : filled + len(chunk)] = chunk
-        filled += len(chunk)
-        more = message.get("more_body", False)
+        try:
+            received, more = await receive_into(body.buffer[filled:], scope, receive)
+        except ValueError:
+            raise MalformedFrame("the body is longer than its Content-Length", expected=f"{num_bytes} bytes") from None
+        filled += received
     if filled != num_bytes:
         raise MalformedFrame("the body ended early", expected=f"{num_bytes} bytes", actual=filled)
     body.frame = parse_frame(body.buffer, limits)

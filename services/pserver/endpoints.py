@@ -15,11 +15,13 @@ from ps_protocol.errors import BadHeader, BodyTooLarge, GradpostError, Malformed
 from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES
 from ps_protocol.routes import BARRIER_HEADER, VERDICT_HEADER, WAIT_HEADER
+from services.runtime.own_memory import send_from
 
 from .bodies import content_length, discard_body, receive_body
 from .in_flight import WaitingGets
 from .pserver import Pserver
-from .run import BarrierKind, Reply
+from .reply import Reply
+from .run import BarrierKind
 
 MAX_WAIT_SECONDS = 30.0
 MAX_GET_BODY_BYTES = 1024 * 1024
@@ -57,7 +59,7 @@ class TensorEndpoints:
         run.transports.add(scope["http_version"])
         with self._pserver.in_flight.reserve(fence.rank, num_bytes, len(run.members)):
             limits = replace(self._limits, max_tensors=min(self._limits.max_tensors, run.num_tensors))
-            body = await receive_body(receive, num_bytes, limits, self._pserver.pool)
+            body = await receive_body(scope, receive, num_bytes, limits, self._pserver.pool)
             answer = await (run.set_initial(fence, body) if initial else run.push(fence, body))
         await _send_json(send, answer.model_dump_json())
 
@@ -77,7 +79,7 @@ class TensorEndpoints:
         run = self._pserver.run
         run.check_fence(fence)
         async with self._waiting.place(fence.rank):
-            await _send_reply(send, await run.get_buffers(fence))
+            await _send_reply(scope, send, await run.get_buffers(fence))
 
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one version of the shard, or of the blocks named in the body (a JSON list)."""
@@ -96,7 +98,8 @@ class TensorEndpoints:
         async with self._waiting.place(fence.rank):
             reply = await run.get(fence, wait_seconds, names)
             run.transports.add(scope["http_version"])
-            await _send_reply(send, reply)
+            async with reply.reading():
+                await _send_reply(scope, send, reply)
         run.pulled_bytes += reply.num_bytes
 
 
@@ -163,9 +166,8 @@ async def _send_json(send: Send, json: str) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def _send_reply(send: Send, reply: Reply) -> None:
+async def _send_reply(scope: Scope, send: Send, reply: Reply) -> None:
     headers = [(b"content-type", CONTENT_TYPE.encode()), (b"content-length", str(reply.num_bytes).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    for chunk in reply.chunks[:-1]:
-        await send({"type": "http.response.body", "body": chunk, "more_body": True})
-    await send({"type": "http.response.body", "body": reply.chunks[-1]})
+    for number, part in enumerate(reply.parts, 1):
+        await send_from(part, scope, send, more_body=number < len(reply.parts))

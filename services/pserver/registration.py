@@ -65,7 +65,7 @@ class Registration:
             protocol=PROTOCOL_VERSION,
             instance=self._pserver.instance,
             address=address,
-            http2=self._settings.server == "granian",
+            http2=self._settings.http2,
             index=self._settings.pserver_index if disk is None or disk.index is None else disk.index,
             previous=0 if disk is None else disk.previous,
             held=held,

@@ -1,4 +1,4 @@
-"""From flat float32 values to the bytes of a reply, with one copy."""
+"""From flat float32 values to the bytes of a reply, with one copy or none."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from .layout import BlockPlace
 from .tensors import TORCH_DTYPES, view_bytes
 
 CHUNK_BYTES = 1 << 20
+LARGE_BYTES = 1 << 16  # what is lent as it lies; smaller pieces are joined
 
 
 class ChunkEncoder:
-    """Turns blocks of `values`, the shard's flat float32 tensor, into chunks of about 1 MiB. Keeps one as scratch."""
+    """Turns blocks of `values`, the shard's flat float32 tensor, into chunks of about 1 MiB."""
 
     def __init__(self, values: Tensor) -> None:
         self._values = values
         self._value_bytes = view_bytes(values)
         self._scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-        self._scratch_bytes = view_bytes(self._scratch)
+        self._converted = torch.empty(0, dtype=torch.uint8)  # what was lent in another dtype
 
     def encode(self, places: Iterable[BlockPlace]) -> list[bytes]:
         """Data of these blocks in the given order, each in its dtype on the wire, little-endian, without holes.
@@ -41,17 +42,36 @@ class ChunkEncoder:
                     chunks.append(b"".join(pieces))
                     pieces, size = [], 0
                     continue
-                pieces.append(self._piece(place.dtype, begin, end, size))
+                pieces.append(self._piece(place.dtype, begin, end, self._scratch, size))
                 size += width * (end - begin)
                 begin = end
         if pieces:
             chunks.append(b"".join(pieces))
         return chunks
 
-    def _piece(self, dtype: str, begin: int, end: int, offset: int) -> memoryview:
-        """Bytes of the values [begin, end); converted ones lie in the scratch, at their offset in the chunk."""
+    def lend(self, places: Iterable[BlockPlace]) -> list[bytes | memoryview]:
+        """The same data, but large blocks are views of the values, or of a tensor that is written again next time."""
+        places = list(places)
+        others = sum(DTYPE_BYTES[place.dtype] * place.block.num_elements for place in places if place.dtype != "F32")
+        if len(self._converted) < others:
+            self._converted = torch.empty(others, dtype=torch.uint8)
+        parts: list[bytes | memoryview] = []
+        small: list[memoryview] = []
+        offset = 0
+        for place in places:
+            piece = self._piece(place.dtype, place.begin, place.end, self._converted, offset)
+            offset += len(piece) if place.dtype != "F32" else 0
+            if len(piece) < LARGE_BYTES:
+                small.append(piece)
+                continue
+            parts += [b"".join(small), piece] if small else [piece]
+            small = []
+        return [*parts, b"".join(small)] if small else parts
+
+    def _piece(self, dtype: str, begin: int, end: int, converted: Tensor, offset: int) -> memoryview:
+        """Bytes of the values [begin, end); those of another dtype are written to `converted`."""
         if dtype == "F32":
             return self._value_bytes[4 * begin : 4 * end]
-        stop = offset + DTYPE_BYTES[dtype] * (end - begin)
-        self._scratch[offset:stop].view(TORCH_DTYPES[dtype]).copy_(self._values[begin:end])
-        return self._scratch_bytes[offset:stop]
+        target = converted[offset : offset + DTYPE_BYTES[dtype] * (end - begin)]
+        target.view(TORCH_DTYPES[dtype]).copy_(self._values[begin:end])
+        return view_bytes(target)

@@ -12,7 +12,6 @@ import contextlib
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import xxhash
@@ -43,6 +42,7 @@ from .history import History
 from .load import LoadMeter
 from .metrics import PserverMetrics
 from .pushes import read_blocks, read_buffers
+from .reply import Reply
 from .shard import Shard
 from .tensors import StagedBlock, find_nonfinite
 
@@ -52,19 +52,6 @@ T = TypeVar("T")
 
 Look: TypeAlias = Callable[[Mapping[str, str]], T]
 BarrierKind = Literal["batch", "fetch"]
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """The frame of one version."""
-
-    round: Round
-    chunks: Sequence[bytes]
-
-    @property
-    def num_bytes(self) -> int:
-        """Content-Length of the reply."""
-        return sum(map(len, self.chunks))
 
 
 class PserverRun(ABC):
@@ -259,7 +246,7 @@ class PserverRun(ABC):
         """The initial values are checkpoint 0: it is on the disk before anybody has seen them."""
         if self.shard.version == 0 and 0 not in storage.checkpoints:
             try:
-                await asyncio.to_thread(await self._compute.run(storage.snapshot, self.shard, self._history()))
+                await asyncio.to_thread(await self._compute.run(storage.snapshot_standing, self.shard, self._history()))
             except OSError as error:
                 await self.fail(self.storage_failed("write checkpoint 0", error))
                 self.check_failure()

@@ -13,6 +13,11 @@ class PserverSettings(ServiceSettings):
     pserver_index: int | None = Field(
         default=None, ge=0, description="which shard is its own, from 0; none: the coordinator chooses"
     )
+    http2: bool = Field(
+        default=True,
+        description="whether trainers are to send tensors over HTTP/2; switch it off where a proxy between them and "
+        "this pserver speaks HTTP/1.1 alone",
+    )
     max_inflight_bytes: int | None = Field(
         default=None,
         ge=1,

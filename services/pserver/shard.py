@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import xxhash
@@ -180,11 +181,18 @@ class Shard:
 
     def copy_state(self) -> ShardState:
         """A copy of everything, for a checkpoint."""
+        state = self.view_state()
+        return replace(
+            state, values=state.values.clone(), slots={name: slot.clone() for name, slot in state.slots.items()}
+        )
+
+    def view_state(self) -> ShardState:
+        """The same with our own tensors, which holds until the next step."""
         optimizer = self.optimizer
         return ShardState(
             version=self.version,
-            values=self.values.clone(),
-            slots={name: slot.clone() for name, slot in optimizer.slots().items()} if optimizer else {},
+            values=self.values,
+            slots=optimizer.slots() if optimizer else {},
             states=optimizer.states() if optimizer else {},
             versions=dict(self.versions),
             counted={(str(c), name): s for (c, name), s in optimizer.counted().items()} if optimizer else {},
@@ -221,6 +229,12 @@ class Shard:
         places = [place for name, place in self.layout.place.items() if name in wanted]
         header = encode_header([(p.name, p.dtype, (p.block.num_elements,)) for p in places], metadata)
         return [header, *(encoder or self._encoder).encode(places)]
+
+    def lend(self, metadata: Mapping[str, str] | None = None) -> list[bytes | memoryview]:
+        """The same frame of all blocks, large ones as views of the values: it holds until these change."""
+        places = list(self.layout.place.values())
+        header = encode_header([(p.name, p.dtype, (p.block.num_elements,)) for p in places], metadata)
+        return [header, *self._encoder.lend(places)]
 
     def encode_buffers(self, metadata: Mapping[str, str] | None = None) -> list[bytes]:
         """A frame of the buffers that were set, in plan order and with their shapes."""

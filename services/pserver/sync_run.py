@@ -29,8 +29,9 @@ from .history import History
 from .metrics import PserverMetrics
 from .pushes import read_blocks, read_completion
 from .replacements import Replacements
+from .reply import Reply
 from .rounds import Apply, Rounds
-from .run import BarrierKind, Look, PserverRun, Reply, name_trainers
+from .run import BarrierKind, Look, PserverRun, name_trainers
 from .tensors import StagedBlock, digest_contribution, view_bytes
 
 log = get_logger()
@@ -180,6 +181,7 @@ class SyncRun(PserverRun):
     async def _apply(self, apply: Apply[StagedBlock]) -> None:
         try:
             with self._metrics.apply_seconds.time():
+                await self._call_reply_back()
                 reply = await self._step_when_logged(apply)
         except GradpostError as error:
             await self.fail(error)
@@ -204,6 +206,12 @@ class SyncRun(PserverRun):
         if apply.nonfinite:
             self._metrics.skipped.inc()
             log.warning("round skipped: gradients hold NaN or infinity", round=apply.round, trainer=apply.nonfinite)
+
+    async def _call_reply_back(self) -> None:
+        """All members have read it, since their fetch barriers are in; but its values are about to change."""
+        reply, self._reply = self._reply, None
+        if reply is not None:
+            await reply.call_back()
 
     async def _step_when_logged(self, apply: Apply[StagedBlock]) -> Reply:
         """Step as soon as the disk takes the update; a full one gets the round time-out to be emptied."""
@@ -247,6 +255,11 @@ class SyncRun(PserverRun):
         reach_failpoint("apply.after")
         self._captures.take(apply.round)
         return self._encode(apply.round, self._outcome(apply)), self._snapshot_if_due(apply)
+
+    def _encode(self, round_: Round, more: Mapping[str, str] | None = None) -> Reply:
+        if self.rounds.max_delay:  # then a member's push of a later round says nothing of what it still reads
+            return super()._encode(round_, more)
+        return Reply(round_, self.shard.lend({**self._metadata(round_), **(more or {})}))
 
     def _not_fixed(self, names: tuple[str, ...], fixed: Collection[str]) -> tuple[str, ...]:
         """Those of these blocks that are stepped: not those of parameters that are frozen, or set in this round."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 from collections.abc import Iterator
 from typing import Any
 
@@ -106,9 +107,16 @@ def make_uvicorn(app: ASGIApp, settings: ServiceSettings, bound: socket.socket, 
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=grace_seconds,
-        ssl_context_factory=(lambda *_: server_context(settings.server_tls)) if settings.tls_cert else None,
+        ssl_context_factory=(lambda *_: _offer_http2(server_context(settings.server_tls)))
+        if settings.tls_cert
+        else None,
     )
     return _Uvicorn(config, bound, header_seconds=settings.header_timeout_seconds, max_connections=max_connections)
+
+
+def _offer_http2(context: ssl.SSLContext) -> ssl.SSLContext:
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    return context
 
 
 class _Granian:

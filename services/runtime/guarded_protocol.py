@@ -1,4 +1,7 @@
-"""uvicorn's HTTP/1.1 protocol with what it lacks: limits for headers, in bytes and seconds, and for connections."""
+"""uvicorn's HTTP/1.1 protocol with what it lacks: limits for headers, in bytes and seconds, and for connections.
+
+And HTTP/2: a client that begins with its preface is handed over to `http2_server.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ from typing import Any
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from ps_http2.frames import PREFACE
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE, BodyTooLarge, GradpostError, Overloaded, SlowBody
 
+from .http2_server import ServerConnection
 from .settings import ServiceSettings
 
 MAX_HEAD_BYTES = 64 * 1024  # the request line and all headers
@@ -42,6 +47,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._first: bytes | None = b""  # what has come, as long as it may be HTTP/2's preface
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for headers, or refuse if there are too many connections."""
@@ -60,6 +66,15 @@ class GuardedProtocol(HttpToolsProtocol):
         """Parse it, and refuse headers, and trailers behind a body, without an end."""
         if self.transport.is_closing():
             return
+        if self._first is not None:
+            data = self._first + data
+            if data.startswith(PREFACE):
+                self._hand_over(data[len(PREFACE) :])
+                return
+            if PREFACE.startswith(data):
+                self._first = data
+                return
+            self._first = None
         self._head_bytes += len(data)
         super().data_received(data)
         if self._head_bytes <= MAX_HEAD_BYTES or self.transport.is_closing():
@@ -116,6 +131,20 @@ class GuardedProtocol(HttpToolsProtocol):
             self._write_timer.cancel()
             self._write_timer = None
         super().resume_writing()
+
+    def _hand_over(self, rest: bytes) -> None:
+        self._stop_timer()
+        self.connections.discard(self)
+        successor = ServerConnection(
+            self.app,
+            self.limits,
+            connections=self.connections,
+            tasks=self.tasks,
+            default_headers=lambda: self.server_state.default_headers,
+        )
+        self.transport.set_protocol(successor)
+        successor.connection_made(self.transport)
+        successor.take(rest)
 
     def _start_timer(self) -> None:
         self._head_timer = self.loop.call_later(self.limits.header_timeout_seconds, self._headers_are_late)

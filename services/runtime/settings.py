@@ -42,8 +42,8 @@ class ServiceSettings(BaseSettings):
     advertise_address: BaseUrl | None = Field(
         default=None, description="base URL under which others reach it; none: made from the host that it listens on"
     )
-    server: Literal["granian", "uvicorn"] = Field(
-        default="granian", description="`granian`: HTTP/1.1 and HTTP/2 on one port; `uvicorn`: HTTP/1.1"
+    server: Literal["uvicorn", "granian"] = Field(
+        default="uvicorn", description="the HTTP server; both answer HTTP/1.1 and HTTP/2 on one port"
     )
     coordinator: BaseUrl = Field(
         default="http://127.0.0.1:7070",
@@ -102,7 +102,7 @@ class ServiceSettings(BaseSettings):
         description="requests at once, those that wait included; further ones are `overloaded`",
     )
     max_connections: int = Field(
-        default=1024, ge=1, description="open connections; further ones wait (granian) or are closed (uvicorn)"
+        default=1024, ge=1, description="open connections; further ones are closed (uvicorn) or wait (granian)"
     )
     max_untaken_bytes: int | None = Field(
         default=None,

@@ -81,7 +81,13 @@ class RunStorage:
 
     def snapshot(self, shard: Shard, history: History) -> Callable[[], ShardFile]:
         """Copy the shard between two updates; the result writes the copy, on any thread, and may raise OSError."""
-        state = shard.copy_state()
+        return self._snapshot(shard.copy_state(), history)
+
+    def snapshot_standing(self, shard: Shard, history: History) -> Callable[[], ShardFile]:
+        """The same without a copy, of a shard that does not change before it is written."""
+        return self._snapshot(shard.view_state(), history)
+
+    def _snapshot(self, state: ShardState, history: History) -> Callable[[], ShardFile]:
         if self.has_log:
             self._log.begin_segment(state.version)
         metadata = {

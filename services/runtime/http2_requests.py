@@ -1,0 +1,160 @@
+"""Requests that come over HTTP/2, as ASGI has them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import unquote
+
+from starlette.types import ASGIApp, Message, Scope
+
+from ps_http2.frames import Code
+from ps_http2.stream import Headers, Inbox, Stream, StreamResetError
+
+from .logs import get_logger
+from .own_memory import LANDING, Landing
+
+log = get_logger()
+
+_PSEUDO = frozenset({b":method", b":scheme", b":path", b":authority"})
+_OF_CONNECTIONS = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"})
+_NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
+_NO_VALUE = re.compile(rb"[\0\r\n]")
+
+
+def read_scope(headers: Headers) -> Scope:
+    """The part of an ASGI scope that a request's headers say. Raises ValueError (RFC 9113, sections 8.2 and 8.3).
+
+    >>> request = [(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/a%20b?c"), (b":authority", b"x")]
+    >>> scope = read_scope(request)
+    >>> scope["method"], scope["path"], scope["query_string"], scope["headers"]
+    ('GET', '/a b', b'c', [(b'host', b'x')])
+    """
+    pseudo: dict[bytes, bytes] = {}
+    regular: Headers = []
+    has_host = False
+    for name, value in headers:
+        if _NO_VALUE.search(value):
+            raise ValueError(f"the value of {name!r} has a character that no value has")
+        if name[:1] == b":":
+            if name not in _PSEUDO or name in pseudo or regular:
+                raise ValueError(f"{name!r} is unknown, stands twice, or behind other headers")
+            pseudo[name] = value
+            continue
+        if not _NAME.fullmatch(name) or name in _OF_CONNECTIONS or (name == b"te" and value != b"trailers"):
+            raise ValueError(f"no request over HTTP/2 has a header {name!r}")
+        has_host = has_host or name == b"host"
+        regular.append((name, value))
+    method, target = pseudo.get(b":method", b""), pseudo.get(b":path", b"")
+    if not method.isalpha() or b":scheme" not in pseudo or not (target.startswith(b"/") or target == b"*"):
+        raise ValueError("a request has a method, a scheme and a path")
+    if b":authority" in pseudo and not has_host:
+        regular.insert(0, (b"host", pseudo[b":authority"]))
+    path, _, query = target.partition(b"?")
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "2",
+        "method": method.decode("ascii").upper(),
+        "scheme": "http",
+        "root_path": "",
+        "path": unquote(path.decode("ascii", "replace")),
+        "raw_path": path,
+        "query_string": query,
+        "headers": regular,
+    }
+
+
+def content_length(headers: Headers) -> int | None:
+    """What a message says about its body. Raises ValueError."""
+    given = {value for name, value in headers if name == b"content-length"}
+    if not given:
+        return None
+    [value] = given
+    if not value.isdigit() or len(value) > 18:
+        raise ValueError("a Content-Length that is no number")
+    return int(value)
+
+
+LAND_SECONDS = 1.0  # after which the application is told how much is here, so that it can tell who is too slow
+
+
+class Request:
+    """One of them, while the application answers it."""
+
+    def __init__(self, stream: Stream, inbox: Inbox, scope: Scope, default_headers: Headers) -> None:
+        self._stream = stream
+        self._inbox = inbox
+        self._scope = scope
+        self._default_headers = default_headers
+        self._body_is_over = False
+        self._started = False
+        self._completed = False
+        self._landing = Landing()
+        scope["extensions"] = {LANDING: self._landing}
+
+    async def run(self, app: ASGIApp) -> None:
+        """Let the application answer, and end the stream in any case."""
+        try:
+            await app(self._scope, self.receive, self.send)
+        except Exception as error:
+            log.error("the application failed", exc_info=error, path=self._scope["path"])
+        finally:
+            # Who has been answered need not send the rest of its body.
+            self._stream.close(Code.NO_ERROR if self._completed else Code.INTERNAL_ERROR)
+
+    async def receive(self) -> Message:
+        """See ASGI, and `Landing`."""
+        try:
+            while self._body_is_over:
+                await self._stream.changed()
+                if self._stream.is_over:
+                    return {"type": "http.disconnect"}
+            buffer = self._landing.take()
+            body: bytes | memoryview
+            if buffer is None:
+                body, has_more = await self._inbox.next()
+            else:
+                num_bytes, has_more = await self._inbox.fill(buffer, LAND_SECONDS)
+                body = buffer[:num_bytes]
+        except StreamResetError:
+            return {"type": "http.disconnect"}
+        self._body_is_over = not has_more
+        return {"type": "http.request", "body": body, "more_body": has_more}
+
+    async def send(self, message: Message) -> None:
+        """See ASGI; bodies may be memoryviews, which must not change meanwhile. Whoever has gone gets nothing."""
+        stream = self._stream
+        if message["type"] == "http.response.start":
+            self._started = True
+            if stream.error is None:
+                status = message["status"]
+                self._has_body = self._scope["method"] != "HEAD" and status not in (204, 304)
+                headers = [(b":status", b"%d" % status), *self._default_headers]
+                headers += [(n.lower(), v) for n, v in message["headers"] if n.lower() not in _OF_CONNECTIONS]
+                stream.send_headers(headers)
+            return
+        is_last = not message.get("more_body", False)
+        body = message.get("body", b"") if self._has_body else b""
+        self._completed = is_last
+        try:
+            await stream.send(body, is_last=is_last)
+        except StreamResetError:
+            return
+
+
+def start_request(
+    stream: Stream,
+    scope: Scope,
+    app: ASGIApp,
+    default_headers: Headers,
+    when_done: Callable[[asyncio.Task[Any]], object],
+) -> asyncio.Task[None]:
+    """Let the application answer in a task of its own."""
+    inbox = Inbox(stream)
+    stream.sink = inbox
+    task = asyncio.get_running_loop().create_task(Request(stream, inbox, scope, default_headers).run(app))
+    task.add_done_callback(when_done)
+    return task

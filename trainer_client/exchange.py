@@ -1,0 +1,65 @@
+"""Requests of httpx, given straight to a transport: httpx's own client would take longer than a small request does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import httpx
+
+from ps_http2.stream import Sink
+from ps_protocol.certificates import TlsFiles
+from ps_protocol.tokens import TokenPair
+
+from .extensions import BODY_EXTENSION, SINK_EXTENSION
+from .transport import make_bulk_transport
+
+
+class Exchange:
+    """Sends a token with every request; if that is refused, the one that it replaced (as `BearerAuth`)."""
+
+    def __init__(self, tls: TlsFiles, tokens: TokenPair | None, *, http2: bool) -> None:
+        self._transport = make_bulk_transport(tls, http2=http2)
+        self._tokens = tokens
+
+    async def begin(
+        self,
+        method: str,
+        url: httpx.URL,
+        headers: Mapping[str, str],
+        *,
+        body: memoryview | bytes = b"",
+        sink: Sink | None = None,
+    ) -> httpx.Response:
+        """Send a request; the answer's body is still to come, and the answer has to be closed.
+
+        Neither the body nor what a good answer lands in may be touched until then. Raises httpx.TransportError.
+        """
+        extensions = {BODY_EXTENSION: body, SINK_EXTENSION: sink}
+        for token in [None] if self._tokens is None else self._tokens.read():
+            authorization = {} if token is None else {"authorization": f"Bearer {token}"}
+            request = httpx.Request(method, url, headers={**headers, **authorization}, extensions=extensions)
+            response = await self._transport.handle_async_request(request)
+            response.request = request
+            if response.status_code != httpx.codes.UNAUTHORIZED:
+                break
+        return response
+
+    async def send(
+        self,
+        method: str,
+        url: httpx.URL,
+        headers: Mapping[str, str],
+        *,
+        body: memoryview | bytes = b"",
+    ) -> httpx.Response:
+        """The same with an answer that is small, and whole."""
+        response = await self.begin(method, url, headers, body=body)
+        try:
+            await response.aread()
+        finally:
+            await response.aclose()
+        return response
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self._transport.aclose()

@@ -1,0 +1,275 @@
+"""An httpx transport over HTTP/2 for large bodies: sent from the caller's memory, and received straight into it.
+
+httpx stays the API. Its own HTTP/2 copies each body several times; here the kernel reads and writes the tensors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from urllib.parse import urlsplit
+
+import httpx
+
+from ps_http2 import frames
+from ps_http2.connection import Connection
+from ps_http2.frames import PREFACE, Code
+from ps_http2.stream import Headers, Inbox, Sink, Stream, StreamResetError
+from ps_protocol.certificates import TlsFiles, WatchedFiles, client_context
+
+from .extensions import BODY_EXTENSION, SINK_EXTENSION
+
+CONNECT_SECONDS = 5.0
+PING_SECONDS = 5.0
+STREAM_WINDOW = 1 << 30  # whatever comes has a place to go to
+
+_OF_HTTP1 = frozenset({b"host", b"connection", b"transfer-encoding", b"keep-alive", b"content-length"})
+
+
+class Http2Transport(httpx.AsyncBaseTransport):
+    """One connection to each origin, with prior knowledge, or by ALPN under TLS.
+
+    Ignores httpx's timeouts: a request is bounded by its caller, and dead peers are found by pings. When a file of
+    `tls` has changed, what is sent from then on goes over new connections.
+    """
+
+    def __init__(self, tls: TlsFiles = TlsFiles()) -> None:  # noqa: B008 - frozen
+        self._origins: dict[str, _Origin] = {}
+        self._tls = tls
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send one request and wait for its answer's headers. Raises httpx.TransportError and its children."""
+        body = request.extensions.get(BODY_EXTENSION)
+        if body is None:
+            body = await request.aread()
+        url = request.url
+        name = f"{url.scheme}://{url.netloc.decode('ascii')}"
+        origin = self._origins.get(name)
+        if origin is None:
+            origin = self._origins[name] = _Origin(name, self._tls)
+        try:
+            connection = await origin.connect()
+            stream = await connection.begin(request.extensions.get(SINK_EXTENSION))
+        except StreamResetError as reset:
+            raise _translate(reset, request) from reset
+        except TimeoutError as error:
+            raise httpx.ConnectTimeout(f"no connection within {CONNECT_SECONDS:g} s", request=request) from error
+        except OSError as error:
+            raise httpx.ConnectError(str(error), request=request) from error
+        try:
+            stream.send_headers(_headers_of(request, len(body)), is_last=not len(body))
+            stream.lend(body)
+            while stream.headers is None:
+                await stream.changed()
+        except BaseException as error:
+            stream.close()
+            if isinstance(error, StreamResetError):
+                raise _translate(error, request) from error
+            raise
+        [status] = [value for name, value in stream.headers if name == b":status"]
+        return httpx.Response(
+            int(status),
+            headers=[header for header in stream.headers if header[0] != b":status"],
+            stream=_Answer(stream, request),
+            extensions={"http_version": b"HTTP/2"},
+        )
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        for origin in self._origins.values():
+            origin.close()
+
+
+class _Answer(httpx.AsyncByteStream):
+    """What no sink has taken of an answer's body. Closing it gives the memory of body and sink back to their owner."""
+
+    def __init__(self, stream: Stream, request: httpx.Request) -> None:
+        self._stream, self._request = stream, request
+        self._inbox = stream.sink if isinstance(stream.sink, Inbox) else None
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        has_more = True
+        try:
+            while has_more:
+                if self._inbox is not None:
+                    data, has_more = await self._inbox.next()
+                    yield data
+                elif has_more := not self._stream.is_remote_over:
+                    await self._stream.changed()
+        except StreamResetError as reset:
+            raise _translate(reset, self._request) from reset
+
+    async def aclose(self) -> None:
+        self._stream.close()
+
+
+class _Origin:
+    """One server, and the connection to it."""
+
+    def __init__(self, name: str, tls: TlsFiles) -> None:
+        url = urlsplit(name)
+        self._host, self._port = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+        self._is_secure = url.scheme == "https"
+        self._tls = tls
+        self._files = WatchedFiles(tls.paths)
+        self._context: ssl.SSLContext | None = None
+        self._connection: ClientConnection | None = None
+        self._lock = asyncio.Lock()
+
+    async def connect(self) -> ClientConnection:
+        """The connection, a new one if there is none that takes requests. Raises OSError and TimeoutError."""
+        if (connection := self._usable()) is not None:
+            return connection
+        async with self._lock:
+            if (connection := self._usable()) is not None:
+                return connection
+            loop = asyncio.get_running_loop()
+            async with asyncio.timeout(CONNECT_SECONDS):
+                transport, connection = await loop.create_connection(
+                    ClientConnection, self._host, self._port, ssl=self._make_context()
+                )
+            if self._is_secure and transport.get_extra_info("ssl_object").selected_alpn_protocol() != "h2":
+                transport.abort()
+                raise ConnectionError("the server does not speak HTTP/2")
+            self._connection = connection
+            return connection
+
+    def close(self) -> None:
+        """End the connection and what is under way."""
+        if self._connection is not None:
+            self._connection.close()
+
+    def _usable(self) -> ClientConnection | None:
+        connection = self._connection
+        if connection is None or connection.is_closing:
+            return None
+        if connection.looks_again and self._is_secure:
+            connection.looks_again = False
+            if self._files.have_changed():
+                self._context, self._connection = None, None
+                connection.go_away()  # what is on its way ends there
+                return None
+        return connection
+
+    def _make_context(self) -> ssl.SSLContext | None:
+        if self._is_secure and self._context is None:
+            self._context = client_context(self._tls)
+            self._context.set_alpn_protocols(["h2"])
+        return self._context
+
+
+class ClientConnection(Connection):
+    """The client's end: begins streams, as many at once as the server takes, and looks after the server's life."""
+
+    preface = PREFACE
+    tops_up = True
+
+    def __init__(self) -> None:
+        super().__init__({frames.ENABLE_PUSH: 0}, STREAM_WINDOW)
+        self.looks_again = False  # at the files of TLS; true every now and then
+        self._room = asyncio.Event()
+        self._seen_bytes = 0
+        self._num_pings = 0  # in a row that were not answered
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio."""
+        super().connection_made(transport)
+        self._timer = asyncio.get_running_loop().call_later(PING_SECONDS, self._look)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio."""
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+        self._room.set()
+
+    async def begin(self, sink: Sink | None) -> Stream:
+        """Wait until the server takes another stream, and begin it. A good answer goes to `sink`.
+
+        Raises StreamResetError if the connection takes no more.
+        """
+        while len(self.streams) >= self.peer_max_streams and not self.is_closing:
+            self._room.clear()
+            await self._room.wait()
+        if self.is_closing:
+            raise StreamResetError(Code.REFUSED_STREAM, "the connection takes no more requests")
+        stream = self.new_stream(self.highest_stream + 2 if self.highest_stream else 1)
+        stream.sink = sink
+        self.streams[stream.number] = stream
+        if stream.number > frames.MAX_WINDOW - 2:
+            self.is_closing = True  # there are no more numbers
+        return stream
+
+    def open_stream(self, number: int) -> Stream | None:
+        """See Connection: headers of a stream that was given up, or that never was."""
+        self.check_not_idle(number)
+        return None
+
+    def headers_received(self, stream: Stream, headers: Headers) -> None:
+        """See Connection."""
+        found = [value for name, value in headers if name == b":status"]
+        if len(found) != 1 or not (found[0].isdigit() and len(found[0]) == 3):
+            self.reset(stream, Code.PROTOCOL_ERROR, "an answer without a status")
+            return
+        if found[0][:1] == b"1":  # the answer itself comes later
+            return
+        if stream.sink is None or found[0] != b"200":
+            stream.sink = Inbox(stream)
+        stream.headers = headers
+        stream.wake()
+
+    def goaway_received(self, last_stream: int) -> None:
+        """See Connection."""
+        self.is_closing = True
+        for stream in [stream for stream in self.streams.values() if stream.number > last_stream]:
+            self.lose(stream, StreamResetError(Code.REFUSED_STREAM, "the server goes away, and has not looked at this"))
+        self._room.set()
+
+    def stream_over(self, stream: Stream) -> None:
+        """See Connection."""
+        self._room.set()
+
+    def settings_received(self) -> None:
+        """See Connection."""
+        self._room.set()
+
+    def close(self) -> None:
+        """End it, and what is under way."""
+        self._transport.abort()
+
+    def _look(self) -> None:
+        self.looks_again = True
+        if self.received_bytes != self._seen_bytes:
+            self._seen_bytes, self._num_pings = self.received_bytes, 0
+        elif self._num_pings == 2:
+            self._transport.abort()
+            self.connection_lost(TimeoutError(f"no sign of life for {3 * PING_SECONDS:g} s"))
+            return
+        else:
+            self._num_pings += 1
+            self.ping()
+        self._timer = asyncio.get_running_loop().call_later(PING_SECONDS, self._look)
+
+
+def _headers_of(request: httpx.Request, num_bytes: int) -> Headers:
+    url = request.url
+    headers = [
+        (b":method", request.method.encode("ascii")),
+        (b":scheme", url.raw_scheme),
+        (b":authority", url.netloc),
+        (b":path", url.raw_path),
+    ]
+    headers += [(name.lower(), value) for name, value in request.headers.raw if name.lower() not in _OF_HTTP1]
+    if num_bytes or request.method in ("POST", "PUT"):
+        headers.append((b"content-length", b"%d" % num_bytes))
+    return headers
+
+
+def _translate(reset: StreamResetError, request: httpx.Request) -> Exception:
+    """What a sink did not like is raised as it was; the rest is trouble on the way."""
+    if reset.__cause__ is not None:
+        return reset.__cause__ if isinstance(reset.__cause__, Exception) else reset
+    kind = httpx.ConnectError if reset.code == Code.REFUSED_STREAM else httpx.ReadError
+    return kind(str(reset), request=request)
