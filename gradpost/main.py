@@ -20,6 +20,7 @@ from ps_protocol.plan import DEFAULT_PLACEMENT
 from ps_protocol.slicing import DEFAULT_MIN_BLOCK_SIZE
 from ps_protocol.tokens import SCOPES, Scope
 from ps_protocol.vocabulary import Durability, LossPolicy, Mode, NonfinitePolicy, Placement
+from ps_protocol.wire_types import PullType, PushType
 
 from .completion import RoleCommand, complete_parameter
 from .output import CommandError, exit_with
@@ -162,6 +163,11 @@ def up(
     lease: Annotated[
         float | None, typer.Option("--lease-seconds", metavar="X", help="Silence after which a process is lost.")
     ] = None,
+    push_type: Annotated[PushType | None, typer.Option(help="What gradients are on the wire.")] = None,
+    pull_type: Annotated[PullType | None, typer.Option(help="What parameters are on the wire.")] = None,
+    topk: Annotated[
+        float | None, typer.Option(metavar="X", help="Share of the elements that --push-type topk pushes.")
+    ] = None,
     round_timeout: Annotated[
         float | None,
         typer.Option("--round-timeout", "--round-timeout-seconds", metavar="X", help="Longest wait for a trainer."),
@@ -221,6 +227,9 @@ def up(
         "placement": placement,
         "slice_parameters": False if whole else None,
         "nonfinite": nonfinite,
+        "push_type": push_type,
+        "pull_type": pull_type,
+        "topk": topk,
         "lease_seconds": lease,
         "round_timeout_seconds": round_timeout,
         "on_trainer_loss": on_trainer_loss,

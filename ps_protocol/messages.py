@@ -21,6 +21,7 @@ from .vocabulary import (
     Rank,
     Round,
 )
+from .wire_types import PullType, PushType
 
 PROGRESS = "loss"  # the reported number that shows how training goes; the others are results
 
@@ -243,6 +244,9 @@ class DeclareModel(Message):
     placement: Placement | None = None
     slice_parameters: bool | None = None
     nonfinite: NonfinitePolicy | None = None
+    push_type: PushType | None = Field(default=None, description="what gradients are on the wire")
+    pull_type: PullType | None = Field(default=None, description="what values are on the wire to trainers")
+    topk: float | None = Field(default=None, gt=0, le=1, description="share of a block's elements that `topk` pushes")
     local_steps: int = Field(default=0, ge=0, description="steps of the trainers' own optimizers between pushes")
     aliases: dict[str, str] = Field(default={}, description="further names of tied tensors, for exported models")
 

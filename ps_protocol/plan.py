@@ -26,6 +26,7 @@ from .vocabulary import (
     is_shape,
     is_size,
 )
+from .wire_types import AS_THEY_ARE, WireTensor, WireTypes
 
 DEFAULT_PLACEMENT: Placement = "balanced"  # never worse on real models: docs/placement.md
 MAX_PSERVERS = 1 << 16
@@ -43,6 +44,7 @@ class SlicePlan:
     num_pservers: int
     buffers: tuple[BufferSpec, ...] = ()
     optimizer: OptimizerSpec | None = None  # None in a plan that is only looked at
+    wire: WireTypes = AS_THEY_ARE
     digest: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -70,12 +72,25 @@ class SlicePlan:
             blocks[block.parameter].append(block)
         return {name: tuple(its) for name, its in blocks.items()}
 
+    def pushed(self, block: Block) -> list[WireTensor]:
+        """The tensors that a gradient of this block is on the wire."""
+        return self.wire.pushed(block.name, self.parameter[block.parameter].dtype, block.num_elements)
+
+    def pulled(self, parameter: str) -> str:
+        """The dtype of a parameter's values on the wire, when trainers pull them."""
+        return self.wire.pulled(self.parameter[parameter].dtype)
+
     def block_bytes(self, block: Block) -> int:
-        """Size of a block's values on the wire."""
+        """Size of a block's values in the parameter's dtype."""
         return block.num_elements * DTYPE_BYTES[self.parameter[block.parameter].dtype]
 
+    def pushed_bytes(self, pserver: PserverIndex) -> int:
+        """Size of a whole gradient of a shard on the wire."""
+        tensors = (tensor for block in self.shards[pserver] for tensor in self.pushed(block))
+        return sum(DTYPE_BYTES[dtype] * math.prod(shape) for _, dtype, shape in tensors)
+
     def shard_bytes(self, pserver: PserverIndex) -> int:
-        """Size of a shard's values on the wire."""
+        """Size of a shard's values in the parameters' dtypes."""
         return sum(self.block_bytes(b) for b in self.shards[pserver])
 
     def to_json(self) -> dict[str, Any]:
@@ -86,6 +101,7 @@ class SlicePlan:
             "num_pservers": self.num_pservers,
             "buffers": [[b.name, list(b.shape), b.dtype, b.pserver] for b in self.buffers],
             "optimizer": None if self.optimizer is None else asdict(self.optimizer),
+            "wire": self.wire.to_json(),
         }
 
     @classmethod
@@ -102,6 +118,7 @@ class SlicePlan:
                 "num_pservers": num_pservers,
                 "buffers": [*buffers],
                 "optimizer": optimizer,
+                "wire": wire,
                 **rest,
             } if not rest:
                 plan = cls(
@@ -110,6 +127,7 @@ class SlicePlan:
                     num_pservers=_check_num_pservers(num_pservers),
                     buffers=tuple(map(_parse_buffer, buffers)),
                     optimizer=None if optimizer is None else OptimizerSpec.from_json(optimizer),
+                    wire=WireTypes.from_json(wire),
                 )
             case _:
                 raise BadModel(f"a slice plan is an object of {', '.join(f.name for f in fields(cls) if f.init)}")
@@ -127,6 +145,7 @@ def make_plan(
     slice_parameters: bool = True,
     buffers: Sequence[tuple[str, tuple[int, ...], str]] = (),
     optimizer: OptimizerSpec | None = None,
+    wire: WireTypes = AS_THEY_ARE,
 ) -> SlicePlan:
     """Cut and place a model: a pure function of its arguments, the same in every process.
 
@@ -141,6 +160,7 @@ def make_plan(
         raise BadModel("min_block_size is too small", expected="at least 1 element", actual=min_block_size)
     if placement not in PLACE:
         raise BadModel("there is no such placement", expected=" or ".join(PLACE), actual=f"{placement!r:.80}")
+    wire.check()
     _check_model(parameters, buffers, optimizer)
     cuts = [
         (spec, index, begin, end)
@@ -162,6 +182,7 @@ def make_plan(
             BufferSpec(name, tuple(shape), dtype, i % num_pservers) for i, (name, shape, dtype) in enumerate(buffers)
         ),
         optimizer=optimizer,
+        wire=wire,
     )
 
 

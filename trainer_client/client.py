@@ -20,10 +20,11 @@ from ps_protocol.optimizers import HyperParameters, OptimizerSpec
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import COMPUTED_ON_KEY, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY
 from ps_protocol.tokens import TokenFolder, TokenPair
-from ps_protocol.vocabulary import PROTOCOL_VERSION, NonfinitePolicy, ParameterSpec, Rank, Round
+from ps_protocol.vocabulary import DTYPE_BYTES, PROTOCOL_VERSION, NonfinitePolicy, ParameterSpec, Rank, Round
 
 from .authorization import BearerAuth
 from .buckets import Bucket, make_buckets
+from .encoding import ErrorFeedback
 from .exchange import Exchange
 from .membership import Membership
 from .metrics import MetricsServer, TrainerMetrics
@@ -35,7 +36,7 @@ from .transport import make_control_client
 T = TypeVar("T")
 
 # Settings that a trainer states with its model, so that they may still be chosen after it has joined.
-_OF_THE_PLAN = {"min_block_size", "placement", "slice_parameters", "nonfinite"}
+_OF_THE_PLAN = {"min_block_size", "placement", "slice_parameters", "nonfinite", "push_type", "pull_type", "topk"}
 _OF_LOCAL_STEPS = {"local_steps", "outer_lr", "outer_momentum", "outer_nesterov"}
 DECLARED_SETTINGS = frozenset(_OF_THE_PLAN | _OF_LOCAL_STEPS | {"bucket_bytes"})
 MAX_CONCURRENT_PUSHES = 4  # per pserver; more would only queue in the connection
@@ -67,6 +68,7 @@ class ParameterClient:
         self.unfinished: set[asyncio.Task[Any]] = set()  # steps that are on their way
         self._begun_round: Round = 0  # the newest that something was pushed for
         self._is_finite = True  # the gradient that was sent last
+        self.feedback = ErrorFeedback()
         self._sent_round: Round = 0  # the newest of which all pushes are acknowledged
         self._metrics_server: MetricsServer | None = None
         self._lag: asyncio.Task[None] | None = None
@@ -154,6 +156,9 @@ class ParameterClient:
                     placement=settings.placement,
                     slice_parameters=settings.slice_parameters,
                     nonfinite=settings.nonfinite,
+                    push_type=settings.push_type,
+                    pull_type=settings.pull_type,
+                    topk=settings.topk,
                     local_steps=settings.local_steps,
                     aliases=dict(aliases or {}),
                 )
@@ -213,6 +218,7 @@ class ParameterClient:
             pserver.go_back(news.attempt)
         if news.uploader is not None:
             self.uploader = news.uploader
+        self.feedback.forget()
         self._begun_round = self._sent_round = self.membership.round = news.resume
         self.must_upload = news.uploader == self.joined.rank
         return news.resume
@@ -280,7 +286,7 @@ class ParameterClient:
         """
         flat = self._flatten(gradients)
         self._begun_round = round_
-        buckets = make_buckets(self.plan, flat, bucket_bytes=self.settings.bucket_bytes)
+        buckets = make_buckets(self.plan, flat, bucket_bytes=self.settings.bucket_bytes, feedback=self.feedback)
         pushes = []
         for pserver, shard in zip(self.pservers, buckets, strict=True):
             for bucket in shard:
@@ -302,7 +308,7 @@ class ParameterClient:
     async def get(self, round_: Round, names: Sequence[str] | None = None) -> dict[str, Tensor]:
         """Wait for version `round_` and return parameters by name, newly allocated; all of them without `names`."""
         specs = [self.plan.parameter[name] for name in (self.plan.parameter if names is None else names)]
-        values = {spec.name: torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype]) for spec in specs}
+        values = {spec.name: torch.empty(spec.shape, dtype=TORCH_DTYPES[self.plan.pulled(spec.name)]) for spec in specs}
         destinations = self.destinations({name: writable_bytes(tensor) for name, tensor in values.items()})
         skipped_for = await self.membership.guard(
             _gather(
@@ -314,7 +320,7 @@ class ParameterClient:
         self._note_skipped(round_, skipped_for)
         if names is None:
             self.membership.round = max(self.membership.round, round_)
-        return values
+        return {spec.name: values[spec.name].to(TORCH_DTYPES[spec.dtype]) for spec in specs}
 
     def _note_skipped(self, round_: Round, skipped_for: Sequence[Sequence[Rank]]) -> None:
         if culprits := sorted({rank for ranks in skipped_for for rank in ranks}):
@@ -347,13 +353,13 @@ class ParameterClient:
     # ------------------------------------------------------------------ for those who keep their own buffers
 
     def destinations(self, memory: Mapping[str, memoryview]) -> list[dict[str, memoryview]]:
-        """For each pserver, where its blocks land in the bytes of whole parameters (name -> writable bytes)."""
+        """For each pserver, where its blocks land in the bytes of whole parameters as they are pulled (name: bytes)."""
         result: list[dict[str, memoryview]] = []
         for shard in self.plan.shards:
             wanted = {}
             for block in shard:
                 if block.parameter in memory:
-                    size = self.plan.block_bytes(block) // block.num_elements
+                    size = DTYPE_BYTES[self.plan.pulled(block.parameter)]
                     wanted[block.name] = memory[block.parameter][block.begin * size : block.end * size]
             result.append(wanted)
         return result

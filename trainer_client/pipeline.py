@@ -184,6 +184,7 @@ class Pipeline:
                 present,
                 bucket_bytes=self._client.settings.bucket_bytes,
                 metadata_bytes=METADATA_BYTES_PER_GROUP * self._num_groups,
+                feedback=self._client.feedback,
             )
         return layout
 

@@ -19,7 +19,7 @@ from .local_steps import LocalSteps, check_outer
 from .optimizer_spec import describe_optimizer, read_hyper_parameters
 from .pipeline import Pipeline
 from .session import Session, connect, open_session
-from .tensors import lands_directly, wire_dtype, writable_bytes
+from .tensors import TORCH_DTYPES, lands_directly, wire_dtype, writable_bytes
 
 
 class RemoteOptimizer(Optimizer):
@@ -166,7 +166,7 @@ class RemoteOptimizer(Optimizer):
                 self._pipeline.pull_start(version)
                 self._land(self._named, self._landing[self._pipeline.slot(version)])
                 if self._stored and not self._has_buffers:
-                    landing = _landing_of(self._stored)
+                    landing = _landing_of(self._stored, {name: tensor.dtype for name, tensor in self._stored.items()})
                     io.run(client.pull_buffers({name: writable_bytes(tensor) for name, tensor in landing.items()}))
                     self._land(self._stored, landing)
                     self._has_buffers = True
@@ -187,13 +187,18 @@ class RemoteOptimizer(Optimizer):
     def _bind(self) -> None:
         """Find the memory that pulls are written to: the parameters' own, if nobody computes with them meanwhile."""
         if self._pipeline.max_delay == 0:
-            self._landing = [_landing_of(self._named)]
+            self._landing = [_landing_of(self._named, self._pulled_dtypes)]
         elif not self._landing:
-            shapes = [(name, p.shape, p.dtype) for name, p in self._named.items()]
+            shapes = [(name, p.shape, self._pulled_dtypes[name]) for name, p in self._named.items()]
             copies = range(self._pipeline.max_delay + 1)
             self._landing = [{name: torch.empty(shape, dtype=dtype) for name, shape, dtype in shapes} for _ in copies]
         self._pipeline.bind(self._landing)
         self._bound = {name: _memory_of(parameter) for name, parameter in self._named.items()}
+
+    @property
+    def _pulled_dtypes(self) -> dict[str, torch.dtype]:
+        plan = self._session.client.plan
+        return {name: TORCH_DTYPES[plan.pulled(name)] for name in self._named}
 
     def _look_for_changes(self) -> None:
         """A script may have given a parameter other memory, as `module.to()` does, or another value."""
@@ -399,9 +404,14 @@ def _find_aliases(model: nn.Module | None, known: dict[str, Tensor]) -> dict[str
     return {alias: names[id(t)] for alias, t in state.items() if alias not in known and id(t) in names}
 
 
-def _landing_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """For each tensor the memory that its bytes are written to: its own, or some beside it."""
-    return {n: t if lands_directly(t) else torch.empty(t.shape, dtype=t.dtype) for n, t in tensors.items()}
+def _landing_of(tensors: dict[str, Tensor], dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
+    """For each tensor where its bytes are written to, in the dtype on the wire: its own memory, or some beside it."""
+    return {
+        name: tensor
+        if lands_directly(tensor) and tensor.dtype == dtypes[name]
+        else torch.empty(tensor.shape, dtype=dtypes[name])
+        for name, tensor in tensors.items()
+    }
 
 
 def _memory_of(tensor: Tensor) -> tuple[object, ...]:

@@ -21,6 +21,7 @@ from ps_protocol.consistency import Compensation, Consistency, ReadConsistency, 
 from ps_protocol.environment import PREFIX, check_base_url, check_environment, read_settings_file
 from ps_protocol.hosts import check_listening
 from ps_protocol.vocabulary import Mode, NonfinitePolicy, Placement
+from ps_protocol.wire_types import PullType, PushType
 
 _EXPECTED = "refuse to train if the servers have another"
 _OF_THE_PLAN = "none: the coordinator's"
@@ -74,6 +75,9 @@ class TrainerSettings(BaseSettings):
     placement: Placement | None = Field(default=None, description=_OF_THE_PLAN)
     slice_parameters: bool | None = Field(default=None, description=_OF_THE_PLAN)
     nonfinite: NonfinitePolicy | None = Field(default=None, description=_OF_THE_PLAN)
+    push_type: PushType | None = Field(default=None, description=_OF_THE_PLAN)
+    pull_type: PullType | None = Field(default=None, description=_OF_THE_PLAN)
+    topk: float | None = Field(default=None, gt=0, le=1, description=_OF_THE_PLAN)
     local_steps: int = Field(
         default=0,
         ge=0,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ps_protocol.consistency import Consistency
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Durability, LossPolicy, NonfinitePolicy, Placement, Round
+from ps_protocol.wire_types import DEFAULT_TOPK, PullType, PushType
 
 MASTER_BYTES = 4  # of an element, float32
 LOG_SHARDS = 4  # a log is as long as so many shards, by default
@@ -26,6 +27,9 @@ class RunDefaults:
     nonfinite: NonfinitePolicy
     round_timeout_seconds: float
     on_trainer_loss: LossPolicy = "fail"
+    push_type: PushType = "float32"
+    pull_type: PullType = "float32"
+    topk: float = DEFAULT_TOPK
     max_trainers: int | None = None  # none: `num_trainers`, no more and no fewer
     last_call_seconds: float = 0.0
     min_trainers: int = 1

@@ -9,6 +9,7 @@ from ps_protocol.messages import DeclareModel
 from ps_protocol.optimizers import check_optimizer
 from ps_protocol.plan import SlicePlan, make_plan
 from ps_protocol.vocabulary import ParameterSpec, Rank
+from ps_protocol.wire_types import WireTypes
 
 from .defaults import RunDefaults
 
@@ -25,6 +26,9 @@ def plan_model(model: DeclareModel, defaults: RunDefaults, num_pservers: int) ->
         slice_parameters=defaults.slice_parameters if model.slice_parameters is None else model.slice_parameters,
         buffers=model.buffers,
         optimizer=check_optimizer(model.optimizer, model.group_flags),
+        wire=WireTypes(
+            model.push_type or defaults.push_type, model.pull_type or defaults.pull_type, model.topk or defaults.topk
+        ),
     )
 
 

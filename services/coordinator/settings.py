@@ -12,6 +12,7 @@ from ps_protocol.errors import BadModel
 from ps_protocol.plan import DEFAULT_PLACEMENT
 from ps_protocol.slicing import DEFAULT_MIN_BLOCK_SIZE
 from ps_protocol.vocabulary import Durability, LossPolicy, Mode, NonfinitePolicy, Placement
+from ps_protocol.wire_types import DEFAULT_TOPK, PullType, PushType
 from services.runtime.settings import ServiceSettings
 
 from .defaults import RunDefaults
@@ -84,6 +85,18 @@ class CoordinatorSettings(ServiceSettings):
         description="what becomes of a gradient with NaN or infinity: `reject` it, `skip_round` on all pservers alike "
         "(synchronous mode; what a `torch.amp.GradScaler` needs), or `allow` it",
     )
+    push_type: PushType = Field(
+        default="float32",
+        description="what gradients of float32 parameters are on the wire: `float32`, `bfloat16`, `float16`, `int8` "
+        "(groups of 256 share a scale) or `topk` (the largest of each block); trainers push later what the last two "
+        "left out",
+    )
+    pull_type: PullType = Field(
+        default="float32",
+        description="what float32 parameters are on the wire to trainers: `float32`, `bfloat16` or `float16`; pservers "
+        "keep float32",
+    )
+    topk: float = Field(default=DEFAULT_TOPK, gt=0, le=1, description="share of a block's elements that `topk` pushes")
     round_timeout_seconds: float = Field(
         default=300.0, gt=0, description="how long trainers wait for one that is alive and does not come"
     )
@@ -154,6 +167,9 @@ class CoordinatorSettings(ServiceSettings):
             placement=self.placement,
             slice_parameters=self.slice_parameters,
             nonfinite=self.nonfinite,
+            push_type=self.push_type,
+            pull_type=self.pull_type,
+            topk=self.topk,
             round_timeout_seconds=self.round_timeout_seconds,
             on_trainer_loss=self.on_trainer_loss,
             min_trainers=self.min_trainers,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .layout import BlockPlace, ShardLayout
+from .parts import Part
 from .tensors import view_bytes
 
 PIECE = 1 << 18  # elements: what is summed before it is scaled, so that it is still in the cache
@@ -21,7 +22,7 @@ class Aggregator:
         self._gradient = torch.zeros(layout.num_elements)
         self._views = {place.name: self._gradient[place.begin : place.end] for place in layout.places}
 
-    def aggregate(self, contributions: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, tuple[str, ...]]:
+    def aggregate(self, contributions: Sequence[Mapping[str, Part]]) -> tuple[Tensor, tuple[str, ...]]:
         """Average contributions, which stand in rank order, and return the gradient and the blocks present in it.
 
         Each maps block names to tensors of shape (num_elements,) in the wire's dtype, which are only read and may
@@ -45,7 +46,7 @@ class Aggregator:
             end = place.padded_end
             total = self._views[place.name]
             if len(total) <= PIECE:
-                _sum(parts, total)
+                _sum([part[:] for part in parts], total)
                 continue
             for at in range(0, len(total), PIECE):
                 _sum([part[at : at + PIECE] for part in parts], total[at : at + PIECE])
@@ -88,7 +89,7 @@ class Aggregator:
             self._gradient[begin:end].mul_(scale)  # padding stays zero
 
 
-def _check_shapes(place: BlockPlace, parts: Sequence[Tensor]) -> None:
+def _check_shapes(place: BlockPlace, parts: Sequence[Part]) -> None:
     for part in parts:
         if part.shape != (place.block.num_elements,):  # copy_ and add_ would broadcast it
             raise ValueError(

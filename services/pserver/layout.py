@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Block, PserverIndex
+from ps_protocol.wire_types import WireTensor
 
 WINDOW = 64  # elements; a multiple of every vector width and cache line
 
@@ -39,7 +40,9 @@ class BlockPlace:
     name: str
     block: Block
     group: int
-    dtype: str  # on the wire, by safetensors' name; the flat tensor is float32
+    dtype: str  # the parameter's, by safetensors' name; the flat tensor is float32
+    pushed: tuple[WireTensor, ...]  # what a gradient of it is on the wire
+    pulled: str  # dtype of what trainers get
     begin: int
     end: int
     step_begin: int
@@ -65,6 +68,8 @@ class ShardLayout:
                     block=block,
                     group=parameter.group,
                     dtype=parameter.dtype,
+                    pushed=tuple(plan.pushed(block)),
+                    pulled=plan.pulled(block.parameter),
                     begin=begin,
                     end=end,
                     step_begin=offset,

@@ -3,37 +3,67 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from ps_protocol.errors import BadHyperParameters, MalformedFrame, UnknownBlock, WrongDtype, WrongShape
 from ps_protocol.frames import TensorEntry
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec, check_hyper_parameters
 from ps_protocol.routes import COMPUTED_ON_KEY, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY
 from ps_protocol.vocabulary import BufferSpec, Round
+from ps_protocol.wire_types import INDICES, SCALES, WireTensor
 
 from .bodies import Body
 from .layout import ShardLayout
 from .tensors import StagedBlock
 
 
-def read_blocks(body: Body, layout: ShardLayout, *, skip: Collection[str] = ()) -> dict[str, StagedBlock]:
-    """The blocks of a body by name, without a copy; tensors called as in `skip` are left out.
+def read_blocks(body: Body, layout: ShardLayout) -> dict[str, StagedBlock]:
+    """The blocks of a pushed body by name, without a copy.
 
-    Raises UnknownBlock, WrongDtype or WrongShape.
+    Raises UnknownBlock, WrongDtype, WrongShape or MalformedFrame.
     """
-    blocks = {}
-    for entry in body.frame.tensors:
-        if entry.name in skip:
-            continue
-        place = layout.place.get(entry.name)
-        if place is None:
-            raise UnknownBlock(f"block {entry.name!r} is not on this pserver")
-        if entry.dtype != place.dtype:
-            raise WrongDtype(f"block {entry.name!r}", expected=place.dtype, actual=entry.dtype)
-        if entry.shape != (place.block.num_elements,):
-            raise WrongShape(f"block {entry.name!r}", expected=[place.block.num_elements], actual=list(entry.shape))
-        blocks[entry.name] = StagedBlock(body, entry)
+    entries = {entry.name: entry for entry in body.frame.tensors}
+    blocks: dict[str, StagedBlock] = {}
+    for name in entries:
+        place = layout.place.get(name) or layout.place.get(name.removesuffix(SCALES).removesuffix(INDICES))
+        if place is None or name not in (tensor for tensor, _, _ in place.pushed):
+            raise UnknownBlock(f"block {name!r} is not on this pserver")
+        if place.name not in blocks:
+            blocks[place.name] = _read_block(body, place.pushed, entries, place.block.num_elements)
     return blocks
+
+
+def read_initial_blocks(body: Body, layout: ShardLayout, *, skip: Collection[str] = ()) -> dict[str, StagedBlock]:
+    """Blocks in their parameters' own dtypes; tensors called as in `skip` are left out. Raises the same."""
+    entries = {entry.name: entry for entry in body.frame.tensors if entry.name not in skip}
+    blocks = {}
+    for name in entries:
+        place = layout.place.get(name)
+        if place is None:
+            raise UnknownBlock(f"block {name!r} is not on this pserver")
+        size = place.block.num_elements
+        blocks[name] = _read_block(body, ((name, place.dtype, (size,)),), entries, size)
+    return blocks
+
+
+def _read_block(
+    body: Body, expected: Sequence[WireTensor], entries: Mapping[str, TensorEntry], num_elements: int
+) -> StagedBlock:
+    found = []
+    for name, dtype, shape in expected:
+        entry = entries.get(name)
+        if entry is None:
+            raise MalformedFrame(
+                f"the push has a part of a block, and lacks {name!r}", expected=f"{dtype} {list(shape)}"
+            )
+        if entry.dtype != dtype:
+            raise WrongDtype(f"block {name!r}", expected=dtype, actual=entry.dtype)
+        if entry.shape != shape:
+            raise WrongShape(f"block {name!r}", expected=list(shape), actual=list(entry.shape))
+        found.append(entry)
+    block = StagedBlock(body, tuple(found), num_elements)
+    block.part()  # raises what is wrong with its indices
+    return block
 
 
 def read_buffers(body: Body, specs: Mapping[str, BufferSpec]) -> list[TensorEntry]:

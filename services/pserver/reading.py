@@ -51,7 +51,7 @@ class Reader(ABC):
         # Versions first: what is read may be newer than it says, never older.
         versions = dict(self._shard.versions)
         values = self._shard.values.clone() if self._keep_values else None
-        return Reading(self._shard.encode(names, metadata, encoder=encoder), Pull(versions, values))
+        return Reading(self._shard.encode(names, metadata, encoder=encoder, pulled=True), Pull(versions, values))
 
 
 class ReadAnything(Reader):
@@ -131,7 +131,7 @@ class ReadShard(Reader):
     def _encode_snapshot(
         self, snapshot: _Snapshot, names: Collection[str] | None, metadata: Mapping[str, str]
     ) -> Reading:
-        chunks = self._shard.encode(names, metadata, encoder=ChunkEncoder(snapshot.values))
+        chunks = self._shard.encode(names, metadata, encoder=ChunkEncoder(snapshot.values), pulled=True)
         return Reading(chunks, Pull(snapshot.versions, snapshot.values if self._keep_values else None))
 
 

@@ -25,8 +25,8 @@ class ChunkEncoder:
         self._scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
         self._converted = torch.empty(0, dtype=torch.uint8)  # what was lent in another dtype
 
-    def encode(self, places: Iterable[BlockPlace]) -> list[bytes]:
-        """Data of these blocks in the given order, each in its dtype on the wire, little-endian, without holes.
+    def encode(self, places: Iterable[BlockPlace], *, pulled: bool = False) -> list[bytes]:
+        """Data of these blocks in the given order, as they are or `pulled`, little-endian, without holes.
 
         Large blocks are cut and small ones joined.
         """
@@ -34,7 +34,8 @@ class ChunkEncoder:
         pieces: list[memoryview] = []  # of the next chunk, not copied yet
         size = 0
         for place in places:
-            width = DTYPE_BYTES[place.dtype]
+            dtype = place.pulled if pulled else place.dtype
+            width = DTYPE_BYTES[dtype]
             begin = place.begin
             while begin < place.end:
                 end = min(place.end, begin + (CHUNK_BYTES - size) // width)
@@ -42,7 +43,7 @@ class ChunkEncoder:
                     chunks.append(b"".join(pieces))
                     pieces, size = [], 0
                     continue
-                pieces.append(self._piece(place.dtype, begin, end, self._scratch, size))
+                pieces.append(self._piece(dtype, begin, end, self._scratch, size))
                 size += width * (end - begin)
                 begin = end
         if pieces:
@@ -50,17 +51,17 @@ class ChunkEncoder:
         return chunks
 
     def lend(self, places: Iterable[BlockPlace]) -> list[bytes | memoryview]:
-        """The same data, but large blocks are views of the values, or of a tensor that is written again next time."""
+        """The same as pulled, large blocks as views of the values, or of a tensor that is written again next time."""
         places = list(places)
-        others = sum(DTYPE_BYTES[place.dtype] * place.block.num_elements for place in places if place.dtype != "F32")
+        others = sum(DTYPE_BYTES[place.pulled] * place.block.num_elements for place in places if place.pulled != "F32")
         if len(self._converted) < others:
             self._converted = torch.empty(others, dtype=torch.uint8)
         parts: list[bytes | memoryview] = []
         small: list[memoryview] = []
         offset = 0
         for place in places:
-            piece = self._piece(place.dtype, place.begin, place.end, self._converted, offset)
-            offset += len(piece) if place.dtype != "F32" else 0
+            piece = self._piece(place.pulled, place.begin, place.end, self._converted, offset)
+            offset += len(piece) if place.pulled != "F32" else 0
             if len(piece) < LARGE_BYTES:
                 small.append(piece)
                 continue

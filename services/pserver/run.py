@@ -41,7 +41,7 @@ from .durable.storage import Restored, RunStorage
 from .history import History
 from .load import LoadMeter
 from .metrics import PserverMetrics
-from .pushes import read_blocks, read_buffers
+from .pushes import read_buffers, read_initial_blocks
 from .reply import Reply
 from .shard import Shard
 from .tensors import StagedBlock, find_nonfinite
@@ -77,8 +77,10 @@ class PserverRun(ABC):
         self._optimizer = self.plan.optimizer
         self._buffers = {spec.name: spec for spec in self.plan.buffers if spec.pserver == index}
         # Of all that lives here, on the wire.
-        self.num_bytes = self.plan.shard_bytes(index) + sum(spec.num_bytes for spec in self._buffers.values())
-        self.num_tensors = len(self.plan.shards[index]) + len(self._buffers)
+        own = self.plan.shard_bytes(index) + sum(spec.num_bytes for spec in self._buffers.values())
+        self.num_bytes = max(own, self.plan.pushed_bytes(index))
+        pushed = sum(len(place.pushed) for place in self.shard.layout.places)
+        self.num_tensors = max(pushed, len(self.plan.shards[index]) + len(self._buffers))  # of a body, at most
         self.pushed_bytes = 0
         self.pulled_bytes = 0
         self.transports: set[str] = set()  # HTTP versions of the data requests
@@ -206,7 +208,7 @@ class PserverRun(ABC):
     async def set_initial(self, fence: Fence, body: Body) -> PushAnswer:
         """Store initial values and buffers; the run is readable at version 0 once all of them are here."""
         buffers = read_buffers(body, self._buffers)
-        blocks = read_blocks(body, self.shard.layout, skip=self._buffers)
+        blocks = read_initial_blocks(body, self.shard.layout, skip=self._buffers)
 
         def store() -> None:
             if not self.shard.is_initialised:  # a late duplicate must not overwrite what has been stepped since
@@ -256,7 +258,7 @@ class PserverRun(ABC):
         return StorageFailed(f"pserver {self.index} cannot {what}: {error}", pserver=self.index)
 
     def _encode(self, round_: Round, more: Mapping[str, str] | None = None) -> Reply:
-        return Reply(round_, self.shard.encode(metadata={**self._metadata(round_), **(more or {})}))
+        return Reply(round_, self.shard.encode(metadata={**self._metadata(round_), **(more or {})}, pulled=True))
 
     def _metadata(self, round_: Round) -> dict[str, str]:
         return {"run": self.install.run, "attempt": str(self.install.attempt), "round": str(round_)}
@@ -432,7 +434,7 @@ class PserverRun(ABC):
     def _encode_some(self, names: list[str]) -> tuple[Round, Sequence[bytes]]:
         # The compute thread runs one job at a time, so the version belongs to the values.
         version = self.shard.version
-        return version, self.shard.encode(names, metadata=self._metadata(version))
+        return version, self.shard.encode(names, metadata=self._metadata(version), pulled=True)
 
     async def get_buffers(self, fence: Fence) -> Reply:
         """The buffers that live here, for a member; no round changes them, so they are version 0."""

@@ -28,6 +28,7 @@ from .aggregation import Aggregator
 from .layout import ShardLayout
 from .optimizer_blocks import OptimizerBlocks
 from .optimizer_rules import StepState
+from .parts import Part
 from .probes import Probes
 from .reply_chunks import ChunkEncoder
 from .shard_state import ShardState
@@ -87,7 +88,7 @@ class Shard:
         """Whether every block and buffer has had its first values; a shard without any has from the start."""
         return len(self._initialised) == len(self.layout.place) and len(self._buffers) == len(self._buffer_specs)
 
-    def aggregate(self, contributions: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, tuple[str, ...]]:
+    def aggregate(self, contributions: Sequence[Mapping[str, Part]]) -> tuple[Tensor, tuple[str, ...]]:
         """Average contributions, which stand in rank order; see `Aggregator.aggregate`.
 
         Returns the flat float32 gradient, which holds until the next call, and the names of the present blocks.
@@ -217,8 +218,9 @@ class Shard:
         metadata: Mapping[str, str] | None = None,
         *,
         encoder: ChunkEncoder | None = None,
+        pulled: bool = False,
     ) -> list[bytes]:
-        """A frame of these blocks (all by default) in plan order and the parameters' dtypes.
+        """A frame of these blocks (all by default) in plan order, in the parameters' dtypes or as trainers pull them.
 
         The header comes first, then chunks of about 1 MiB. The bytes are copies: they stay when the shard goes on.
         Another `encoder` reads a copy of the values, or reads them on another thread.
@@ -227,13 +229,13 @@ class Shard:
             self.block(name)  # raises UnknownBlock
         wanted = self.layout.place.keys() if blocks is None else frozenset(blocks)
         places = [place for name, place in self.layout.place.items() if name in wanted]
-        header = encode_header([(p.name, p.dtype, (p.block.num_elements,)) for p in places], metadata)
-        return [header, *(encoder or self._encoder).encode(places)]
+        entries = [(p.name, p.pulled if pulled else p.dtype, (p.block.num_elements,)) for p in places]
+        return [encode_header(entries, metadata), *(encoder or self._encoder).encode(places, pulled=pulled)]
 
     def lend(self, metadata: Mapping[str, str] | None = None) -> list[bytes | memoryview]:
-        """The same frame of all blocks, large ones as views of the values: it holds until these change."""
+        """A frame of all blocks as trainers pull them, large ones as views of the values, until these change."""
         places = list(self.layout.place.values())
-        header = encode_header([(p.name, p.dtype, (p.block.num_elements,)) for p in places], metadata)
+        header = encode_header([(p.name, p.pulled, (p.block.num_elements,)) for p in places], metadata)
         return [header, *self._encoder.lend(places)]
 
     def encode_buffers(self, metadata: Mapping[str, str] | None = None) -> list[bytes]:

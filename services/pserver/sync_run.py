@@ -239,7 +239,7 @@ class SyncRun(PserverRun):
         With the reply comes what writes a checkpoint, if one is due. Raises OSError before anything has changed.
         """
         taken = () if apply.nonfinite else apply.contributions
-        contributions = [{name: b.tensor() for name, b in c.blocks.items()} for c in taken]
+        contributions = [{name: b.part() for name, b in c.blocks.items()} for c in taken]
         controls = controls_at(self.controls, apply.round)
         gradient, present = self.shard.aggregate(contributions)
         replaced = self.replacements.blocks_for(apply.round, controls)

@@ -15,8 +15,11 @@ from ps_protocol.vocabulary import Rank, Round
 from .bodies import Body
 from .contribution import Contribution
 from .finite import is_finite
+from .parts import Part, QuantisedPart, SparsePart
 
-TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+TORCH_DTYPES = {
+    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8, "I32": torch.int32,
+}  # fmt: skip
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
@@ -29,19 +32,46 @@ class StagedBlock:
     """One block of a received body. Holding it keeps the body's buffer from being reused."""
 
     body: Body
-    entry: TensorEntry
+    entries: tuple[TensorEntry, ...]  # one, or two where it is not simply its elements
+    num_elements: int
 
     def tensor(self) -> Tensor:
-        """View of shape (num_elements,) in the wire's dtype; valid while this block is held, not to be written."""
-        return torch.frombuffer(
-            self.body.buffer,
-            dtype=TORCH_DTYPES[self.entry.dtype],
-            count=self.entry.shape[0],
-            offset=self.body.frame.data_begin + self.entry.begin,
+        """Its elements, of shape (num_elements,): a view, or decoded float32; not to be written.
+
+        A view is valid while this block is held.
+        """
+        return self.part()[:]
+
+    def part(self) -> Part:
+        """The same for who wants ranges of it, and decoded only then. Raises MalformedFrame."""
+        first, *rest = (self._view(entry) for entry in self.entries)
+        if not rest:
+            return first
+        return (
+            QuantisedPart(first, rest[0])
+            if first.dtype == torch.int8
+            else SparsePart(first, rest[0], self.num_elements)
         )
 
+    def is_finite(self) -> bool:
+        """Whether there is neither NaN nor infinity in it."""
+        views = (self._view(entry) for entry in self.entries)
+        return all(is_finite(view) for view in views if view.dtype.is_floating_point)
+
+    def _view(self, entry: TensorEntry) -> Tensor:
+        return torch.frombuffer(
+            self.body.buffer,
+            dtype=TORCH_DTYPES[entry.dtype],
+            count=entry.shape[0],
+            offset=self.body.frame.data_begin + entry.begin,
+        )
+
+    def bytes(self) -> list[memoryview]:
+        """What was pushed."""
+        return [self.body.view(entry) for entry in self.entries]
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, StagedBlock) and self.body.view(self.entry) == other.body.view(other.entry)
+        return isinstance(other, StagedBlock) and self.bytes() == other.bytes()
 
 
 def digest_contribution(
@@ -51,9 +81,10 @@ def digest_contribution(
     digest.update(repr((identity, contribution.num_blocks, contribution.hyper_parameters)).encode())
     for name, block in sorted(contribution.blocks.items()):
         digest.update(name.encode())
-        digest.update(block.body.view(block.entry))
+        for view in block.bytes():
+            digest.update(view)
 
 
 def find_nonfinite(blocks: Mapping[str, StagedBlock]) -> str | None:
     """Return the name of a block that holds NaN or infinity, if there is one."""
-    return next((name for name, block in blocks.items() if not is_finite(block.tensor())), None)
+    return next((name for name, block in blocks.items() if not block.is_finite()), None)

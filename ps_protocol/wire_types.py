@@ -1,0 +1,82 @@
+"""What gradients and parameters are on the wire: as they are, rounded, quantised, or only the largest of them.
+
+Only float32 parameters are made smaller. A block called `w.block0` with n elements is, by type:
+
+    float32    w.block0 (n,) F32
+    bfloat16   w.block0 (n,) BF16             float16 likewise
+    int8       w.block0 (n,) I8,              and w.block0.scales (ceil(n / 256),) F32: I8[i] * scales[i // 256]
+    topk       w.block0 (k,) F32,             and w.block0.indices (k,) I32, increasing: all other elements are 0
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self, TypeAlias, get_args
+
+from .errors import BadModel
+
+PushType: TypeAlias = Literal["float32", "bfloat16", "float16", "int8", "topk"]
+PullType: TypeAlias = Literal["float32", "bfloat16", "float16"]
+
+GROUP = 256  # elements that share a scale
+DEFAULT_TOPK = 0.01
+SCALES, INDICES = ".scales", ".indices"  # suffixes of a block's second tensor
+
+_FLOATS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+WireTensor: TypeAlias = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
+
+
+@dataclass(frozen=True, slots=True)
+class WireTypes:
+    """Of a run; the same for all of its trainers."""
+
+    push: PushType = "float32"
+    pull: PullType = "float32"
+    topk: float = DEFAULT_TOPK  # share of a block's elements that `topk` pushes
+
+    @classmethod
+    def from_json(cls, value: Any) -> Self:
+        """What another process sent. Raises BadModel."""
+        match value:
+            case {"push": push, "pull": pull, "topk": float() | int() as topk, **rest} if not rest:
+                types = cls(push, pull, float(topk))
+            case _:
+                raise BadModel("wire types are push, pull and topk", actual=f"{value!r:.200}")
+        types.check()
+        return types
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return asdict(self)
+
+    def check(self) -> None:
+        """Raise BadModel for what there is not."""
+        for name, kind, kinds in (("push", self.push, get_args(PushType)), ("pull", self.pull, get_args(PullType))):
+            if kind not in kinds:
+                raise BadModel(f"there is no such {name} type", expected=", ".join(kinds), actual=f"{kind!r:.80}")
+        if not 0 < self.topk <= 1:
+            raise BadModel("topk is a share of a block's elements", expected="above 0, up to 1", actual=self.topk)
+
+    def pushed(self, name: str, dtype: str, num_elements: int) -> list[WireTensor]:
+        """The tensors that a gradient of this block is on the wire, `dtype` being the parameter's.
+
+        >>> WireTypes(push="int8").pushed("w.block0", "F32", 1000)
+        [('w.block0', 'I8', (1000,)), ('w.block0.scales', 'F32', (4,))]
+        """
+        if dtype != "F32":
+            return [(name, dtype, (num_elements,))]
+        if self.push == "int8":
+            return [(name, "I8", (num_elements,)), (name + SCALES, "F32", (-(-num_elements // GROUP),))]
+        if self.push == "topk":
+            count = max(1, math.ceil(num_elements * self.topk))
+            return [(name, "F32", (count,)), (name + INDICES, "I32", (count,))]
+        return [(name, _FLOATS[self.push], (num_elements,))]
+
+    def pulled(self, dtype: str) -> str:
+        """The dtype in which a parameter's values are on the wire, `dtype` being its own."""
+        return _FLOATS[self.pull] if dtype == "F32" else dtype
+
+
+AS_THEY_ARE = WireTypes()
