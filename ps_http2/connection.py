@@ -19,7 +19,7 @@ from . import frames
 from .frames import Code, ViolationError
 from .stream import Headers, Sink, Stream, StreamResetError
 
-PIECE_BYTES = 256 * 1024  # of a body, for one write: what the kernel does not take of it is copied
+PIECE_BYTES = 1024 * 1024  # of a body, for one write: what the kernel does not take of it is copied
 SMALL_BYTES = 16 * 1024  # what is rather copied than given a system call of its own
 CONTROL_BUFFER_BYTES = 16 * 1024 + frames.HEAD_BYTES  # a large frame goes past it
 MAX_HEADER_BYTES = 64 * 1024  # of one message, encoded and decoded

@@ -105,10 +105,9 @@ class Stream:
             self.close()
             raise
 
-    def lend(self, data: memoryview | bytes, *, is_last: bool = True) -> None:
-        """Send it without waiting: it must not change until the stream is over, or closed."""
-        if len(data):
-            self.outgoing.append(memoryview(data))
+    def lend(self, *parts: memoryview | bytes, is_last: bool = True) -> None:
+        """Send them without waiting: they must not change until the stream is over, or closed."""
+        self.outgoing += [memoryview(part) for part in parts if len(part)]
         self.ends_with_outgoing = is_last
         self._connection.pump()
 

@@ -1,11 +1,11 @@
-"""Buckets: several blocks of one pserver that travel in one request, in a send buffer that is kept.
+"""Buckets: several blocks of one pserver that travel in one request, from memory that is kept.
 
 A bucket is only packaging and may differ between tries; what counts is the blocks in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -18,118 +18,114 @@ from ps_protocol.vocabulary import DTYPE_BYTES, Block, PserverIndex
 from ps_protocol.wire_types import PushType, WireTensor
 
 from .encoding import ErrorFeedback, encode_gradient
-from .tensors import TORCH_DTYPES
+from .tensors import TORCH_DTYPES, lands_directly, writable_bytes
 
-BlockTensors: TypeAlias = tuple[Block, list[WireTensor]]  # a block, and the tensors that it is on the wire
+Payload: TypeAlias = tuple[memoryview, ...]  # of one request: its parts, one behind the other
 
-METADATA_SLACK_BYTES = 256  # numbers change their length from step to step
+MIN_LENT_BYTES = 64 * 1024  # of a block; smaller ones are joined, which costs less than a write each
 # Many small blocks fill a frame's header before its data: half of what a pserver accepts by default.
 MAX_HEADER_BYTES = 512 * 1024
 ENTRY_HEADER_BYTES = 100  # of one block without its name: dtype, shape and offsets as JSON
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlockSlot:
-    """Where one block lies in a bucket's buffer, as the tensors that it is on the wire; `error` has what they lack."""
+    """One block of a bucket: the tensors that it is on the wire, and the memory that they are sent from."""
 
     block: Block
-    destinations: tuple[Tensor, ...]
-    error: Tensor | None
+    tensors: list[WireTensor]
+    error: Tensor | None  # what these tensors lack
+    own: tuple[Tensor, ...] = ()  # memory of the bucket's, made when it is first needed
+    lent: Tensor | None = None  # the caller's, if it is sent as it lies there
+
+    def fill(self, kind: PushType, source: Tensor, *, borrow: bool) -> None:
+        """Take over a flat parameter or gradient."""
+        if borrow and self._fits(source):
+            self.lent = source
+            return
+        self.lent = None
+        if not self.own:
+            self.own = tuple(torch.empty(size, dtype=TORCH_DTYPES[dtype]) for _, dtype, (size,) in self.tensors)
+        encode_gradient(kind, source, self.error, self.own)
+
+    def _fits(self, source: Tensor) -> bool:
+        [(_, dtype, _), *more] = self.tensors
+        is_plain = not more and source.dtype == TORCH_DTYPES[dtype] and lands_directly(source)
+        return is_plain and source.nbytes >= MIN_LENT_BYTES
+
+    def parts(self) -> list[memoryview]:
+        """Its bytes on the wire."""
+        return [writable_bytes(tensor) for tensor in ((self.lent,) if self.lent is not None else self.own)]
 
 
 class Bucket:
-    """One frame in a buffer of its own: filled from tensors, then handed to the network as it is.
+    """One frame: filled from tensors, then handed to the network.
 
-    The buffer belongs to the request from `frame()` until the request has ended; only then may it be filled again.
+    What was handed out by `frame()` must not change until the request has ended and the round was pulled everywhere;
+    only then may the bucket be filled again.
     """
 
-    def __init__(
-        self,
-        pserver: PserverIndex,
-        entries: Sequence[BlockTensors],
-        min_header_bytes: int,
-        kind: PushType = "float32",
-        feedback: ErrorFeedback | None = None,
-    ) -> None:
+    def __init__(self, pserver: PserverIndex, slots: list[BlockSlot], kind: PushType) -> None:
         self.pserver = pserver
+        self.slots = slots
         self._kind = kind
-        self._tensors = [tensor for _, tensors in entries for tensor in tensors]
-        self._header_bytes = len(encode_header(self._tensors, min_bytes=min_header_bytes))
-        self._buffer = bytearray(self._header_bytes + sum(map(_num_bytes, self._tensors)))
-        self.slots: list[BlockSlot] = []
-        offset = self._header_bytes
-        for block, tensors in entries:
-            views = []
-            for _, dtype, (size,) in tensors:
-                views.append(torch.frombuffer(self._buffer, dtype=TORCH_DTYPES[dtype], count=size, offset=offset))
-                offset += views[-1].nbytes
-            has_error = feedback is not None and len(tensors) > 1
-            self.slots.append(BlockSlot(block, tuple(views), feedback.of(block) if feedback and has_error else None))
 
-    def fill(self, flat: Mapping[str, Tensor]) -> None:
-        """Encode the blocks of flattened parameters or gradients (parameter name -> shape (numel,))."""
+    def fill(self, flat: Mapping[str, Tensor], *, borrow: bool = False) -> None:
+        """Encode the blocks of flattened parameters or gradients (parameter name -> shape (numel,)).
+
+        With `borrow` large ones that are on the wire as they are in memory are not copied: then these tensors must not
+        change as long as the bucket's own memory must not.
+        """
         for slot in self.slots:
             block = slot.block
-            encode_gradient(self._kind, flat[block.parameter][block.begin : block.end], slot.error, slot.destinations)
+            slot.fill(self._kind, flat[block.parameter][block.begin : block.end], borrow=borrow)
 
-    def frame(self, metadata: Mapping[str, str] | None = None) -> memoryview:
-        """The encoded frame with this metadata. Grows the buffer if the metadata does not fit any more."""
-        header = encode_header(self._tensors, metadata, min_bytes=self._header_bytes)
-        if len(header) > self._header_bytes:
-            return memoryview(header + bytes(memoryview(self._buffer)[self._header_bytes :]))
-        self._buffer[: len(header)] = header
-        return memoryview(self._buffer)
+    def frame(self, metadata: Mapping[str, str] | None = None) -> Payload:
+        """The encoded frame with this metadata, in parts."""
+        header = encode_header([tensor for slot in self.slots for tensor in slot.tensors], metadata)
+        parts: list[memoryview] = []
+        small = [memoryview(header)]
+        for part in (part for slot in self.slots for part in slot.parts()):
+            if len(part) < MIN_LENT_BYTES:
+                small.append(part)
+            else:
+                parts += [*_join(small), part]
+                small = []
+        return (*parts, *_join(small))
+
+
+def _join(small: list[memoryview]) -> list[memoryview]:
+    return [memoryview(b"".join(small))] if small else []
 
 
 def make_buckets(
-    plan: SlicePlan,
-    parameters: Iterable[str],
-    *,
-    bucket_bytes: int,
-    metadata_bytes: int = 0,
-    feedback: ErrorFeedback | None = None,
+    plan: SlicePlan, parameters: Iterable[str], *, bucket_bytes: int, feedback: ErrorFeedback | None = None
 ) -> list[list[Bucket]]:
     """Buckets of each pserver that together carry the blocks of `parameters`, about `bucket_bytes` each.
 
     With `feedback` they carry gradients, as the plan has them on the wire, without it values as they are. Every
     pserver has at least one bucket, maybe an empty one, because every pserver must learn that a contribution is
-    complete. The last one of each has room for `metadata_bytes` of metadata.
+    complete.
     """
     wanted = set(parameters)
     kind = plan.wire.push if feedback is not None else "float32"
     result = []
     for pserver, shard in enumerate(plan.shards):
-        groups: list[list[BlockTensors]] = [[]]
+        groups: list[list[BlockSlot]] = [[]]
         size = header_size = 0
         for block in shard:
             if block.parameter not in wanted:
                 continue
-            dtype = plan.parameter[block.parameter].dtype
-            values: list[WireTensor] = [(block.name, dtype, (block.num_elements,))]
+            values: list[WireTensor] = [(block.name, plan.parameter[block.parameter].dtype, (block.num_elements,))]
             tensors = values if feedback is None else plan.pushed(block)
-            num_bytes = sum(map(_num_bytes, tensors))
+            num_bytes = sum(DTYPE_BYTES[dtype] * count for _, dtype, (count,) in tensors)
             header = sum(len(name) + ENTRY_HEADER_BYTES for name, _, _ in tensors)
             if groups[-1] and (size + num_bytes > bucket_bytes or header_size + header > MAX_HEADER_BYTES):
                 groups.append([])
                 size = header_size = 0
-            groups[-1].append((block, tensors))
+            error = feedback.of(block) if feedback is not None and len(tensors) > 1 else None
+            groups[-1].append(BlockSlot(block, tensors, error))
             size += num_bytes
             header_size += header
-        room = [0] * (len(groups) - 1) + [metadata_bytes]
-        result.append(
-            [
-                Bucket(pserver, group, _header_room(group, extra), kind, feedback)
-                for group, extra in zip(groups, room, strict=True)
-            ]
-        )
+        result.append([Bucket(pserver, group, kind) for group in groups])
     return result
-
-
-def _num_bytes(tensor: WireTensor) -> int:
-    _, dtype, (size,) = tensor
-    return DTYPE_BYTES[dtype] * size
-
-
-def _header_room(entries: Sequence[BlockTensors], metadata_bytes: int) -> int:
-    bare = len(encode_header([tensor for _, tensors in entries for tensor in tensors]))
-    return bare + metadata_bytes + METADATA_SLACK_BYTES if metadata_bytes else bare

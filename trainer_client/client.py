@@ -23,7 +23,7 @@ from ps_protocol.tokens import TokenFolder, TokenPair
 from ps_protocol.vocabulary import DTYPE_BYTES, PROTOCOL_VERSION, NonfinitePolicy, ParameterSpec, Rank, Round
 
 from .authorization import BearerAuth
-from .buckets import Bucket, make_buckets
+from .buckets import Bucket, Payload, make_buckets
 from .encoding import ErrorFeedback
 from .exchange import Exchange
 from .membership import Membership
@@ -272,7 +272,7 @@ class ParameterClient:
         for spec in self.plan.buffers:
             header = encode_header([(spec.name, spec.dtype, spec.shape)])
             data = values[spec.name].detach().to("cpu").contiguous()
-            frame = memoryview(header + bytes(writable_bytes(data)))
+            frame = memoryview(header), writable_bytes(data)
             pushes.append(self._push_all(self.pservers[spec.pserver], 0, [frame], initial=True))
         await self.membership.guard(_gather(pushes))
 
@@ -392,18 +392,18 @@ class ParameterClient:
             owned.setdefault(spec.pserver, {})[spec.name] = memory[spec.name]
         await self.membership.guard(_gather(self.pservers[i].get_buffers(wanted) for i, wanted in owned.items()))
 
-    async def push(self, round_: Round, bucket: Bucket, frame: memoryview) -> bool:
+    async def push(self, round_: Round, bucket: Bucket, frame: Payload) -> bool:
         """Push one bucket; its buffer belongs to this request until it returns. Whether the pserver found it finite."""
         self._begun_round = round_
         answer = await self.membership.guard(self.pservers[bucket.pserver].push(round_, frame))
         return answer.finite
 
     async def _push_all(
-        self, pserver: PserverClient, round_: Round, frames: Sequence[memoryview], *, initial: bool = False
+        self, pserver: PserverClient, round_: Round, frames: Sequence[Payload], *, initial: bool = False
     ) -> bool:
         limit = asyncio.Semaphore(MAX_CONCURRENT_PUSHES)
 
-        async def push(frame: memoryview) -> bool:
+        async def push(frame: Payload) -> bool:
             async with limit:
                 return (await pserver.push(round_, frame, initial=initial)).finite
 

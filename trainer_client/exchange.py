@@ -10,6 +10,7 @@ from ps_http2.stream import Sink
 from ps_protocol.certificates import TlsFiles
 from ps_protocol.tokens import TokenPair
 
+from .buckets import Payload
 from .extensions import BODY_EXTENSION, SINK_EXTENSION
 from .transport import make_bulk_transport
 
@@ -27,7 +28,7 @@ class Exchange:
         url: httpx.URL,
         headers: Mapping[str, str],
         *,
-        body: memoryview | bytes = b"",
+        body: Payload = (),
         sink: Sink | None = None,
     ) -> httpx.Response:
         """Send a request; the answer's body is still to come, and the answer has to be closed.
@@ -50,7 +51,7 @@ class Exchange:
         url: httpx.URL,
         headers: Mapping[str, str],
         *,
-        body: memoryview | bytes = b"",
+        body: Payload = (),
     ) -> httpx.Response:
         """The same with an answer that is small, and whole."""
         response = await self.begin(method, url, headers, body=body)

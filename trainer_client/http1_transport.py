@@ -1,12 +1,12 @@
 """What carries large bodies over HTTP/1.1, where there is no HTTP/2: hyper through pyreqwest.
 
-httpx stays the API; this transport sends a body from a memoryview without a copy and hands out reply chunks as they
+httpx stays the API; this transport sends a body from one memoryview without a copy and hands out reply chunks as they
 come from the socket.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import timedelta
 from time import monotonic
@@ -55,12 +55,12 @@ class Http1Transport(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send one request; the reply's body is streamed. Raises httpx.TransportError and its children."""
-        body: memoryview | None = request.extensions.get(BODY_EXTENSION)
+        parts = request.extensions.get(BODY_EXTENSION)
         headers = [(k, v) for k, v in request.headers.multi_items() if k not in ("content-length", "host")]
         if self._tls.paths and monotonic() >= self._next_check:
             self._renew()
         builder = self._client.request(request.method, str(request.url)).headers(headers)
-        builder = builder.body_bytes(await request.aread() if body is None else body)
+        builder = builder.body_bytes(await request.aread() if parts is None else _join(parts))
         pending = builder.build_streamed()
         try:
             reply = await pending.__aenter__()
@@ -100,6 +100,10 @@ class _ReplyStream(httpx.AsyncByteStream):
 
     async def aclose(self) -> None:
         await self._pending.__aexit__(None, None, None)
+
+
+def _join(parts: Sequence[memoryview]) -> memoryview | bytes:
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def map_error(error: exceptions.PyreqwestError, request: httpx.Request) -> httpx.TransportError:

@@ -42,7 +42,8 @@ class Http2Transport(httpx.AsyncBaseTransport):
         """Send one request and wait for its answer's headers. Raises httpx.TransportError and its children."""
         body = request.extensions.get(BODY_EXTENSION)
         if body is None:
-            body = await request.aread()
+            body = (await request.aread(),)
+        num_bytes = sum(map(len, body))
         url = request.url
         name = f"{url.scheme}://{url.netloc.decode('ascii')}"
         origin = self._origins.get(name)
@@ -58,8 +59,8 @@ class Http2Transport(httpx.AsyncBaseTransport):
         except OSError as error:
             raise httpx.ConnectError(str(error), request=request) from error
         try:
-            stream.send_headers(_headers_of(request, len(body)), is_last=not len(body))
-            stream.lend(body)
+            stream.send_headers(_headers_of(request, num_bytes), is_last=not num_bytes)
+            stream.lend(*body)
             while stream.headers is None:
                 await stream.changed()
         except BaseException as error:

@@ -22,12 +22,11 @@ from ps_protocol.errors import GradpostError
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Round
 
-from .buckets import Bucket, make_buckets
+from .buckets import Bucket, Payload, make_buckets
 from .client import ParameterClient, completion
 from .io_thread import IoThread
 from .tensors import writable_bytes
 
-METADATA_BYTES_PER_GROUP = 256
 MAX_KEPT_LAYOUTS = 4  # which parameters have a gradient seldom changes
 
 
@@ -52,15 +51,15 @@ def _nothing_to_wait_for() -> _Acknowledged:
 class Pipeline:
     """All methods are called by the training thread; `wait` blocks for the network.
 
-    Gradients are copied into buffers of our own, k + 1 sets of them.
+    Without a delay gradients are sent from where they lie, which nobody writes before `wait` has returned; else, and if
+    they are something else on the wire, from copies of our own, k + 1 sets of them.
     """
 
-    def __init__(self, client: ParameterClient, io: IoThread, num_groups: int) -> None:
+    def __init__(self, client: ParameterClient, io: IoThread) -> None:
         self.max_delay = client.joined.consistency.max_delay
         self.newest: Round = 0  # that was waited for, or was found to be there already
         self._client = client
         self._io = io
-        self._num_groups = num_groups
         self._destinations: list[list[dict[str, memoryview]]] = []
         self._layouts: list[dict[frozenset[str], list[list[Bucket]]]] = [{} for _ in range(self.max_delay + 1)]
         self._pulls: dict[Round, Future[None]] = {}  # those that nobody has waited for
@@ -92,7 +91,7 @@ class Pipeline:
         *,
         is_finite: bool = True,
     ) -> None:
-        """Copy flattened gradients (name -> shape (numel,)) and start to push them; a pull will follow.
+        """Start to push flattened gradients (name -> shape (numel,)); a pull will follow.
 
         `is_finite` is the trainer's own verdict on them; the pservers have one each, too.
         """
@@ -103,7 +102,7 @@ class Pipeline:
         try:
             # Bucket by bucket, so that the network works while the next one is being copied.
             for bucket, shard in _interleave(layout):
-                bucket.fill(gradients)
+                bucket.fill(gradients, borrow=self.max_delay == 0)  # then nobody computes before it is pulled
                 last = bucket is shard[-1]
                 frame = bucket.frame(completion(shard, numbers, computed_on if is_async else None) if last else None)
                 pushes.append(self._io.start(self._push(step, bucket, frame, before)))
@@ -114,7 +113,7 @@ class Pipeline:
         pull = self._io.start(self._pull(step, pushes, pushed, self._newest_pull, perf_counter(), is_finite))
         self._pulls[step] = self._newest_pull = pull
 
-    async def _push(self, step: Round, bucket: Bucket, frame: memoryview, before: _Acknowledged) -> bool:
+    async def _push(self, step: Round, bucket: Bucket, frame: Payload, before: _Acknowledged) -> bool:
         if not await before.wait():
             raise GradpostError(f"step {step} was not pushed, because the one before it failed")
         return await self._client.push(step, bucket, frame)
@@ -183,7 +182,6 @@ class Pipeline:
                 self._client.plan,
                 present,
                 bucket_bytes=self._client.settings.bucket_bytes,
-                metadata_bytes=METADATA_BYTES_PER_GROUP * self._num_groups,
                 feedback=self._client.feedback,
             )
         return layout

@@ -43,6 +43,7 @@ from ps_protocol.routes import (
 )
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
+from .buckets import Payload
 from .exchange import Exchange
 from .frame_sink import FrameSink
 from .links import LinkMeter
@@ -88,7 +89,7 @@ class PserverClient:
         self._first_life = info.incarnation
         self._urls: dict[str, httpx.URL] = {}
         self._urls_of = ""
-        self._kept: dict[Round, list[memoryview]] = {}  # pushed, and not pulled yet: a pserver may lose it
+        self._kept: dict[Round, list[Payload]] = {}  # pushed, and not pulled yet: a pserver may lose it
         self._retry_seconds = retry_seconds
         self._deadline_seconds = deadline_seconds
         self._max_delay = max_delay
@@ -123,9 +124,10 @@ class PserverClient:
         self._fence = replace(self._fence, attempt=attempt)
         self._kept.clear()
 
-    async def push(self, round_: Round, body: memoryview, *, initial: bool = False) -> PushAnswer:
+    async def push(self, round_: Round, body: Payload, *, initial: bool = False) -> PushAnswer:
         """Push one encoded bucket. `body` must not change until this returns."""
         path = INITIAL if initial else SEND
+        num_bytes = sum(map(len, body))
         if not initial:
             self._keep(round_, body)
 
@@ -134,14 +136,14 @@ class PserverClient:
             with self.link.pushes.transfer():
                 response = await self._http.send("POST", self._url(path), headers, body=body)
             _raise_for_problem(response)
-            self.link.pushes.add(len(body))
+            self.link.pushes.add(num_bytes)
             return PushAnswer.model_validate_json(response.content)
 
         answer = await self._repeat(path, attempt)
-        self._metrics.pushed_bytes.inc(len(body))
+        self._metrics.pushed_bytes.inc(num_bytes)
         return answer
 
-    def _keep(self, round_: Round, body: memoryview) -> None:
+    def _keep(self, round_: Round, body: Payload) -> None:
         for old in sorted(self._kept)[: -max(MIN_KEPT_ROUNDS, self._max_delay + 1)]:
             del self._kept[old]  # of a caller that pushes and never pulls
         frames = self._kept.setdefault(round_, [])
@@ -217,7 +219,7 @@ class PserverClient:
         async def attempt() -> tuple[Mapping[str, str], float]:
             sink = FrameSink(destinations, self._limits)
             headers = {**self._fence.at_round(round_).to_headers(), **extra}
-            body = json.dumps(list(names)).encode() if names else b""
+            body = (memoryview(json.dumps(list(names)).encode()),) if names else ()
             response = await self._http.begin(method, self._url(path), headers, body=body, sink=sink)
             answered = perf_counter()
             try:

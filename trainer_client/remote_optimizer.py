@@ -152,7 +152,7 @@ class RemoteOptimizer(Optimizer):
         ]
         stored = [(name, tuple(t.shape), wire_dtype(name, t)) for name, t in self._stored.items()]
         io.run(client.declare(parameters, self.spec, stored, self._aliases))
-        self._pipeline = Pipeline(client, io, len(self._remote.param_groups))
+        self._pipeline = Pipeline(client, io)
         self._bind()
         self._begin_after(client.start - 1)
 

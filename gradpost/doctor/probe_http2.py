@@ -33,7 +33,7 @@ async def _measure(address: str) -> dict[str, object]:
         await client.get(address + "/healthz")
         started = time.monotonic()
         for _ in range(NUM_REQUESTS):
-            response = await client.post(address + SPEED, extensions={BODY_EXTENSION: body})
+            response = await client.post(address + SPEED, extensions={BODY_EXTENSION: (body,)})
             counted = response.json()
             if counted["num_bytes"] != BODY_BYTES:
                 raise RuntimeError(f"{counted['num_bytes']} bytes arrived of {BODY_BYTES}")

@@ -148,7 +148,7 @@ def _bytes_of_a_second(pilot_seconds: float) -> int:
 async def _push(http: httpx.AsyncClient, address: str, body: memoryview) -> tuple[float, str]:
     began = time.perf_counter()
     async with asyncio.timeout(SPEED_SECONDS):
-        response = await http.post(address + SPEED, extensions={BODY_EXTENSION: body})
+        response = await http.post(address + SPEED, extensions={BODY_EXTENSION: (body,)})
     seconds = time.perf_counter() - began
     if response.is_error:
         raise read_problem(response)
