@@ -101,7 +101,7 @@ class SlicePlan:
             "num_pservers": self.num_pservers,
             "buffers": [[b.name, list(b.shape), b.dtype, b.pserver] for b in self.buffers],
             "optimizer": None if self.optimizer is None else asdict(self.optimizer),
-            "wire": self.wire.to_json(),
+            **({} if self.wire == AS_THEY_ARE else {"wire": self.wire.to_json()}),
         }
 
     @classmethod
@@ -118,16 +118,15 @@ class SlicePlan:
                 "num_pservers": num_pservers,
                 "buffers": [*buffers],
                 "optimizer": optimizer,
-                "wire": wire,
                 **rest,
-            } if not rest:
+            } if rest.keys() <= {"wire"}:
                 plan = cls(
                     parameters=tuple(map(_parse_parameter, parameters)),
                     blocks=tuple(map(_parse_block, blocks)),
                     num_pservers=_check_num_pservers(num_pservers),
                     buffers=tuple(map(_parse_buffer, buffers)),
                     optimizer=None if optimizer is None else OptimizerSpec.from_json(optimizer),
-                    wire=WireTypes.from_json(wire),
+                    wire=WireTypes.from_json(rest["wire"]) if rest else AS_THEY_ARE,
                 )
             case _:
                 raise BadModel(f"a slice plan is an object of {', '.join(f.name for f in fields(cls) if f.init)}")

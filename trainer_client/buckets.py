@@ -22,7 +22,7 @@ from .tensors import TORCH_DTYPES, lands_directly, writable_bytes
 
 Payload: TypeAlias = tuple[memoryview, ...]  # of one request: its parts, one behind the other
 
-MIN_LENT_BYTES = 64 * 1024  # of a block; smaller ones are joined, which costs less than a write each
+MIN_LENT_BYTES = 64 * 1024  # of a block; smaller ones are copied, which costs less than a write each
 # Many small blocks fill a frame's header before its data: half of what a pserver accepts by default.
 MAX_HEADER_BYTES = 512 * 1024
 ENTRY_HEADER_BYTES = 100  # of one block without its name: dtype, shape and offsets as JSON
@@ -38,6 +38,11 @@ class BlockSlot:
     own: tuple[Tensor, ...] = ()  # memory of the bucket's, made when it is first needed
     lent: Tensor | None = None  # the caller's, if it is sent as it lies there
 
+    @property
+    def num_bytes(self) -> int:
+        """On the wire."""
+        return sum(DTYPE_BYTES[dtype] * count for _, dtype, (count,) in self.tensors)
+
     def fill(self, kind: PushType, source: Tensor, *, borrow: bool) -> None:
         """Take over a flat parameter or gradient."""
         if borrow and self._fits(source):
@@ -45,13 +50,20 @@ class BlockSlot:
             return
         self.lent = None
         if not self.own:
-            self.own = tuple(torch.empty(size, dtype=TORCH_DTYPES[dtype]) for _, dtype, (size,) in self.tensors)
+            self.place_in(bytearray(self.num_bytes), 0)
         encode_gradient(kind, source, self.error, self.own)
+
+    def place_in(self, buffer: bytearray, offset: int) -> None:
+        """Keep its tensors there, from this offset on."""
+        views = []
+        for _, dtype, (count,) in self.tensors:
+            views.append(torch.frombuffer(buffer, dtype=TORCH_DTYPES[dtype], count=count, offset=offset))
+            offset += views[-1].nbytes
+        self.own = tuple(views)
 
     def _fits(self, source: Tensor) -> bool:
         [(_, dtype, _), *more] = self.tensors
-        is_plain = not more and source.dtype == TORCH_DTYPES[dtype] and lands_directly(source)
-        return is_plain and source.nbytes >= MIN_LENT_BYTES
+        return not more and source.dtype == TORCH_DTYPES[dtype] and lands_directly(source)
 
     def parts(self) -> list[memoryview]:
         """Its bytes on the wire."""
@@ -62,13 +74,25 @@ class Bucket:
     """One frame: filled from tensors, then handed to the network.
 
     What was handed out by `frame()` must not change until the request has ended and the round was pulled everywhere;
-    only then may the bucket be filled again.
+    only then may the bucket be filled again. Small blocks lie together in memory of its own.
     """
 
     def __init__(self, pserver: PserverIndex, slots: list[BlockSlot], kind: PushType) -> None:
         self.pserver = pserver
         self.slots = slots
         self._kind = kind
+        is_small = [slot.num_bytes < MIN_LENT_BYTES for slot in slots]
+        self._small = bytearray(sum(slot.num_bytes for slot, small in zip(slots, is_small, strict=True) if small))
+        self._segments: list[BlockSlot | memoryview] = []  # in order: large blocks, and ranges of `_small`
+        offset = begin = 0
+        for slot, small in zip(slots, is_small, strict=True):
+            if small:
+                slot.place_in(self._small, offset)
+                offset += slot.num_bytes
+                continue
+            self._segments += [memoryview(self._small)[begin:offset], slot]
+            begin = offset
+        self._segments.append(memoryview(self._small)[begin:offset])
 
     def fill(self, flat: Mapping[str, Tensor], *, borrow: bool = False) -> None:
         """Encode the blocks of flattened parameters or gradients (parameter name -> shape (numel,)).
@@ -78,24 +102,18 @@ class Bucket:
         """
         for slot in self.slots:
             block = slot.block
-            slot.fill(self._kind, flat[block.parameter][block.begin : block.end], borrow=borrow)
+            source = flat[block.parameter][block.begin : block.end]
+            slot.fill(self._kind, source, borrow=borrow and slot.num_bytes >= MIN_LENT_BYTES)
 
     def frame(self, metadata: Mapping[str, str] | None = None) -> Payload:
         """The encoded frame with this metadata, in parts."""
         header = encode_header([tensor for slot in self.slots for tensor in slot.tensors], metadata)
-        parts: list[memoryview] = []
-        small = [memoryview(header)]
-        for part in (part for slot in self.slots for part in slot.parts()):
-            if len(part) < MIN_LENT_BYTES:
-                small.append(part)
-            else:
-                parts += [*_join(small), part]
-                small = []
-        return (*parts, *_join(small))
-
-
-def _join(small: list[memoryview]) -> list[memoryview]:
-    return [memoryview(b"".join(small))] if small else []
+        parts = [memoryview(header)]
+        for segment in self._segments:
+            parts += segment.parts() if isinstance(segment, BlockSlot) else [segment]
+        if sum(map(len, parts)) < MIN_LENT_BYTES:  # not worth a write for each
+            return (memoryview(b"".join(parts)),)
+        return tuple(part for part in parts if len(part))
 
 
 def make_buckets(
@@ -118,13 +136,14 @@ def make_buckets(
                 continue
             values: list[WireTensor] = [(block.name, plan.parameter[block.parameter].dtype, (block.num_elements,))]
             tensors = values if feedback is None else plan.pushed(block)
-            num_bytes = sum(DTYPE_BYTES[dtype] * count for _, dtype, (count,) in tensors)
+            error = feedback.of(block) if feedback is not None and len(tensors) > 1 else None
+            slot = BlockSlot(block, tensors, error)
+            num_bytes = slot.num_bytes
             header = sum(len(name) + ENTRY_HEADER_BYTES for name, _, _ in tensors)
             if groups[-1] and (size + num_bytes > bucket_bytes or header_size + header > MAX_HEADER_BYTES):
                 groups.append([])
                 size = header_size = 0
-            error = feedback.of(block) if feedback is not None and len(tensors) > 1 else None
-            groups[-1].append(BlockSlot(block, tensors, error))
+            groups[-1].append(slot)
             size += num_bytes
             header_size += header
         result.append([Bucket(pserver, group, kind) for group in groups])

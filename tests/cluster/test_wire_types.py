@@ -1,0 +1,95 @@
+"""Gradients and parameters that are something else on the wire: the oracle is one process that rounds alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from ps_protocol.wire_types import GROUP, WireTypes
+from trainer_client import RemoteOptimizer, Session
+from trainer_client.encoding import encode_gradient
+from trainer_client.tensors import TORCH_DTYPES
+from trainer_client.testing import LocalCluster
+
+from .parity_model import STEPS, assert_identical, make_optimizer, make_parameters, run_trainers, set_gradients
+
+pytestmark = pytest.mark.cluster
+
+TOPK = 0.05
+OPTIMIZER = "Adam"
+
+
+@pytest.fixture(scope="module")
+def cluster(server: str) -> Iterator[LocalCluster]:
+    with LocalCluster(pservers=2, trainers=2, server=server) as cluster:
+        yield cluster
+
+
+def round_gradient(push: str, gradient: Tensor, error: Tensor) -> Tensor:
+    """What a pserver makes of a gradient, by the definition of the type."""
+    flat = gradient.reshape(-1)
+    tensors = WireTypes(push=push, topk=TOPK).pushed("w", "F32", len(flat))
+    sent = [torch.empty(count, dtype=TORCH_DTYPES[dtype]) for _, dtype, (count,) in tensors]
+    encode_gradient(push, flat, error if len(sent) > 1 else None, sent)
+    if push == "int8":
+        decoded = sent[0].float() * sent[1].repeat_interleave(GROUP)[: len(flat)]
+    elif push == "topk":
+        decoded = torch.zeros(len(flat)).index_put((sent[1].long(),), sent[0])
+    else:
+        decoded = sent[0].float()
+    return decoded.view(gradient.shape)
+
+
+def train_in_one_process(push: str) -> list[dict[str, Tensor]]:
+    """The values after each step; two trainers' gradients are rounded one by one, then averaged."""
+    parameters = make_parameters()
+    optimizer = make_optimizer(OPTIMIZER, parameters, local=True)
+    errors = [{name: torch.zeros(p.numel()) for name, p in parameters.items()} for _ in range(2)]
+    history = []
+    for step in range(STEPS):
+        sums: dict[str, Tensor] = {}
+        for rank in range(2):
+            set_gradients(parameters, step, rank)
+            for name, parameter in parameters.items():
+                if parameter.grad is not None:
+                    rounded = round_gradient(push, parameter.grad, errors[rank][name])
+                    sums[name] = rounded if rank == 0 else sums[name] + rounded
+        for name, parameter in parameters.items():
+            parameter.grad = sums[name] * 0.5 if name in sums else None
+        optimizer.step()
+        history.append({name: p.detach().clone() for name, p in parameters.items()})
+    return history
+
+
+@pytest.mark.parametrize(
+    ("push", "pull"),
+    [
+        ("bfloat16", "bfloat16"),
+        ("float16", "float32"),
+        ("int8", "float32"),
+        ("topk", "float32"),
+        pytest.param("int8", "bfloat16", marks=pytest.mark.extended),
+        pytest.param("float32", "float16", marks=pytest.mark.extended),
+    ],
+)
+def test_training_gives_the_bits_of_one_process_that_rounds_alike(cluster: LocalCluster, push: str, pull: str) -> None:
+    pulled = TORCH_DTYPES[WireTypes(pull=pull).pulled("F32")]
+
+    def train(session: Session) -> list[dict[str, Tensor]]:
+        parameters = make_parameters()
+        optimizer = RemoteOptimizer(make_optimizer(OPTIMIZER, parameters, local=False), session=session)
+        history = []
+        for step in range(STEPS):
+            set_gradients(parameters, step, session.rank)
+            optimizer.step()
+            history.append({name: p.detach().clone() for name, p in parameters.items()})
+        return history
+
+    arguments = {"push_type": push, "pull_type": pull, "topk": TOPK, "slice_parameters": False}
+    expected = train_in_one_process(push)
+    for actual in run_trainers(cluster.address, [train, train], **arguments):
+        for step in range(STEPS):
+            assert_identical(actual[step], {n: v.to(pulled).float() for n, v in expected[step].items()})

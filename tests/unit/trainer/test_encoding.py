@@ -1,0 +1,90 @@
+"""What is left out of a push is not lost: it is pushed later."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ps_protocol.vocabulary import Block
+from ps_protocol.wire_types import GROUP, WireTypes
+from trainer_client.encoding import PIECE, ErrorFeedback, encode_gradient
+from trainer_client.tensors import TORCH_DTYPES
+
+SIZES = st.sampled_from([1, 2, GROUP - 1, GROUP, GROUP + 1, 5 * GROUP + 3, PIECE, PIECE + GROUP + 5])
+
+
+def encode(kind: str, gradient: Tensor, error: Tensor, topk: float = 0.1) -> list[Tensor]:
+    tensors = WireTypes(push=kind, topk=topk).pushed("w.block0", "F32", len(gradient))
+    found = [torch.full((count,), 77).to(TORCH_DTYPES[dtype]) for _, dtype, (count,) in tensors]
+    encode_gradient(kind, gradient, error, found)
+    return found
+
+
+def decode(kind: str, found: list[Tensor], num_elements: int) -> Tensor:
+    """By the definition of the types, without our code."""
+    if kind == "int8":
+        integers, scales = found
+        return integers.float() * scales.repeat_interleave(GROUP)[:num_elements]
+    values, indices = found
+    return torch.zeros(num_elements).index_put((indices.long(),), values)
+
+
+@given(kind=st.sampled_from(["int8", "topk"]), size=SIZES, seed=st.integers(0, 99), exponent=st.integers(-20, 20))
+def test_what_is_pushed_and_what_is_kept_are_the_gradient(kind: str, size: int, seed: int, exponent: int) -> None:
+    gradient = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
+    error = gradient.flip(0) / 8
+    before = error.clone()
+    pushed = decode(kind, encode(kind, gradient, error), size)
+    torch.testing.assert_close(pushed + error, gradient + before, rtol=1e-6, atol=2.0 ** (exponent - 20))
+
+
+@given(size=SIZES, seed=st.integers(0, 99))
+def test_quantised_elements_are_within_half_a_step(size: int, seed: int) -> None:
+    gradient = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+    integers, scales = encode("int8", gradient, torch.zeros(size))
+    steps = scales.repeat_interleave(GROUP)[:size]
+    assert bool(((decode("int8", [integers, scales], size) - gradient).abs() <= steps * 0.5001).all())
+    extremes = [group.abs().max() for group in gradient.split(GROUP)]
+    torch.testing.assert_close(scales, torch.stack(extremes) / 127)
+
+
+def test_the_largest_elements_are_pushed_exactly_and_leave_no_error() -> None:
+    gradient = torch.tensor([0.1, -5.0, 0.2, 3.0, -0.3, 0.0, 0.0, 0.0, 0.0, 0.0])
+    error = torch.zeros(10)
+    values, indices = encode("topk", gradient, error, topk=0.2)
+    assert (indices.tolist(), values.tolist()) == ([1, 3], [-5.0, 3.0])
+    assert error[[1, 3]].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", ["int8", "topk"])
+def test_after_many_steps_little_is_missing(kind: str) -> None:
+    size, error, sent = 3000, torch.zeros(3000), torch.zeros(3000)
+    gradient = torch.randn(size, generator=torch.Generator().manual_seed(1))
+    for _ in range(200):
+        sent += decode(kind, encode(kind, gradient, error), size)
+    missing = (200 * gradient - sent).norm() / (200 * gradient).norm()
+    assert missing < (0.001 if kind == "int8" else 0.1)
+
+
+@pytest.mark.parametrize("kind", ["int8", "topk"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_seen_as_such_and_poisons_nothing(kind: str, bad: float) -> None:
+    gradient, error = torch.ones(1000), torch.zeros(1000)
+    gradient[700] = bad
+    found = encode(kind, gradient, error)
+    assert not all(bool(tensor.float().isfinite().all()) for tensor in found)
+    assert bool(error.isfinite().all())
+
+
+def test_zeros_are_pushed_as_zeros() -> None:
+    assert decode("int8", encode("int8", torch.zeros(600), torch.zeros(600)), 600).abs().max() == 0.0
+
+
+def test_going_back_forgets_what_was_kept() -> None:
+    feedback, block = ErrorFeedback(), Block("w", 0, 0, 4, 0)
+    feedback.of(block).fill_(3.0)
+    feedback.forget()
+    assert feedback.of(block).tolist() == [0.0] * 4
