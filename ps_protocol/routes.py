@@ -61,6 +61,8 @@ CHECKPOINTS = "/v1/checkpoints"
 BARRIER_HEADER = "gradpost-barrier"
 # "nonfinite" with a batch barrier: the trainer's own gradient, or what a pserver said of it, holds NaN or infinity
 VERDICT_HEADER = "gradpost-verdict"
+# on a get in the synchronous mode: the trainer has all blocks as they were after this round, and wants what is newer
+HAVE_HEADER = "gradpost-have"
 # how long the server may hold the answer back, in seconds; it answers round_pending after that
 WAIT_HEADER = "gradpost-wait-seconds"
 
@@ -69,6 +71,8 @@ APPLIED_KEY = "applied"
 HISTORY_KEY = "history"  # of a cut of a shard: the newest step of each trainer in it
 # the same in the synchronous mode: the round stepped nothing, because these trainers' gradients were not finite
 SKIPPED_KEY = "skipped_for"
+
+SINCE_KEY = "since"  # of an answer to one who has something: blocks that have not changed after this round are left out
 
 # metadata of a pushed frame
 NUM_BLOCKS_KEY = "num_blocks"

@@ -310,14 +310,14 @@ class ParameterClient:
         specs = [self.plan.parameter[name] for name in (self.plan.parameter if names is None else names)]
         values = {spec.name: torch.empty(spec.shape, dtype=TORCH_DTYPES[self.plan.pulled(spec.name)]) for spec in specs}
         destinations = self.destinations({name: writable_bytes(tensor) for name, tensor in values.items()})
-        skipped_for = await self.membership.guard(
+        pulled = await self.membership.guard(
             _gather(
                 pserver.get(round_, wanted, names=() if names is None else list(wanted))
                 for pserver, wanted in zip(self.pservers, destinations, strict=True)
                 if wanted or names is None
             )
         )
-        self._note_skipped(round_, skipped_for)
+        self._note_skipped(round_, [one.skipped_for for one in pulled])
         if names is None:
             self.membership.round = max(self.membership.round, round_)
         return {spec.name: values[spec.name].to(TORCH_DTYPES[spec.dtype]) for spec in specs}
@@ -371,19 +371,28 @@ class ParameterClient:
         *,
         with_batch_barrier: bool,
         is_finite: bool = True,
-    ) -> None:
+        have: Sequence[Round] | None = None,
+    ) -> list[Round]:
         """Wait for version `round_` of every shard and write it to `destinations`; the barrier may ride on it.
 
-        `is_finite` says whether every pserver found this trainer's gradient finite.
+        Returns the version of each shard, which `have` may be the next time if these bytes stay as they are: what has
+        not changed since is not sent then. `is_finite` says whether every pserver found this trainer's gradient finite.
         """
-        skipped_for = await self.membership.guard(
+        pulled = await self.membership.guard(
             _gather(
-                pserver.get(round_, wanted, with_batch_barrier=with_batch_barrier, is_finite=is_finite)
-                for pserver, wanted in zip(self.pservers, destinations, strict=True)
+                pserver.get(
+                    round_,
+                    wanted,
+                    with_batch_barrier=with_batch_barrier,
+                    is_finite=is_finite,
+                    have=None if have is None else have[index],
+                )
+                for index, (pserver, wanted) in enumerate(zip(self.pservers, destinations, strict=True))
             )
         )
-        self._note_skipped(round_, skipped_for)
+        self._note_skipped(round_, [one.skipped_for for one in pulled])
         self.membership.round = round_
+        return [one.version for one in pulled]
 
     async def pull_buffers(self, memory: Mapping[str, memoryview]) -> None:
         """Fetch all buffers of the run (name -> writable bytes)."""

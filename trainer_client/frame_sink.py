@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from ps_protocol.errors import MalformedFrame
 from ps_protocol.frames import LENGTH_BYTES, Frame, FrameLimits, parse_header, parse_length
+from ps_protocol.routes import SINCE_KEY
 
 
 class FrameSink:
@@ -83,7 +84,8 @@ class FrameSink:
         """Check that every destination was filled and return the frame's metadata."""
         if self._frame is None or len(self.room()):
             raise MalformedFrame("the reply ended early")
-        if missing := self._destinations.keys() - {entry.name for entry in self._frame.tensors}:
+        missing = self._destinations.keys() - {entry.name for entry in self._frame.tensors}
+        if missing and SINCE_KEY not in self._frame.metadata:  # else they have not changed
             raise MalformedFrame(f"the reply lacks {sorted(missing)[0]!r}")
         return self._frame.metadata
 

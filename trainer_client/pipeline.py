@@ -61,6 +61,7 @@ class Pipeline:
         self._client = client
         self._io = io
         self._destinations: list[list[dict[str, memoryview]]] = []
+        self._have: dict[int, list[Round]] = {}  # by landing set: the version of each shard in it, if that is known
         self._layouts: list[dict[frozenset[str], list[list[Bucket]]]] = [{} for _ in range(self.max_delay + 1)]
         self._pulls: dict[Round, Future[None]] = {}  # those that nobody has waited for
         self._pushed = _nothing_to_wait_for()  # of the newest step
@@ -75,10 +76,16 @@ class Pipeline:
             self._client.destinations({name: writable_bytes(tensor) for name, tensor in one.items() if tensor.numel()})
             for one in landing
         ]
+        self.forget_versions()
+
+    def forget_versions(self) -> None:
+        """Somebody else has written to the landing sets: pull all blocks next time. Nothing may be under way."""
+        self._have.clear()
 
     def pull_start(self, version: Round) -> None:
         """Begin after this version: pull it into its landing set. Nothing may be under way."""
         self._give_up()
+        self.forget_versions()
         self._io.run(self._client.pull(version, self._destinations[self.slot(version)], with_batch_barrier=False))
         self.newest = version
 
@@ -140,8 +147,14 @@ class Pipeline:
         if before is not None:
             await asyncio.wrap_future(before)
         is_sync = not self._client.joined.consistency.is_async
-        destinations = self._destinations[self.slot(step)]
-        await self._client.pull(step, destinations, with_batch_barrier=is_sync, is_finite=is_finite and all(verdicts))
+        slot = self.slot(step)
+        self._have[slot] = await self._client.pull(
+            step,
+            self._destinations[slot],
+            with_batch_barrier=is_sync,
+            is_finite=is_finite and all(verdicts),
+            have=self._have.pop(slot, None),  # what a failure leaves there is nothing that is known
+        )
         metrics, ended = self._client.metrics, perf_counter()
         metrics.push_seconds.observe(acknowledged - begun)
         metrics.pull_seconds.observe(ended - acknowledged)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import httpx
 import tenacity
@@ -34,9 +34,11 @@ from ps_protocol.routes import (
     BARRIER_HEADER,
     BUFFERS,
     GET,
+    HAVE_HEADER,
     HEALTH,
     INITIAL,
     SEND,
+    SINCE_KEY,
     SKIPPED_KEY,
     VERDICT_HEADER,
     WAIT_HEADER,
@@ -59,6 +61,13 @@ PAUSE_SECONDS = 0.02  # a get waits at the pserver; this is for answers that com
 NEWS_SECONDS = 2.0  # how long a request that met another life waits for news of it before it tries again
 MAX_REPUSHES = 5  # of one round, to one life of a pserver: it may lose what it holds with each
 MIN_KEPT_ROUNDS = 8
+
+
+class Pulled(NamedTuple):
+    """What came of a shard."""
+
+    version: Round
+    skipped_for: tuple[Rank, ...]  # for whose gradients the round was skipped, if it was
 
 
 class PserverClient:
@@ -174,36 +183,41 @@ class PserverClient:
         with_batch_barrier: bool = False,
         is_finite: bool = True,
         names: Sequence[str] = (),
-    ) -> tuple[Rank, ...]:
+        have: Round | None = None,
+    ) -> Pulled:
         """Wait for version `round_` and write its blocks to `destinations` (block name -> its writable bytes).
 
-        Returns for whose gradients the round was skipped, if it was.
-
+        With `have` they hold the blocks of that version already, and those that have not changed are left as they are.
         Without `names` the whole shard is fetched and every block of it needs a destination.
         """
         headers = {WAIT_HEADER: f"{WAIT_SECONDS:g}"}
         if with_batch_barrier:
             headers |= {BARRIER_HEADER: "batch", **_verdict(is_finite)}
+        if have is not None:
+            headers[HAVE_HEADER] = str(have)
         asked = perf_counter()
         metadata, answered = await self._fetch("POST", GET, round_, headers, destinations, names)
         self._metrics.barrier_wait.observe(answered - asked)
         self.applied = int(metadata.get(APPLIED_KEY, 0))
-        self._check_version(metadata, round_)
+        version = self._check_version(metadata, round_)
+        if metadata.get(SINCE_KEY) not in (None, str(have)):
+            raise GradpostError("a pserver left out more than it was told to", actual=dict(metadata))
         if not names:
             self._forget(round_)
-        return tuple(json.loads(metadata.get(SKIPPED_KEY, "[]")))
+        return Pulled(version, tuple(json.loads(metadata.get(SKIPPED_KEY, "[]"))))
 
     async def get_buffers(self, destinations: Mapping[str, memoryview]) -> None:
         """Fetch the buffers that live there, which no round changes."""
         metadata, _ = await self._fetch("GET", BUFFERS, 0, {}, destinations, ())
         self._check_version(metadata, 0)
 
-    def _check_version(self, metadata: Mapping[str, str], round_: Round) -> None:
+    def _check_version(self, metadata: Mapping[str, str], round_: Round) -> Round:
         actual = (metadata.get("run"), metadata.get("attempt"))
         version = int(metadata.get("round", -1))
         is_it = version == round_ or (version > round_ and self._max_delay > 0)
         if actual != (self._fence.run, str(self._fence.attempt)) or not is_it:
             raise GradpostError("a pserver answered another version than it was asked for", actual=dict(metadata))
+        return version
 
     async def _fetch(
         self,

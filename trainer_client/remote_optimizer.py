@@ -213,8 +213,11 @@ class RemoteOptimizer(Optimizer):
                     )
             self._bind()
         if self._local is not None:
+            self._pipeline.forget_versions()
             return  # it is its optimizer that changes them
         changed = [name for name, parameter in self._named.items() if parameter._version != self._versions[name]]
+        if changed:
+            self._pipeline.forget_versions()
         if changed and not self._change_was_said:
             self._change_was_said = True
             self._session.client.log.warning(

@@ -6,21 +6,22 @@ Each one parses the fence, checks it before the body is read, and hands over to 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ps_protocol.errors import BadHeader, BodyTooLarge, GradpostError, MalformedFrame
-from ps_protocol.fence import Fence
+from ps_protocol.fence import MAX_DIGITS, Fence
 from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES
-from ps_protocol.routes import BARRIER_HEADER, VERDICT_HEADER, WAIT_HEADER
+from ps_protocol.routes import BARRIER_HEADER, HAVE_HEADER, VERDICT_HEADER, WAIT_HEADER
+from ps_protocol.vocabulary import Round
 from services.runtime.own_memory import send_from
 
 from .bodies import content_length, discard_body, receive_body
 from .in_flight import WaitingGets
 from .pserver import Pserver
-from .reply import Reply
 from .run import BarrierKind
 
 MAX_WAIT_SECONDS = 30.0
@@ -79,7 +80,7 @@ class TensorEndpoints:
         run = self._pserver.run
         run.check_fence(fence)
         async with self._waiting.place(fence.rank):
-            await _send_reply(scope, send, await run.get_buffers(fence))
+            await _send_parts(scope, send, (await run.get_buffers(fence)).parts)
 
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one version of the shard, or of the blocks named in the body (a JSON list)."""
@@ -90,6 +91,7 @@ class TensorEndpoints:
         if BARRIER_HEADER in headers and _barrier_kind(headers) != "batch":
             raise BadHeader("only the batch barrier may ride on a get", expected="batch")
         is_finite = _is_finite(headers)
+        have = _have(headers)
         names = await _receive_names(receive)
         run.check_fence(fence)
         run.check_names(names)
@@ -98,9 +100,10 @@ class TensorEndpoints:
         async with self._waiting.place(fence.rank):
             reply = await run.get(fence, wait_seconds, names)
             run.transports.add(scope["http_version"])
+            parts = reply.parts_for(have)
             async with reply.reading():
-                await _send_reply(scope, send, reply)
-        run.pulled_bytes += reply.num_bytes
+                await _send_parts(scope, send, parts)
+        run.pulled_bytes += sum(map(len, parts))
 
 
 def _headers(scope: Scope) -> dict[str, str]:
@@ -139,6 +142,15 @@ def _wait_seconds(headers: dict[str, str]) -> float:
     return seconds
 
 
+def _have(headers: dict[str, str]) -> Round | None:
+    text = headers.get(HAVE_HEADER)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
+        raise BadHeader(f"the header {HAVE_HEADER} is no round", expected="digits", actual=text[:40])
+    return int(text)
+
+
 async def _receive_names(receive: Receive) -> list[str]:
     body = b""
     more = True
@@ -166,8 +178,9 @@ async def _send_json(send: Send, json: str) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def _send_reply(scope: Scope, send: Send, reply: Reply) -> None:
-    headers = [(b"content-type", CONTENT_TYPE.encode()), (b"content-length", str(reply.num_bytes).encode())]
+async def _send_parts(scope: Scope, send: Send, parts: Sequence[bytes | memoryview]) -> None:
+    num_bytes = sum(map(len, parts))
+    headers = [(b"content-type", CONTENT_TYPE.encode()), (b"content-length", str(num_bytes).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    for number, part in enumerate(reply.parts, 1):
-        await send_from(part, scope, send, more_body=number < len(reply.parts))
+    for number, part in enumerate(parts, 1):
+        await send_from(part, scope, send, more_body=number < len(parts))

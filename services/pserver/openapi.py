@@ -7,7 +7,7 @@ from typing import Any
 from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import BarrierAnswer, PushAnswer
-from ps_protocol.routes import BARRIER_HEADER, VERDICT_HEADER, WAIT_HEADER
+from ps_protocol.routes import BARRIER_HEADER, HAVE_HEADER, VERDICT_HEADER, WAIT_HEADER
 
 _BINARY = {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 
@@ -56,6 +56,12 @@ GET_OPENAPI: dict[str, Any] = {
         *_FENCE,
         {**_BARRIER, "required": False},
         _VERDICT,
+        _header(
+            HAVE_HEADER,
+            "the round whose values the trainer has: what has not changed since is left out",
+            required=False,
+            schema={"type": "integer"},
+        ),
         _header(WAIT_HEADER, "how long to wait at most, in seconds", required=False, schema={"type": "number"}),
     ],
     "requestBody": {

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from ps_protocol.errors import StaleRound
 from ps_protocol.vocabulary import Round
 
+from .versioned_blocks import VersionedBlocks
+
 GRACE_SECONDS = 0.1  # for those who are about to end; whoever may still need these values has not let them be changed
 
 
@@ -19,14 +21,14 @@ class Reply:
 
     round: Round
     parts: Sequence[bytes | memoryview]
+    blocks: VersionedBlocks | None = None
     _readers: set[asyncio.Timeout] = field(default_factory=set)
     _is_free: asyncio.Event = field(default_factory=asyncio.Event)
     _is_called_back: bool = False
 
-    @property
-    def num_bytes(self) -> int:
-        """Content-Length of the reply."""
-        return sum(map(len, self.parts))
+    def parts_for(self, have: Round | None) -> Sequence[bytes | memoryview]:
+        """All parts, or fewer for who has the values of a round."""
+        return self.parts if have is None or self.blocks is None else self.blocks.parts(have)
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:

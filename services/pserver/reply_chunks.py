@@ -13,7 +13,6 @@ from .layout import BlockPlace
 from .tensors import TORCH_DTYPES, view_bytes
 
 CHUNK_BYTES = 1 << 20
-LARGE_BYTES = 1 << 16  # what is lent as it lies; smaller pieces are joined
 
 
 class ChunkEncoder:
@@ -50,24 +49,18 @@ class ChunkEncoder:
             chunks.append(b"".join(pieces))
         return chunks
 
-    def lend(self, places: Iterable[BlockPlace]) -> list[bytes | memoryview]:
-        """The same as pulled, large blocks as views of the values, or of a tensor that is written again next time."""
+    def lend(self, places: Iterable[BlockPlace]) -> list[memoryview]:
+        """Data of each block as pulled: views of the values, or of a tensor that is written again next time."""
         places = list(places)
         others = sum(DTYPE_BYTES[place.pulled] * place.block.num_elements for place in places if place.pulled != "F32")
         if len(self._converted) < others:
             self._converted = torch.empty(others, dtype=torch.uint8)
-        parts: list[bytes | memoryview] = []
-        small: list[memoryview] = []
+        pieces = []
         offset = 0
         for place in places:
-            piece = self._piece(place.pulled, place.begin, place.end, self._converted, offset)
-            offset += len(piece) if place.pulled != "F32" else 0
-            if len(piece) < LARGE_BYTES:
-                small.append(piece)
-                continue
-            parts += [b"".join(small), piece] if small else [piece]
-            small = []
-        return [*parts, b"".join(small)] if small else parts
+            pieces.append(self._piece(place.pulled, place.begin, place.end, self._converted, offset))
+            offset += len(pieces[-1]) if place.pulled != "F32" else 0
+        return pieces
 
     def _piece(self, dtype: str, begin: int, end: int, converted: Tensor, offset: int) -> memoryview:
         """Bytes of the values [begin, end); those of another dtype are written to `converted`."""

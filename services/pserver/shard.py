@@ -23,6 +23,7 @@ from ps_protocol.optimizers import HyperParameters
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import STEPS_KEY
 from ps_protocol.vocabulary import PserverIndex
+from ps_protocol.wire_types import WireTensor
 
 from .aggregation import Aggregator
 from .layout import ShardLayout
@@ -232,11 +233,11 @@ class Shard:
         entries = [(p.name, p.pulled if pulled else p.dtype, (p.block.num_elements,)) for p in places]
         return [encode_header(entries, metadata), *(encoder or self._encoder).encode(places, pulled=pulled)]
 
-    def lend(self, metadata: Mapping[str, str] | None = None) -> list[bytes | memoryview]:
-        """A frame of all blocks as trainers pull them, large ones as views of the values, until these change."""
+    def lend(self) -> list[tuple[WireTensor, memoryview]]:
+        """All blocks as trainers pull them, in plan order: views of the values, which hold until these change."""
         places = list(self.layout.place.values())
-        header = encode_header([(p.name, p.pulled, (p.block.num_elements,)) for p in places], metadata)
-        return [header, *self._encoder.lend(places)]
+        tensors = [(p.name, p.pulled, (p.block.num_elements,)) for p in places]
+        return list(zip(tensors, self._encoder.lend(places), strict=True))
 
     def encode_buffers(self, metadata: Mapping[str, str] | None = None) -> list[bytes]:
         """A frame of the buffers that were set, in plan order and with their shapes."""

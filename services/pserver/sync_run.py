@@ -16,6 +16,7 @@ from ps_protocol.fence import Fence
 from ps_protocol.messages import BarrierAnswer, Controls, FrozenRounds, InstallMembers, InstallRun, PushAnswer
 from ps_protocol.routes import SKIPPED_KEY
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
+from ps_protocol.wire_types import WireTensor
 from services.runtime.compute import ComputeExecutor
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
@@ -33,6 +34,7 @@ from .reply import Reply
 from .rounds import Apply, Rounds
 from .run import BarrierKind, Look, PserverRun, name_trainers
 from .tensors import StagedBlock, digest_contribution, view_bytes
+from .versioned_blocks import VersionedBlocks
 
 log = get_logger()
 
@@ -63,6 +65,7 @@ class SyncRun(PserverRun):
         self.controls: tuple[Controls, ...] = ()
         self.replacements = Replacements(self.shard.layout)
         self.members_changed(install)
+        self._changed = dict.fromkeys(self.shard.layout.place, self.shard.version)  # in which round each block did last
         self._reply: Reply | None = None  # of the applied round, once it may be read
         self._captures = Captures()
         self._apply_task: asyncio.Task[None] | None = None
@@ -252,14 +255,18 @@ class SyncRun(PserverRun):
         reach_failpoint("apply.before")
         self.shard.apply(gradient, present, numbers)
         self.shard.replace_blocks(replaced)
+        self._changed.update(dict.fromkeys((*present, *replaced), apply.round))
         reach_failpoint("apply.after")
         self._captures.take(apply.round)
         return self._encode(apply.round, self._outcome(apply)), self._snapshot_if_due(apply)
 
     def _encode(self, round_: Round, more: Mapping[str, str] | None = None) -> Reply:
+        blocks: list[tuple[WireTensor, bytes | memoryview]] = [*self.shard.lend()]
         if self.rounds.max_delay:  # then a member's push of a later round says nothing of what it still reads
-            return super()._encode(round_, more)
-        return Reply(round_, self.shard.lend({**self._metadata(round_), **(more or {})}))
+            blocks = [(tensor, bytes(data)) for tensor, data in blocks]
+        versioned = VersionedBlocks(blocks, dict(self._changed), {**self._metadata(round_), **(more or {})})
+        versioned.parts(round_ - 1)  # what most will ask for, while we are on this thread
+        return Reply(round_, versioned.parts(), versioned)
 
     def _not_fixed(self, names: tuple[str, ...], fixed: Collection[str]) -> tuple[str, ...]:
         """Those of these blocks that are stepped: not those of parameters that are frozen, or set in this round."""

@@ -1,0 +1,61 @@
+"""The blocks of one version, ready to be sent: all of them, or those that have changed since a trainer pulled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from ps_protocol.frames import encode_header
+from ps_protocol.routes import SINCE_KEY
+from ps_protocol.vocabulary import Round
+from ps_protocol.wire_types import WireTensor
+
+LARGE_BYTES = 1 << 16  # what is sent as it lies; smaller pieces are joined
+
+Parts: TypeAlias = Sequence[bytes | memoryview]
+
+
+class VersionedBlocks:
+    """Frames of them are made once, and are the same for everybody."""
+
+    def __init__(
+        self,
+        blocks: Sequence[tuple[WireTensor, bytes | memoryview]],
+        changed: Mapping[str, Round],
+        metadata: Mapping[str, str],
+    ) -> None:
+        """`changed` says of each block in which round it changed last."""
+        self._blocks = blocks
+        self._changed = changed
+        self._metadata = metadata
+        self._newest = max(changed.values(), default=0)
+        self._frames: dict[Round | None, Parts] = {None: _join(blocks, metadata)}
+
+    def parts(self, have: Round | None = None) -> Parts:
+        """A frame for who has all blocks as they were after a round; for who has none, of everything.
+
+        Its metadata says since when, if something is left out.
+        """
+        frame = self._frames.get(have)
+        if frame is None:
+            assert have is not None
+            newer = [block for block in self._blocks if self._changed[block[0][0]] > have]
+            if len(newer) == len(self._blocks):
+                frame = self._frames[None]
+            else:
+                frame = _join(newer, {**self._metadata, SINCE_KEY: str(have)})
+            if have + 1 >= self._newest:  # others ask seldom, and whoever asks decides what they ask for
+                self._frames[have] = frame
+        return frame
+
+
+def _join(blocks: Sequence[tuple[WireTensor, bytes | memoryview]], metadata: Mapping[str, str]) -> Parts:
+    parts: list[bytes | memoryview] = []
+    small: list[bytes | memoryview] = [encode_header([tensor for tensor, _ in blocks], metadata)]
+    for _, data in blocks:
+        if len(data) < LARGE_BYTES:
+            small.append(data)
+            continue
+        parts += [b"".join(small), data] if small else [data]
+        small = []
+    return [*parts, b"".join(small)] if small else parts

@@ -1,0 +1,49 @@
+"""Who has a version gets what is newer, and nothing twice."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ps_protocol.frames import parse_frame
+from ps_protocol.routes import SINCE_KEY
+from services.pserver.versioned_blocks import LARGE_BYTES, VersionedBlocks
+
+SIZES = {"small": 3, "large": LARGE_BYTES // 4 + 1, "other": 5, "larger": LARGE_BYTES}
+
+
+def make(changed: dict[str, int]) -> tuple[VersionedBlocks, dict[str, bytes]]:
+    data = {name: torch.randn(size).numpy().tobytes() for name, size in SIZES.items()}
+    blocks = [((name, "F32", (size,)), memoryview(data[name])) for name, size in SIZES.items()]
+    return VersionedBlocks(blocks, changed, {"round": "9"}), data
+
+
+@given(
+    changed=st.fixed_dictionaries(dict.fromkeys(SIZES, st.integers(0, 9))),
+    asked=st.lists(st.none() | st.integers(0, 12), min_size=1, max_size=6),
+)
+def test_a_frame_holds_exactly_what_is_newer(changed: dict[str, int], asked: list[int | None]) -> None:
+    versioned, data = make(changed)
+    for have in asked:
+        body = b"".join(versioned.parts(have))
+        frame = parse_frame(body)
+        held = {
+            entry.name: body[frame.data_begin + entry.begin : frame.data_begin + entry.end] for entry in frame.tensors
+        }
+        newer = {name for name in SIZES if have is None or changed[name] > have}
+        assert held == {name: data[name] for name in newer}
+        assert frame.metadata.get(SINCE_KEY) == (None if newer == SIZES.keys() else str(have))
+        assert frame.metadata["round"] == "9"
+
+
+def test_large_blocks_are_sent_from_where_they_lie() -> None:
+    versioned, _ = make(dict.fromkeys(SIZES, 1))
+    assert [isinstance(part, memoryview) for part in versioned.parts()] == [False, True, False, True]
+
+
+def test_strangers_cannot_make_it_keep_frames() -> None:
+    versioned, _ = make({**dict.fromkeys(SIZES, 1), "small": 9})
+    for have in range(1, 8):
+        assert versioned.parts(have) is not versioned.parts(have)
+    assert versioned.parts(8) is versioned.parts(8)
