@@ -25,7 +25,8 @@ CONTROL_BUFFER_BYTES = 16 * 1024 + frames.HEAD_BYTES  # a large frame goes past 
 MAX_HEADER_BYTES = 64 * 1024  # of one message, encoded and decoded
 MAX_CONTINUATIONS = 16
 MAX_UNSENT_CONTROL_BYTES = 256 * 1024  # of answers to somebody who does not read them
-MAX_USELESS_FRAMES = 10_000  # in a row, between two that bring something
+MAX_USELESS_FRAMES = 10_000  # in a row, between two that bring something, or take something of some size
+USEFUL_BYTES = 1024  # which is this
 CLOSE_SECONDS = 5.0  # for the other end to read why the connection is closed
 CONNECTION_WINDOW = 1 << 30  # the streams' windows are what holds the other end back
 MAX_FRAME_BYTES = 1024 * 1024
@@ -222,6 +223,8 @@ class Connection(asyncio.BufferedProtocol):
             length, kind, flags, number = frames.unpack_head(self._control, begin)
             if length > MAX_FRAME_BYTES:
                 raise ViolationError(Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
+            if not self.num_frames and kind != frames.SETTINGS:
+                raise ViolationError(Code.PROTOCOL_ERROR, "it does not begin with SETTINGS")
             if self._unfinished is not None and kind != frames.CONTINUATION:
                 raise ViolationError(Code.PROTOCOL_ERROR, "another frame within a header block")
             begin += frames.HEAD_BYTES
@@ -265,7 +268,7 @@ class Connection(asyncio.BufferedProtocol):
             self.check_not_idle(number)
             self.useless()  # of a stream that is over: on its way when that was decided
         elif stream.is_remote_over:
-            self.reset(stream, Code.STREAM_CLOSED, "data behind the end of a stream")
+            self.violated(stream, Code.STREAM_CLOSED, "data behind the end of a stream")
             stream = None
         elif stream.headers is None:
             raise ViolationError(Code.PROTOCOL_ERROR, "data before headers")
@@ -275,6 +278,9 @@ class Connection(asyncio.BufferedProtocol):
                 raise ViolationError(Code.FLOW_CONTROL_ERROR, "more bytes than the stream's window")
             if payload:
                 self._num_useless = 0
+            if stream.expected_bytes is not None and stream.received_bytes + payload > stream.expected_bytes:
+                self.violated(stream, Code.PROTOCOL_ERROR, "the body is longer than its Content-Length")
+                stream = None
         self._data_stream, self._ends_stream = stream, bool(flags & frames.END_STREAM)
         self._payload_left, self._padding_left = payload, padding
         if not payload:
@@ -294,7 +300,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _remote_over(self, stream: Stream) -> None:
         if stream.expected_bytes not in (None, stream.received_bytes):
-            self.reset(stream, Code.PROTOCOL_ERROR, "the body is not as long as its Content-Length")
+            self.violated(stream, Code.PROTOCOL_ERROR, "the body is shorter than its Content-Length")
             return
         stream.is_remote_over = True
         stream.wake()
@@ -302,7 +308,6 @@ class Connection(asyncio.BufferedProtocol):
 
     def _frame_received(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         if kind == frames.HEADERS:
-            self._num_useless = 0
             self._header_block(number, flags, bytearray(frames.strip(flags, payload)), 0)
         elif kind == frames.CONTINUATION:
             self._on_continuation(number, flags, payload)
@@ -315,21 +320,26 @@ class Connection(asyncio.BufferedProtocol):
         elif kind == frames.PING:
             self._on_ping(flags, number, payload)
         elif kind == frames.GOAWAY:
-            if number or len(payload) < 8:
-                raise ViolationError(Code.PROTOCOL_ERROR, "a GOAWAY that is none")
+            self._check_form(number == 0, len(payload) >= 8, "GOAWAY")
             self.goaway_received(int.from_bytes(payload[:4], "big") & frames.MAX_WINDOW)
         elif kind == frames.PUSH_PROMISE:
             raise ViolationError(Code.PROTOCOL_ERROR, "pushed streams are not wanted")
         else:
             self.useless()  # PRIORITY, and kinds that are not known, mean nothing
-            if kind == frames.PRIORITY and (len(payload) != 5 or not number):
-                raise ViolationError(Code.FRAME_SIZE_ERROR, "a PRIORITY that is none")
+            if kind == frames.PRIORITY:
+                self._check_form(number > 0, len(payload) == 5, "PRIORITY")
 
     def useless(self) -> None:
         """Count a frame that brings nothing. Raises ViolationError when there are too many of them."""
         self._num_useless += 1
         if self._num_useless > MAX_USELESS_FRAMES:
             raise ViolationError(Code.ENHANCE_YOUR_CALM, f"{self._num_useless} frames that bring nothing")
+
+    def _check_form(self, is_right_stream: bool, is_right_size: bool, name: str) -> None:
+        if not is_right_stream:
+            raise ViolationError(Code.PROTOCOL_ERROR, f"{name} of a stream that has none")
+        if not is_right_size:
+            raise ViolationError(Code.FRAME_SIZE_ERROR, f"{name} of another size")
 
     def check_not_idle(self, number: int) -> None:
         """Raise ViolationError for a stream that was never opened."""
@@ -342,7 +352,7 @@ class Connection(asyncio.BufferedProtocol):
         _, begun_flags, block, num_frames = self._unfinished
         if len(block) + len(payload) > MAX_HEADER_BYTES or num_frames >= MAX_CONTINUATIONS:
             raise ViolationError(Code.ENHANCE_YOUR_CALM, "headers without an end")
-        self._header_block(number, begun_flags | flags, block + payload, num_frames + 1)
+        self._header_block(number, begun_flags | flags & frames.END_HEADERS, block + payload, num_frames + 1)
 
     def _header_block(self, number: int, flags: int, block: bytearray, num_frames: int) -> None:
         if not flags & frames.END_HEADERS:
@@ -360,12 +370,13 @@ class Connection(asyncio.BufferedProtocol):
             if stream is None:
                 return
             self.streams[number] = stream
+            self._num_useless = 0
         elif stream.is_remote_over:
-            self.reset(stream, Code.STREAM_CLOSED, "headers behind the end of a stream")
+            self.violated(stream, Code.STREAM_CLOSED, "headers behind the end of a stream")
             return
         elif stream.headers is not None:  # trailers, which nobody here has a use for
             if not is_last:
-                self.reset(stream, Code.PROTOCOL_ERROR, "trailers that do not end the stream")
+                self.violated(stream, Code.PROTOCOL_ERROR, "trailers that do not end the stream")
             else:
                 self._remote_over(stream)
             return
@@ -375,14 +386,15 @@ class Connection(asyncio.BufferedProtocol):
         stream.is_remote_over = True  # first, since the child looks at it
         self.headers_received(stream, headers)
         if not stream.is_over and stream.expected_bytes not in (None, 0):
-            self.reset(stream, Code.PROTOCOL_ERROR, "the body is not as long as its Content-Length")
+            self.violated(stream, Code.PROTOCOL_ERROR, "the body is shorter than its Content-Length")
         self._end_if_over(stream)
 
     def _on_window_update(self, number: int, increment: int) -> None:
         self.useless()
-        if increment == 0 or increment > frames.MAX_WINDOW:
-            raise ViolationError(Code.PROTOCOL_ERROR, f"a window that grows by {increment}")
+        increment &= frames.MAX_WINDOW  # the highest bit is reserved
         if number == 0:
+            if not increment:
+                raise ViolationError(Code.PROTOCOL_ERROR, "a window that does not grow")
             self._send_window += increment
             if self._send_window > frames.MAX_WINDOW:
                 raise ViolationError(Code.FLOW_CONTROL_ERROR, "the connection's window is too large")
@@ -392,8 +404,10 @@ class Connection(asyncio.BufferedProtocol):
             self.check_not_idle(number)
             return
         stream.send_window += increment
-        if stream.send_window > frames.MAX_WINDOW:
-            self.reset(stream, Code.FLOW_CONTROL_ERROR, "the stream's window is too large")
+        if not increment:
+            self.violated(stream, Code.PROTOCOL_ERROR, "a window that does not grow")
+        elif stream.send_window > frames.MAX_WINDOW:
+            self.violated(stream, Code.FLOW_CONTROL_ERROR, "the stream's window is too large")
 
     def _on_reset(self, number: int, code: int) -> None:
         stream = self.streams.get(number)
@@ -401,22 +415,21 @@ class Connection(asyncio.BufferedProtocol):
             self.check_not_idle(number)
             self.useless()
             return
-        if code == Code.NO_ERROR and stream.is_remote_over:  # it has said all, and wants to hear no more
-            stream.is_local_over = True
-            stream.outgoing.clear()
-            self.lose(stream, None)
-            return
         name = _CODE_NAMES.get(code, str(code))
         self.stream_reset(stream)
         self.lose(stream, StreamResetError(code, f"the other end has reset the stream: {name}"))
 
     def stream_reset(self, stream: Stream) -> None:
-        """The other end ends a stream before its time. Raises ViolationError if it does so too often."""
+        """The other end ends a stream before its time, or makes us do so. Raises ViolationError if too often."""
+
+    def violated(self, stream: Stream, code: Code, text: str) -> None:
+        """The other end has broken the protocol on one stream. Raises ViolationError if it does so too often."""
+        self.reset(stream, code, text)
+        self.stream_reset(stream)
 
     def _on_settings(self, flags: int, number: int, payload: bytes) -> None:
         self.useless()
-        if number or (flags & frames.ACK and payload):
-            raise ViolationError(Code.PROTOCOL_ERROR, "SETTINGS that are none")
+        self._check_form(number == 0, not (flags & frames.ACK and payload), "SETTINGS")
         if flags & frames.ACK:
             return
         for name, value in frames.unpack_settings(payload):
@@ -440,8 +453,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _on_ping(self, flags: int, number: int, payload: bytes) -> None:
         self.useless()
-        if number or len(payload) != 8:
-            raise ViolationError(Code.FRAME_SIZE_ERROR, "a PING that is none")
+        self._check_form(number == 0, len(payload) == 8, "PING")
         if not flags & frames.ACK:
             self._queue(frames.pack(frames.PING, frames.ACK, 0, payload))
 
@@ -486,7 +498,7 @@ class Connection(asyncio.BufferedProtocol):
         """Take no new streams, and close once those that there are have ended."""
         if not self.is_closing:
             self.is_closing = True
-            self._queue(frames.pack_goaway(self.highest_stream, Code.NO_ERROR, ""))
+            self._queue(self._pack_goaway(Code.NO_ERROR, ""))
             self.pump()
         self._close_if_done()
 
@@ -503,13 +515,17 @@ class Connection(asyncio.BufferedProtocol):
     def abort(self, code: Code, text: str) -> None:
         """End the connection, and say why if that can be said at once."""
         if not self._transport.is_closing():
-            if self._rest_stream is None:
-                self._transport.write(b"".join(self._parts) + frames.pack_goaway(self.highest_stream, code, text))
+            if not len(self._rest):  # else it would be read as a part of that frame
+                self._transport.write(b"".join(self._parts) + self._pack_goaway(code, text))
             self._parts, self._num_queued = [], 0
             self._transport.close()
             # Which waits for the other end to take what is written.
             asyncio.get_running_loop().call_later(CLOSE_SECONDS, self._transport.abort)
         self.connection_lost(ConnectionError(text))
+
+    def _pack_goaway(self, code: Code, text: str) -> bytes:
+        looked_at = 0 if self.preface else self.highest_stream  # of the other end's streams; servers begin none
+        return frames.pack_goaway(looked_at, code, text)
 
     def _queue(self, frame: bytes) -> None:
         self._parts.append(frame)
@@ -559,6 +575,8 @@ class Connection(asyncio.BufferedProtocol):
             size = min(len(data), stream.send_window, self._send_window, self._peer_frame_bytes)
             stream.send_window -= size
             self._send_window -= size
+            if size >= USEFUL_BYTES:
+                self._num_useless = 0
             if size == len(data):
                 stream.outgoing.popleft()
             else:
@@ -607,5 +625,6 @@ class Connection(asyncio.BufferedProtocol):
         self._close_if_done()
 
     def _close_if_done(self) -> None:
-        if self.is_closing and not self.streams and not len(self._rest) and not self._is_paused:
+        is_written = not self._parts and not len(self._rest) and not self._is_paused
+        if self.is_closing and not self.streams and is_written:
             self._transport.close()

@@ -126,7 +126,7 @@ class ServerConnection(Connection):
             scope = read_scope(headers)
             stream.expected_bytes = content_length(scope["headers"])
         except ValueError as error:
-            self.reset(stream, Code.PROTOCOL_ERROR, str(error))
+            self.violated(stream, Code.PROTOCOL_ERROR, str(error))
             return
         scope.update(self._facts)
         self._num_running += 1
