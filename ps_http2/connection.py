@@ -10,6 +10,7 @@ Everything happens on the event loop, in callbacks that wait for nothing.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -20,6 +21,7 @@ from .frames import Code, ViolationError
 from .stream import Headers, Sink, Stream, StreamResetError
 
 PIECE_BYTES = 1024 * 1024  # of a body, for one write: what the kernel does not take of it is copied
+KEEPS_VIEWS = sys.version_info >= (3, 12)  # what the kernel does not take of it is not copied, but looked at again
 SMALL_BYTES = 16 * 1024  # what is rather copied than given a system call of its own
 CONTROL_BUFFER_BYTES = 16 * 1024 + frames.HEAD_BYTES  # a large frame goes past it
 MAX_HEADER_BYTES = 64 * 1024  # of one message, encoded and decoded
@@ -539,7 +541,7 @@ class Connection(asyncio.BufferedProtocol):
             if len(self._rest):
                 piece = self._rest[:PIECE_BYTES]
                 self._rest = self._rest[len(piece) :]
-                self._write(piece)
+                self._write(bytes(piece) if KEEPS_VIEWS else piece)
                 if not len(self._rest):
                     stream, self._rest_stream = self._rest_stream, None
                     if stream is not None:

@@ -93,10 +93,12 @@ class Stream:
     async def send(self, data: memoryview | bytes, *, is_last: bool = False) -> None:
         """Send a part of the body; waits until the kernel, or the connection's small buffer, has all of it.
 
-        Raises StreamResetError. Cancelled, it gives the stream up.
+        Raises StreamResetError, also behind the last part. Cancelled, it gives the stream up.
         """
         if self.error is not None:
             raise self.error
+        if self.ends_with_outgoing or self.is_local_over:
+            raise StreamResetError(Code.STREAM_CLOSED, "the body is over")
         self.lend(data, is_last=is_last)
         try:
             while self.outgoing or self.is_being_written or (is_last and not self.is_local_over):
@@ -146,17 +148,18 @@ class Inbox:
         stream = self._stream
         stream.grant(len(buffer) - self._num_landed)
         loop = asyncio.get_running_loop()
-        until = loop.time() + seconds
-        timer = None if stream.is_remote_over else loop.call_at(until, stream.wake)
+        begun = loop.time()
         try:
             while not stream.is_remote_over and not self._kept:
-                await stream.changed()
-                if self._num_landed and loop.time() >= until:
+                timer = loop.call_later(seconds, stream.wake)
+                try:
+                    await stream.changed()
+                finally:
+                    timer.cancel()
+                if self._num_landed and loop.time() - begun >= seconds:
                     break
         finally:
             self._target = _NOTHING
-            if timer is not None:
-                timer.cancel()
         return self._num_landed, bool(self._kept) or not stream.is_remote_over
 
     async def next(self) -> tuple[bytes, bool]:
