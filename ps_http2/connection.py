@@ -511,7 +511,8 @@ class Connection(asyncio.BufferedProtocol):
         self.pump()
 
     def refuse(self, number: int) -> None:
-        """Do not open a stream; the other end may try again."""
+        """Do not open a stream; the other end may try again. Raises ViolationError if it does so too often."""
+        self.useless()
         self._queue(frames.pack_number(frames.RST_STREAM, number, Code.REFUSED_STREAM))
 
     def abort(self, code: Code, text: str) -> None:

@@ -21,7 +21,7 @@ log = get_logger()
 _PSEUDO = frozenset({b":method", b":scheme", b":path", b":authority"})
 _OF_CONNECTIONS = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"})
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
-_NO_VALUE = re.compile(rb"[\0\r\n]")
+_NO_VALUE = re.compile(rb"[\0\r\n]|\A[ \t]|[ \t]\Z")
 
 
 def read_scope(headers: Headers) -> Scope:
@@ -37,7 +37,7 @@ def read_scope(headers: Headers) -> Scope:
     has_host = False
     for name, value in headers:
         if _NO_VALUE.search(value):
-            raise ValueError(f"the value of {name!r} has a character that no value has")
+            raise ValueError(f"the value of {name!r} has a character that no value has there")
         if name[:1] == b":":
             if name not in _PSEUDO or name in pseudo or regular:
                 raise ValueError(f"{name!r} is unknown, stands twice, or behind other headers")
@@ -90,7 +90,6 @@ class Request:
         self._scope = scope
         self._default_headers = default_headers
         self._body_is_over = False
-        self._started = False
         self._completed = False
         self._landing = Landing()
         scope["extensions"] = {LANDING: self._landing}
@@ -109,12 +108,12 @@ class Request:
         """See ASGI, and `Landing`."""
         try:
             while self._body_is_over:
-                await self._stream.changed()
                 if self._stream.is_over:
                     return {"type": "http.disconnect"}
+                await self._stream.changed()
             buffer = self._landing.take()
             body: bytes | memoryview
-            if buffer is None:
+            if not buffer:  # nothing is to land, or nothing more: then it is too long, or over
                 body, has_more = await self._inbox.next()
             else:
                 num_bytes, has_more = await self._inbox.fill(buffer, LAND_SECONDS)
@@ -128,10 +127,9 @@ class Request:
         """See ASGI; bodies may be memoryviews, which must not change meanwhile. Whoever has gone gets nothing."""
         stream = self._stream
         if message["type"] == "http.response.start":
-            self._started = True
+            status = message["status"]
+            self._has_body = self._scope["method"] != "HEAD" and status not in (204, 304)
             if stream.error is None:
-                status = message["status"]
-                self._has_body = self._scope["method"] != "HEAD" and status not in (204, 304)
                 headers = [(b":status", b"%d" % status), *self._default_headers]
                 headers += [(n.lower(), v) for n, v in message["headers"] if n.lower() not in _OF_CONNECTIONS]
                 stream.send_headers(headers)

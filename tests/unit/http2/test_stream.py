@@ -34,7 +34,7 @@ def asked(*, pauses: bool = False, settings: dict[int, int] | None = None) -> tu
 
 
 async def test_a_body_lands_in_a_buffer() -> None:
-    stream, inbox, peer = asked()
+    _, inbox, peer = asked()
     buffer = bytearray(300_000)
     filling = asyncio.create_task(inbox.fill(memoryview(buffer), 5))
     await asyncio.sleep(0)
