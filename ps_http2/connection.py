@@ -114,7 +114,8 @@ class Connection(asyncio.BufferedProtocol):
         """See asyncio."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        transport.set_write_buffer_limits(high=0)  # what does not fit into the kernel waits here, not in a copy
+        # What does not fit into the kernel waits here, not in a copy. With TLS 0 would be a pause without an end.
+        transport.set_write_buffer_limits(high=1, low=0)
         # The window of the connection does not count in SETTINGS.
         window = frames.pack_number(frames.WINDOW_UPDATE, 0, CONNECTION_WINDOW - frames.DEFAULT_WINDOW)
         self._parts.append(self.preface + frames.pack_settings(self._settings) + window)

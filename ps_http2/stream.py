@@ -123,6 +123,17 @@ class Stream:
             self._connection.reset(self, code, "given up")
 
 
+def content_length(headers: Headers) -> int | None:
+    """What a message says about its body. Raises ValueError."""
+    given = {value for name, value in headers if name == b"content-length"}
+    if not given:
+        return None
+    [value] = given
+    if not value.isdigit() or len(value) > 18:
+        raise ValueError("a Content-Length that is no number")
+    return int(value)
+
+
 class Inbox:
     """The sink of those who ask for a body: all of it into a buffer, or piece by piece.
 

@@ -36,13 +36,17 @@ class Exchange:
         Neither the body nor what a good answer lands in may be touched until then. Raises httpx.TransportError.
         """
         extensions = {BODY_EXTENSION: body, SINK_EXTENSION: sink}
+        response: httpx.Response | None = None
         for token in [None] if self._tokens is None else self._tokens.read():
+            if response is not None:
+                await response.aclose()  # that request would go on to read the body
             authorization = {} if token is None else {"authorization": f"Bearer {token}"}
             request = httpx.Request(method, url, headers={**headers, **authorization}, extensions=extensions)
             response = await self._transport.handle_async_request(request)
             response.request = request
             if response.status_code != httpx.codes.UNAUTHORIZED:
                 break
+        assert response is not None  # there is a token, or reading it has raised
         return response
 
     async def send(

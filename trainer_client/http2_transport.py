@@ -15,7 +15,7 @@ import httpx
 from ps_http2 import frames
 from ps_http2.connection import Connection
 from ps_http2.frames import PREFACE, Code
-from ps_http2.stream import Headers, Inbox, Sink, Stream, StreamResetError
+from ps_http2.stream import Headers, Inbox, Sink, Stream, StreamResetError, content_length
 from ps_protocol.certificates import TlsFiles, WatchedFiles, client_context
 
 from .extensions import BODY_EXTENSION, SINK_EXTENSION
@@ -148,7 +148,7 @@ class _Origin:
         if connection.looks_again and self._is_secure:
             connection.looks_again = False
             if self._files.have_changed():
-                self._context, self._connection = None, None
+                self._connection = None
                 connection.go_away()  # what is on its way ends there
                 return None
         return connection
@@ -212,10 +212,18 @@ class ClientConnection(Connection):
         """See Connection."""
         found = [value for name, value in headers if name == b":status"]
         if len(found) != 1 or not (found[0].isdigit() and len(found[0]) == 3):
-            self.reset(stream, Code.PROTOCOL_ERROR, "an answer without a status")
+            self.violated(stream, Code.PROTOCOL_ERROR, "an answer without a status")
             return
         if found[0][:1] == b"1":  # the answer itself comes later
+            if stream.is_remote_over:
+                self.violated(stream, Code.PROTOCOL_ERROR, "an answer that does not come")
             return
+        if not stream.is_remote_over:  # else it is what the answer would have, to a HEAD
+            try:
+                stream.expected_bytes = content_length(headers)
+            except ValueError as error:
+                self.violated(stream, Code.PROTOCOL_ERROR, str(error))
+                return
         if stream.sink is None or found[0] != b"200":
             stream.sink = Inbox(stream)
         stream.headers = headers

@@ -42,6 +42,8 @@ class Reply:
                 self._readers.add(reader)
                 yield
         except TimeoutError:
+            if not reader.expired():
+                raise
             raise overwritten from None
         finally:
             self._readers.discard(reader)

@@ -67,17 +67,6 @@ def read_scope(headers: Headers) -> Scope:
     }
 
 
-def content_length(headers: Headers) -> int | None:
-    """What a message says about its body. Raises ValueError."""
-    given = {value for name, value in headers if name == b"content-length"}
-    if not given:
-        return None
-    [value] = given
-    if not value.isdigit() or len(value) > 18:
-        raise ValueError("a Content-Length that is no number")
-    return int(value)
-
-
 LAND_SECONDS = 1.0  # after which the application is told how much is here, so that it can tell who is too slow
 
 

@@ -12,9 +12,9 @@ from starlette.types import ASGIApp
 from ps_http2 import frames
 from ps_http2.connection import MAX_HEADER_BYTES, Connection
 from ps_http2.frames import Code, ViolationError
-from ps_http2.stream import Headers, Stream
+from ps_http2.stream import Headers, Stream, content_length
 
-from .http2_requests import content_length, read_scope, start_request
+from .http2_requests import read_scope, start_request
 from .logs import get_logger
 from .settings import ServiceSettings
 

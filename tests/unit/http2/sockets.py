@@ -116,8 +116,7 @@ class Talker:
 
     async def __aexit__(self, *_: object) -> None:
         self.writer.close()
-        with contextlib.suppress(ConnectionError):
-            await self.writer.wait_closed()
+        await asyncio.sleep(0)
 
 
 class Caller(Talker):
@@ -172,8 +171,10 @@ async def serving(
     """A server whose every connection is served by this; yields its address. What it raises is raised here."""
     connections: list[asyncio.Task[Any]] = []
 
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connections.append(asyncio.current_task())  # type: ignore[arg-type]
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(asyncio.create_task(talk(reader, writer)))
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with Talker(reader, writer, is_client=False) as talker:
             talker.h2.initiate_connection()
             if settings:

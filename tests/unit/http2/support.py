@@ -43,7 +43,7 @@ class FakeTransport(asyncio.Transport):
         return data
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        assert high == 0
+        assert (high, low) == (1, 0)
 
     def close(self) -> None:
         self.is_closed = True
