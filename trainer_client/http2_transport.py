@@ -148,7 +148,7 @@ class _Origin:
         if connection.looks_again and self._is_secure:
             connection.looks_again = False
             if self._files.have_changed():
-                self._connection = None
+                self._connection = None  # the context looks at the files by itself
                 connection.go_away()  # what is on its way ends there
                 return None
         return connection
