@@ -90,7 +90,7 @@ class World:
     cluster: LocalCluster
     server: str
     http: httpx.AsyncClient  # HTTP/1.1
-    bulk: httpx.AsyncClient  # what a trainer uses: HTTP/2 on granian
+    bulk: httpx.AsyncClient  # what trainers use: HTTP/2, where it is not switched off
     phase: str = ""
     num_phases: int = 0
     trainers: list[WireTrainer] = field(default_factory=list)

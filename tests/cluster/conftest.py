@@ -1,24 +1,36 @@
-"""Which HTTP server carries the services: all tests run on granian, those of `make test` later on uvicorn, too.
+"""What carries the services: all tests run on uvicorn over HTTP/2, those of `make test` on the others later, too.
 
-The latter is in `make test-all`; what only that runs is not repeated on uvicorn, unless it is marked `both_servers`:
-it would take too long.
+The others are granian and HTTP/1.1, in one more pass of `make test-all`; what only that runs is not repeated there,
+unless it is marked `both_servers`: it would take too long.
 """
 
 from __future__ import annotations
 
 import signal
+from typing import TypedDict
 
 import pytest
 
-TRANSPORTS = {"granian": "HTTP/2", "uvicorn": "HTTP/1.1"}
+
+class Carrier(TypedDict):
+    """Settings of the services."""
+
+    server: str
+    http2: bool
+
+
+CARRIERS: dict[str, Carrier] = {
+    "uvicorn": {"server": "uvicorn", "http2": True},
+    "granian": {"server": "granian", "http2": False},
+}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out on uvicorn what is extended by itself; the parameter's own mark is the other one."""
+    """Leave out on granian what is extended by itself; the parameter's own mark is the other one."""
 
     def is_repeated(item: pytest.Item) -> bool:
         callspec = getattr(item, "callspec", None)
-        is_other = callspec is not None and callspec.params.get("server") == "uvicorn"
+        is_other = callspec is not None and callspec.params.get("carrier") == "granian"
         return (
             is_other and len([*item.iter_markers("extended")]) > 1 and item.get_closest_marker("both_servers") is None
         )
@@ -36,18 +48,19 @@ def interrupts() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(scope="session", params=["granian", pytest.param("uvicorn", marks=pytest.mark.extended)])
-def server(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(scope="session", params=["uvicorn", pytest.param("granian", marks=pytest.mark.extended)])
+def carrier(request: pytest.FixtureRequest) -> Carrier:
+    return CARRIERS[request.param]
 
 
 @pytest.fixture
-def server_in_environment(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def carrier_in_environment(carrier: Carrier, monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that start services by a command."""
-    monkeypatch.setenv("GRADPOST_SERVER", server)
+    for name, value in carrier.items():
+        monkeypatch.setenv(f"GRADPOST_{name.upper()}", str(value))
 
 
 @pytest.fixture
-def transport(server: str) -> str:
+def transport(carrier: Carrier) -> str:
     """What the summary of a run calls it."""
-    return TRANSPORTS[server]
+    return "HTTP/2" if carrier["http2"] else "HTTP/1.1"

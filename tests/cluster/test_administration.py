@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from .conftest import Carrier
 from .fault_script import digest_of, loss_of, make_model
 from .faulty_run import FaultyRun
 
@@ -76,8 +77,8 @@ class Administrator:
 
 
 @pytest.fixture
-def run(server: str) -> Iterator[FaultyRun]:
-    with FaultyRun(ROUNDS, server=server, min_block_size=64) as run:
+def run(carrier: Carrier) -> Iterator[FaultyRun]:
+    with FaultyRun(ROUNDS, **carrier, min_block_size=64) as run:
         run.wait_for_round(5)
         yield run
 
@@ -123,8 +124,8 @@ def test_rates_frozen_parameters_and_values_count_from_the_named_round_on(run: F
 
 
 @pytest.mark.extended
-def test_a_paused_run_stands_still_and_nobody_is_late(server: str) -> None:
-    with FaultyRun(60, server=server, round_timeout_seconds=3) as run:
+def test_a_paused_run_stands_still_and_nobody_is_late(carrier: Carrier) -> None:
+    with FaultyRun(60, **carrier, round_timeout_seconds=3) as run:
         run.wait_for_round(5)
         admin = Administrator(run)
         paused = admin.ask("POST", "/v1/controls/pause")
@@ -170,8 +171,8 @@ def test_all_go_back_to_a_checkpoint(run: FaultyRun) -> None:
 
 
 @pytest.mark.extended
-def test_a_trainer_that_is_evicted_is_refused_and_may_come_again(server: str) -> None:
-    with FaultyRun(400, server=server, pservers=1, trainers=3) as run:
+def test_a_trainer_that_is_evicted_is_refused_and_may_come_again(carrier: Carrier) -> None:
+    with FaultyRun(400, **carrier, pservers=1, trainers=3) as run:
         run.wait_for_round(5)
         admin = Administrator(run)
         admin.ask("POST", "/v1/trainers/2/evict")
@@ -212,9 +213,9 @@ def test_what_makes_no_sense_changes_nothing(
 
 
 @pytest.fixture(scope="module")
-def still(server: str) -> Iterator[FaultyRun]:
+def still(carrier: Carrier) -> Iterator[FaultyRun]:
     """One that trains for long."""
-    with FaultyRun(100_000, server=server, pservers=1) as run:
+    with FaultyRun(100_000, **carrier, pservers=1) as run:
         run.wait_for_round(2)
         yield run
         for trainer in run.cluster.trainers:
@@ -222,8 +223,8 @@ def still(server: str) -> Iterator[FaultyRun]:
 
 
 @pytest.mark.extended
-def test_asynchronous_runs_can_be_paused_and_their_rates_set(server: str) -> None:
-    with FaultyRun(300, server=server, mode="async", durability="log") as run:
+def test_asynchronous_runs_can_be_paused_and_their_rates_set(carrier: Carrier) -> None:
+    with FaultyRun(300, **carrier, mode="async", durability="log") as run:
         run.wait_for_round(5)
         admin = Administrator(run)
         assert admin.refused("POST", "/v1/rollback", json={"round": 0}) == (409, "mode_mismatch")
@@ -249,9 +250,9 @@ def test_asynchronous_runs_can_be_paused_and_their_rates_set(server: str) -> Non
 
 
 @pytest.mark.extended
-def test_statistics_of_what_is_frozen_come_with_those_of_what_moves(server: str) -> None:
+def test_statistics_of_what_is_frozen_come_with_those_of_what_moves(carrier: Carrier) -> None:
     """Its blocks are on two pservers, which look at them at different rounds: they are the same in all of these."""
-    with FaultyRun(100_000, server=server, min_block_size=64) as run, ThreadPoolExecutor() as threads:
+    with FaultyRun(100_000, **carrier, min_block_size=64) as run, ThreadPoolExecutor() as threads:
         run.wait_for_round(5)
         admin = Administrator(run)
         admin.ask("PUT", "/v1/controls/frozen/0.weight")

@@ -25,6 +25,7 @@ from trainer_client import ParameterClient, RemoteOptimizer, Session
 from trainer_client.buckets import Bucket
 from trainer_client.testing import LocalCluster
 
+from .conftest import Carrier
 from .parity_model import run_trainers
 
 pytestmark = pytest.mark.cluster
@@ -34,8 +35,10 @@ NUMBERS = [{"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}]
 
 
 @contextmanager
-def cluster_of(trainers: int, server: str, *, pservers: int = 1, mode: str = "async", **settings: Any) -> Iterator[str]:
-    with LocalCluster(pservers=pservers, trainers=trainers, server=server, mode=mode, **settings) as cluster:
+def cluster_of(
+    trainers: int, carrier: Carrier, *, pservers: int = 1, mode: str = "async", **settings: Any
+) -> Iterator[str]:
+    with LocalCluster(pservers=pservers, trainers=trainers, **carrier, mode=mode, **settings) as cluster:
         yield cluster.address
 
 
@@ -45,7 +48,7 @@ def cluster_of(trainers: int, server: str, *, pservers: int = 1, mode: str = "as
 @pytest.mark.asyncio
 @pytest.mark.parametrize("pushes", [300, pytest.param(2000, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("merged", [1, pytest.param(8, marks=pytest.mark.extended)])
-async def test_many_trainers_hammer_the_same_block(server: str, pushes: int, merged: int) -> None:
+async def test_many_trainers_hammer_the_same_block(carrier: Carrier, pushes: int, merged: int) -> None:
     """With SGD of rate 1 and integers the value is the exact sum: every gradient was applied, and applied once."""
     num_trainers = 4
     specs = [ParameterSpec("w", (10,))]
@@ -62,7 +65,7 @@ async def test_many_trainers_hammer_the_same_block(server: str, pushes: int, mer
             return (await client.get(pushes))["w"]
 
     settings = {"wait_for_apply": True, "max_delay": pushes, "max_merged": merged, "max_queued": 4}
-    with cluster_of(num_trainers, server, **settings) as address:
+    with cluster_of(num_trainers, carrier, **settings) as address:
         results = await asyncio.gather(*(train(address, rank) for rank in range(num_trainers)))
     expected = -sum(
         pushes * torch.arange(10.0) + sum(rank * step % 7 for step in range(1, pushes + 1))
@@ -116,8 +119,8 @@ async def watch(address: str, seconds: float, *, until_torn: bool) -> tuple[int,
 @pytest.mark.asyncio
 @pytest.mark.parametrize("consistency", ["none", "block", "shard"])
 @pytest.mark.extended
-async def test_torn_reads(server: str, consistency: str) -> None:
-    with cluster_of(2, server, read_consistency=consistency, max_delay=1_000_000, max_queued=2) as address:
+async def test_torn_reads(carrier: Carrier, consistency: str) -> None:
+    with cluster_of(2, carrier, read_consistency=consistency, max_delay=1_000_000, max_queued=2) as address:
         until_torn = consistency == "none"  # else the setting would mean nothing
         versions, torn_blocks, torn_shards = await watch(address, seconds=2, until_torn=until_torn)
     print(f"{consistency}: {versions} versions, {torn_blocks} torn blocks, {torn_shards} torn shards")
@@ -159,10 +162,10 @@ def play(address: str, num_trainers: int, steps: int, seed: int) -> list[list[li
     ("bound", "delay"),
     [pytest.param(0, 0, marks=pytest.mark.extended), (2, 0), pytest.param(2, 3, marks=pytest.mark.extended)],
 )
-def test_max_staleness_is_never_exceeded_and_is_reached(server: str, bound: int, delay: int) -> None:
+def test_max_staleness_is_never_exceeded_and_is_reached(carrier: Carrier, bound: int, delay: int) -> None:
     steps = 40
     settings = {"mode": "ssp", "max_staleness": bound, "max_delay": delay, "min_block_size": 10}
-    with cluster_of(3, server, pservers=2, **settings) as address:
+    with cluster_of(3, carrier, pservers=2, **settings) as address:
         played = play(address, 3, steps, seed=bound)
     leads = [step - min(held) for trainer in played for step, held in enumerate(trainer)]
     if delay:
@@ -176,8 +179,8 @@ def test_max_staleness_is_never_exceeded_and_is_reached(server: str, bound: int,
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("delay", [0, 1, 3])
 @pytest.mark.extended
-def test_max_delay_is_never_exceeded_and_is_reached(server: str, mode: str, delay: int) -> None:
-    with cluster_of(2, server, pservers=2, mode=mode, max_delay=delay, min_block_size=10) as address:
+def test_max_delay_is_never_exceeded_and_is_reached(carrier: Carrier, mode: str, delay: int) -> None:
+    with cluster_of(2, carrier, pservers=2, mode=mode, max_delay=delay, min_block_size=10) as address:
         played = play(address, 2, 30, seed=delay)
     for rank, trainer in enumerate(played):
         own = [held[rank] for held in trainer]
@@ -185,7 +188,7 @@ def test_max_delay_is_never_exceeded_and_is_reached(server: str, mode: str, dela
         assert all(new >= old for old, new in pairwise(own))
 
 
-def test_a_run_with_delay_takes_every_step(server: str) -> None:
+def test_a_run_with_delay_takes_every_step(carrier: Carrier) -> None:
     """What is on its way when the script ends is waited for."""
 
     def train(session: Session) -> float:
@@ -197,7 +200,7 @@ def test_a_run_with_delay_takes_every_step(server: str) -> None:
         optimizer.synchronize()
         return weight[0].item()
 
-    with cluster_of(2, server, pservers=2, mode="sync", max_delay=3, min_block_size=10) as address:
+    with cluster_of(2, carrier, pservers=2, mode="sync", max_delay=3, min_block_size=10) as address:
         assert run_trainers(address, [train, train]) == [-10.0, -10.0]
 
 
@@ -214,7 +217,7 @@ def test_a_run_with_delay_takes_every_step(server: str) -> None:
     ],
 )
 @pytest.mark.extended
-def test_a_schedule_counts_what_it_should(server: str, mode: str, settings: dict[str, str]) -> None:
+def test_a_schedule_counts_what_it_should(carrier: Carrier, mode: str, settings: dict[str, str]) -> None:
     def train(session: Session) -> tuple[int, int]:
         weight = nn.Parameter(torch.zeros(100))
         optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
@@ -225,7 +228,7 @@ def test_a_schedule_counts_what_it_should(server: str, mode: str, settings: dict
             counted += optimizer.num_steps
         return counted, -int(weight[0].item())
 
-    with cluster_of(2, server, pservers=2, mode=mode, min_block_size=10, **settings) as address:
+    with cluster_of(2, carrier, pservers=2, mode=mode, min_block_size=10, **settings) as address:
         for counted, moved in run_trainers(address, [train, train]):
             if mode == "async" and not settings:
                 assert 20 <= counted <= moved <= 40  # one step for each gradient, whosever, that has been applied
@@ -237,7 +240,7 @@ def test_a_schedule_counts_what_it_should(server: str, mode: str, settings: dict
 
 
 @pytest.mark.extended
-def test_live_parameters_are_served_although_pservers_have_no_version_in_common(server: str) -> None:
+def test_live_parameters_are_served_although_pservers_have_no_version_in_common(carrier: Carrier) -> None:
     stop = threading.Event()
 
     def train(session: Session) -> None:
@@ -258,7 +261,7 @@ def test_live_parameters_are_served_although_pservers_have_no_version_in_common(
             stop.set()
         return seen
 
-    with cluster_of(2, server, pservers=2, min_block_size=10) as address, ThreadPoolExecutor(1) as other:
+    with cluster_of(2, carrier, pservers=2, min_block_size=10) as address, ThreadPoolExecutor(1) as other:
         looking = other.submit(look, address)
         run_trainers(address, [train, train])
         seen = looking.result(30)
@@ -268,8 +271,8 @@ def test_live_parameters_are_served_although_pservers_have_no_version_in_common(
 # ---------------------------------------------------------------------- one mode for all
 
 
-def test_a_trainer_that_was_started_for_another_mode_is_told_the_difference(server: str) -> None:
-    with cluster_of(1, server, mode="ssp", max_staleness=3) as address:
+def test_a_trainer_that_was_started_for_another_mode_is_told_the_difference(carrier: Carrier) -> None:
+    with cluster_of(1, carrier, mode="ssp", max_staleness=3) as address:
         for expected in ({"mode": "sync"}, {"mode": "ssp", "max_staleness": 5}):
             with pytest.raises(ModeMismatch) as refused:
                 Session(coordinator=address, **expected)
@@ -286,7 +289,7 @@ def test_a_trainer_that_was_started_for_another_mode_is_told_the_difference(serv
 @pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.extended
 def test_a_step_that_could_not_begin_or_is_refused_holds_nobody_up(
-    server: str, delay: int, monkeypatch: pytest.MonkeyPatch
+    carrier: Carrier, delay: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train(session: Session) -> float:
         weight = nn.Parameter(torch.zeros(100))
@@ -311,7 +314,7 @@ def test_a_step_that_could_not_begin_or_is_refused_holds_nobody_up(
         optimizer.synchronize()
         return weight[0].item()
 
-    with cluster_of(1, server, mode="sync", max_delay=delay) as address:
+    with cluster_of(1, carrier, mode="sync", max_delay=delay) as address:
         assert run_trainers(address, [train]) == [-5.0]
 
 
@@ -321,8 +324,8 @@ def interrupted(*_: object) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.extended
-async def test_who_leaves_after_a_step_that_is_queued_everywhere_fails_nobody(server: str) -> None:
-    with cluster_of(1, server) as address:
+async def test_who_leaves_after_a_step_that_is_queued_everywhere_fails_nobody(carrier: Carrier) -> None:
+    with cluster_of(1, carrier) as address:
         client = ParameterClient(address, rank=0, world_size=1)
         await client.join()
         await client.declare([ParameterSpec("w", (4,), "F32", 0)], SGD)

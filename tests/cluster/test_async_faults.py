@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from .conftest import Carrier
 from .counting_script import SIZES
 from .faulty_run import FaultyRun
 
@@ -43,8 +44,8 @@ def kill_between_checkpoints(run: FaultyRun, state: Path) -> None:
 
 
 @pytest.mark.extended
-def test_each_role_dies_once(server: str) -> None:
-    with counting(server=server, checkpoint_rounds=40) as run:
+def test_each_role_dies_once(carrier: Carrier) -> None:
+    with counting(**carrier, checkpoint_rounds=40) as run:
         run.wait_for_round(20)
         run.kill(run.cluster.pservers[1])
         run.cluster.start_pserver(1)

@@ -13,6 +13,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from ps_protocol.certificates import TlsFiles
 from ps_protocol.errors import (
     PROBLEM_CONTENT_TYPE,
     PROBLEM_TYPE_PREFIX,
@@ -24,26 +25,25 @@ from ps_protocol.routes import (
     SEND,
 )
 from trainer_client.testing import LocalCluster
-from trainer_client.transport import BulkTransport
+from trainer_client.transport import make_bulk_transport
 
 from .bad_requests import CASES, LIMITS, MIB, Bad, World
+from .conftest import Carrier
 from .wire import completion, encode_blocks
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(server: str) -> AsyncIterator[World]:
+async def world(carrier: Carrier) -> AsyncIterator[World]:
     async with AsyncExitStack() as stack:
-        cluster = LocalCluster(
-            pservers=2, trainers=2, server=server, lease_seconds=120, on_trainer_loss="fail", **LIMITS
-        )
+        cluster = LocalCluster(pservers=2, trainers=2, **carrier, lease_seconds=120, on_trainer_loss="fail", **LIMITS)
         stack.enter_context(cluster)
         http = httpx.AsyncClient(trust_env=False, timeout=30)
         await stack.enter_async_context(http)
-        bulk = httpx.AsyncClient(transport=BulkTransport(http2=server == "granian"), timeout=None)
+        bulk = httpx.AsyncClient(transport=make_bulk_transport(TlsFiles(), http2=carrier["http2"]), timeout=None)
         await stack.enter_async_context(bulk)
-        yield World(cluster, server, http, bulk)
+        yield World(cluster, carrier["server"], http, bulk)
 
 
 # ---------------------------------------------------------------- the one test over all of them

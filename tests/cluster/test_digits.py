@@ -10,6 +10,7 @@ import pytest
 
 import trainer_client
 
+from .conftest import Carrier
 from .up_support import ROOT, RunningUp
 
 SCRIPT = ROOT / "examples" / "digits.py"
@@ -34,11 +35,12 @@ STEPS = 8 * 23
     ],
 )
 def test_two_trainers_learn_the_digits(
-    tmp_path: Path, server: str, transport: str, flags: str, local_steps: int, rounds: int
+    tmp_path: Path, carrier: Carrier, transport: str, flags: str, local_steps: int, rounds: int
 ) -> None:
     """The same script in all modes."""
-    arguments = ("--json", "--server", server, *flags.split(), "--", "python", SCRIPT)
-    with RunningUp(*arguments, folder=tmp_path, GRADPOST_LOCAL_STEPS=str(local_steps)) as up:
+    arguments = ("--json", "--server", carrier["server"], *flags.split(), "--", "python", SCRIPT)
+    settings = {"GRADPOST_LOCAL_STEPS": str(local_steps), "GRADPOST_HTTP2": str(carrier["http2"])}
+    with RunningUp(*arguments, folder=tmp_path, **settings) as up:
         code, stdout, stderr = up.finish()
     assert code == 0, stderr
     summary, mode = json.loads(stdout), flags.split()[1]

@@ -21,6 +21,7 @@ from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from ..unit.cli.conftest import run_process
+from .conftest import Carrier
 from .test_security import Closed, closed  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.cluster
@@ -83,17 +84,17 @@ def await_event(cluster: LocalCluster, text: str) -> str:
                     return str(event["text"].removeprefix(text))
 
 
-def test_a_cluster_that_trains_is_well(server: str) -> None:
-    with LocalCluster(server=server) as cluster, training(cluster):
+def test_a_cluster_that_trains_is_well(carrier: Carrier) -> None:
+    with LocalCluster(**carrier) as cluster, training(cluster):
         found = doctor(cluster)
         text = {check: finding[0]["detail"] for check, finding in found.items() if check != "all links"}
         levels = {check: finding[0]["level"] for check, finding in found.items() if check != "all links"}
-    version = "HTTP/2" if server == "granian" else "HTTP/1.1"
+    version = "HTTP/2" if carrier["http2"] else "HTTP/1.1"
     for index in range(2):
         assert " is it, " in text[f"pserver {index}"]
         assert f", {version}, " in text[f"pserver {index}"]
         assert text[f"pserver {index}"].endswith(" MB/s back")
-        assert levels[f"pserver {index}"] == ("ok" if server == "granian" else "warning")
+        assert levels[f"pserver {index}"] == ("ok" if carrier["http2"] else "warning")
     for check in ("coordinator", "versions", "addresses", "clocks", "links", "pserver disks"):
         assert levels[check] == "ok", text[check]
     assert text["versions"].endswith(": 6 processes")

@@ -10,6 +10,7 @@ from signal import SIGCONT, SIGSTOP
 
 import pytest
 
+from .conftest import Carrier
 from .faulty_run import FaultyRun, expected_result
 
 LEASE = 1.5
@@ -17,8 +18,8 @@ LEASE = 1.5
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
-def test_each_role_dies_once(server: str) -> None:
-    with FaultyRun(100, server=server) as run:
+def test_each_role_dies_once(carrier: Carrier) -> None:
+    with FaultyRun(100, **carrier) as run:
         run.wait_for_round(10)
         run.kill(run.cluster.pservers[1])
         run.cluster.start_pserver(1)
@@ -115,8 +116,8 @@ def test_nobody_is_waited_for_beyond_the_rejoin_time_out() -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("policy", ["wait", "continue"])  # where a trainer that is given up cannot come back
-def test_a_rolling_restart_fails_no_step(server: str, policy: str) -> None:
-    with FaultyRun(120, server=server, on_trainer_loss=policy) as run:
+def test_a_rolling_restart_fails_no_step(carrier: Carrier, policy: str) -> None:
+    with FaultyRun(120, **carrier, on_trainer_loss=policy) as run:
         for index in (0, 1):
             run.wait_for_round(20 + 30 * index)
             run.restart_gracefully(index)

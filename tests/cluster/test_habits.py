@@ -13,15 +13,16 @@ from ps_protocol.errors import BadModel, UnsupportedOptimizer
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
+from .conftest import Carrier
 from .parity_model import run_trainers
 
 pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")
-def cluster(server: str) -> Iterator[LocalCluster]:
+def cluster(carrier: Carrier) -> Iterator[LocalCluster]:
     with LocalCluster(
-        pservers=2, trainers=1, server=server, lease_seconds=2, min_block_size=4, on_trainer_loss="fail"
+        pservers=2, trainers=1, **carrier, lease_seconds=2, min_block_size=4, on_trainer_loss="fail"
     ) as cluster:
         yield cluster
 
@@ -108,7 +109,7 @@ def test_a_closure_is_called_once_and_its_loss_returned(cluster: LocalCluster) -
 
 
 @pytest.mark.extended
-def test_frozen_parameters_start_from_the_same_values(server: str) -> None:
+def test_frozen_parameters_start_from_the_same_values(carrier: Carrier) -> None:
     def train(session: Session) -> list[float]:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
         with torch.no_grad():
@@ -118,7 +119,7 @@ def test_frozen_parameters_start_from_the_same_values(server: str) -> None:
         RemoteOptimizer(torch.optim.SGD(model[1].parameters(), lr=0.1), model=model, session=session)
         return [parameter.mean().item() for parameter in model.parameters()]
 
-    with LocalCluster(pservers=1, trainers=2, server=server, on_trainer_loss="fail") as cluster:
+    with LocalCluster(pservers=1, trainers=2, **carrier, on_trainer_loss="fail") as cluster:
         assert run_trainers(cluster.address, [train, train]) == [[5.0] * 4] * 2
 
 

@@ -23,6 +23,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from . import scoring_script
+from .conftest import Carrier
 from .fault_script import loss_of, make_model
 from .faulty_run import SCRIPT, FaultyRun
 
@@ -66,8 +67,8 @@ def oracle() -> Oracle:
 
 
 @pytest.fixture(scope="module")
-def run(server: str) -> Iterator[FaultyRun]:
-    with FaultyRun(ROUNDS, server=server, min_block_size=64) as run:
+def run(carrier: Carrier) -> Iterator[FaultyRun]:
+    with FaultyRun(ROUNDS, **carrier, min_block_size=64) as run:
         run.wait_for_round(5)
         yield run
 
@@ -219,8 +220,8 @@ def test_what_has_not_changed_is_not_sent_again(run: FaultyRun, http: httpx.Clie
 
 
 @pytest.mark.extended
-def test_a_model_downloaded_in_the_middle_scores_what_the_trainers_report(server: str) -> None:
-    with FaultyRun(100_000, server=server, script=SCORING) as run, httpx.Client(base_url=run.cluster.address) as http:
+def test_a_model_downloaded_in_the_middle_scores_what_the_trainers_report(carrier: Carrier) -> None:
+    with FaultyRun(100_000, **carrier, script=SCORING) as run, httpx.Client(base_url=run.cluster.address) as http:
         scores: dict[int, float] = {}  # of the models that were downloaded
         run.wait_for_round(1)
 
@@ -249,9 +250,9 @@ COUNTING = SCRIPT.with_name("counting_script.py")
 
 
 @pytest.mark.extended
-def test_an_asynchronous_model_is_a_cut_of_each_pserver(server: str) -> None:
+def test_an_asynchronous_model_is_a_cut_of_each_pserver(carrier: Carrier) -> None:
     """Of whose steps it says that they are in it, they are in all blocks of that pserver, and no later one."""
-    settings = {"mode": "async", "min_block_size": 16, "server": server}
+    settings = {"mode": "async", "min_block_size": 16, **carrier}
     with FaultyRun(300, pservers=2, script=COUNTING, **settings) as run, httpx.Client(timeout=60) as http:
         run.wait_for_round(10)
         listed = http.get(f"{run.cluster.address}/v1/parameters").json()["parameters"]
@@ -279,8 +280,8 @@ def test_an_asynchronous_model_is_a_cut_of_each_pserver(server: str) -> None:
 
 
 @pytest.mark.extended
-def test_events_come_as_they_happen(server: str) -> None:
-    with FaultyRun(60, trainers=1, pservers=1, server=server) as run, httpx.Client(timeout=30) as http:
+def test_events_come_as_they_happen(carrier: Carrier) -> None:
+    with FaultyRun(60, trainers=1, pservers=1, **carrier) as run, httpx.Client(timeout=30) as http:
         seen = []
         with http.stream("GET", f"{run.cluster.address}/v1/events/stream") as stream:
             lines = stream.iter_lines()
@@ -308,7 +309,7 @@ def test_events_come_as_they_happen(server: str) -> None:
 
 
 @pytest.mark.extended
-def test_the_command_line_shows_the_same(server: str, tmp_path: Path) -> None:
+def test_the_command_line_shows_the_same(carrier: Carrier, tmp_path: Path) -> None:
     def gradpost(*arguments: str, **options: Any) -> str:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "gradpost", *arguments, "--coordinator", run.cluster.address],
@@ -317,7 +318,7 @@ def test_the_command_line_shows_the_same(server: str, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    with FaultyRun(100_000, server=server, min_block_size=64) as run:
+    with FaultyRun(100_000, **carrier, min_block_size=64) as run:
         run.wait_for_round(10)
         listed = gradpost("params")
         assert re.search(r"^0\.weight +64x20 +F32 +5,120 +0, 1$", listed, re.MULTILINE), listed

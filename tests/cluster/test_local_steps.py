@@ -12,6 +12,7 @@ from ps_protocol.errors import BadModel
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
+from .conftest import Carrier
 from .parity_model import run_trainers
 
 pytestmark = pytest.mark.cluster
@@ -20,8 +21,8 @@ STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def cluster(server: str) -> Iterator[LocalCluster]:
-    with LocalCluster(pservers=2, trainers=2, server=server, min_block_size=4) as cluster:
+def cluster(carrier: Carrier) -> Iterator[LocalCluster]:
+    with LocalCluster(pservers=2, trainers=2, **carrier, min_block_size=4) as cluster:
         yield cluster
 
 
@@ -91,8 +92,8 @@ def test_diloco_with_an_outer_optimizer_and_by_settings(cluster: LocalCluster) -
 
 
 @pytest.mark.extended
-def test_it_goes_with_the_asynchronous_mode(server: str) -> None:
-    with LocalCluster(pservers=2, trainers=1, server=server, mode="async", min_block_size=4) as cluster:
+def test_it_goes_with_the_asynchronous_mode(carrier: Carrier) -> None:
+    with LocalCluster(pservers=2, trainers=1, **carrier, mode="async", min_block_size=4) as cluster:
 
         def work(session: Session) -> Tensor:
             return train(session, local_steps=3)
@@ -108,7 +109,7 @@ def test_it_goes_with_the_asynchronous_mode(server: str) -> None:
 
 @pytest.mark.parametrize("mode", ["async", "ssp"])
 @pytest.mark.extended
-def test_where_nothing_is_averaged_each_trainer_moves_its_share(server: str, mode: str) -> None:
+def test_where_nothing_is_averaged_each_trainer_moves_its_share(carrier: Carrier, mode: str) -> None:
     """All pull towards 1; if each moved the parameters by its whole difference, they would end far beyond."""
 
     def work(session: Session) -> float:
@@ -120,12 +121,12 @@ def test_where_nothing_is_averaged_each_trainer_moves_its_share(server: str, mod
             optimizer.step()
         return weight[0].item()
 
-    with LocalCluster(pservers=2, trainers=4, server=server, mode=mode, min_block_size=4) as cluster:
+    with LocalCluster(pservers=2, trainers=4, **carrier, mode=mode, min_block_size=4) as cluster:
         for value in run_trainers(cluster.address, [work] * 4):
             assert value == pytest.approx(1, abs=0.1)
 
 
-def test_what_does_not_go_together_is_refused(cluster: LocalCluster, server: str) -> None:
+def test_what_does_not_go_together_is_refused(cluster: LocalCluster, carrier: Carrier) -> None:
     def without_local_steps(session: Session) -> None:
         weight = nn.Parameter(torch.zeros(2))
         with pytest.raises(BadModel, match="has work only with local_steps"):
@@ -137,7 +138,7 @@ def test_what_does_not_go_together_is_refused(cluster: LocalCluster, server: str
             RemoteOptimizer(make_inner(weight), session=session, local_steps=2, outer=torch.optim.SGD([other], lr=1.0))
 
     run_trainers(cluster.address, [without_local_steps] * 2)
-    with LocalCluster(pservers=1, trainers=1, server=server, max_delay=1) as delayed:
+    with LocalCluster(pservers=1, trainers=1, **carrier, max_delay=1) as delayed:
 
         def with_delay(session: Session) -> None:
             with pytest.raises(BadModel, match="local_steps with max_delay"):

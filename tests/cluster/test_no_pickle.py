@@ -10,6 +10,8 @@ import pytest
 
 from trainer_client.testing import LocalCluster
 
+from .conftest import Carrier
+
 pytestmark = pytest.mark.cluster
 
 # torch imports the module pickle; what counts is that nobody looks up a class that a pickle names.
@@ -31,6 +33,8 @@ import torch
 from trainer_client import RemoteOptimizer, connect
 import gradpost.main, gradpost.status
 
+from .conftest import Carrier
+
 session = connect()
 model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
 optimizer = RemoteOptimizer(torch.optim.AdamW(model.named_parameters(), lr=0.1), model=model)
@@ -51,8 +55,8 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.extended
-def test_nothing_is_unpickled(environ: Path, server: str) -> None:
-    with LocalCluster(pservers=1, trainers=1, server=server, exit_when_done=True) as cluster:
+def test_nothing_is_unpickled(environ: Path, carrier: Carrier) -> None:
+    with LocalCluster(pservers=1, trainers=1, **carrier, exit_when_done=True) as cluster:
         assert cluster.run_trainers([sys.executable, str(environ / "train.py")]) == [0], list(cluster.output)
         assert [service.wait(30) for service in cluster.services] == [0, 0], list(cluster.output)
         pids = {str(child.pid) for child in (*cluster.services, *cluster.trainers)}

@@ -10,14 +10,16 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from ps_protocol.certificates import TlsFiles
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE
 from ps_protocol.optimizers import check_optimizer
 from ps_protocol.routes import METRICS, SEND
 from ps_protocol.vocabulary import ParameterSpec
 from trainer_client import ParameterClient
 from trainer_client.testing import LocalCluster
-from trainer_client.transport import BulkTransport
+from trainer_client.transport import make_bulk_transport
 
+from .conftest import Carrier
 from .wire import WireTrainer, completion, encode_blocks
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.both_servers, pytest.mark.asyncio]
@@ -73,18 +75,18 @@ async def train(address: str, rank: int, share_is_taken: bool) -> dict[str, torc
         return {name: value.clone() for name, value in (await client.get(1)).items()}
 
 
-async def test_a_refused_push_comes_again_and_the_round_is_completed(server: str) -> None:
+async def test_a_refused_push_comes_again_and_the_round_is_completed(carrier: Carrier) -> None:
     """One body of a trainer fits, and others are at it; the other trainer does not notice."""
-    with LocalCluster(pservers=1, trainers=2, server=server, max_inflight_bytes=1) as cluster:
+    with LocalCluster(pservers=1, trainers=2, **carrier, max_inflight_bytes=1) as cluster:
         async with asyncio.timeout(60):
             results = await asyncio.gather(*(train(cluster.address, rank, rank == 0) for rank in range(2)))
     for result in results:
         assert all(torch.equal(value, torch.full_like(value, -1.5)) for value in result.values())
 
 
-async def test_it_is_decided_before_the_body_is_sent(server: str) -> None:
+async def test_it_is_decided_before_the_body_is_sent(carrier: Carrier) -> None:
     """A body that was announced and is on its way takes up the trainer's share."""
-    with LocalCluster(pservers=1, trainers=1, server=server, max_inflight_bytes=1, lease_seconds=60) as cluster:
+    with LocalCluster(pservers=1, trainers=1, **carrier, max_inflight_bytes=1, lease_seconds=60) as cluster:
         async with httpx.AsyncClient(timeout=30) as http:
             trainer = WireTrainer(http, cluster.address)
             await trainer.join("a", 0)
@@ -99,7 +101,7 @@ async def test_it_is_decided_before_the_body_is_sent(server: str) -> None:
             headers = {**trainer.fence(1), "content-length": str(len(body))}
             first = asyncio.create_task(http.post(send, headers=headers, content=crawl(begun, may_end, body)))
             await begun.wait()
-            for transport in (httpx.AsyncHTTPTransport(), BulkTransport(http2=server == "granian")):
+            for transport in (httpx.AsyncHTTPTransport(), make_bulk_transport(TlsFiles(), http2=carrier["http2"])):
                 async with httpx.AsyncClient(transport=transport, timeout=30) as other:
                     response = await other.post(send, headers=trainer.fence(1), content=body)
                     assert (response.status_code, response.json()["code"]) == (503, "overloaded")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
+from .conftest import Carrier
 from .parity_model import (
     LR,
     OPTIMIZERS,
@@ -32,10 +33,10 @@ CUTS = (1, 100, 8192)  # min_block_size, in elements
 
 
 @pytest.fixture(scope="module", params=[(1, 1), pytest.param((2, 2), marks=pytest.mark.extended), (3, 1)], ids=str)
-def cluster(request: pytest.FixtureRequest, server: str) -> Iterator[LocalCluster]:
+def cluster(request: pytest.FixtureRequest, carrier: Carrier) -> Iterator[LocalCluster]:
     """Pservers and their torch threads; serves all runs of the matrix, one after another."""
     pservers, threads = request.param
-    with LocalCluster(pservers=pservers, trainers=2, threads=threads, server=server) as cluster:
+    with LocalCluster(pservers=pservers, trainers=2, threads=threads, **carrier) as cluster:
         yield cluster
 
 
@@ -128,8 +129,8 @@ def train_on_part(optimizer: torch.optim.Optimizer, net: nn.Module, rank: int, w
 
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.extended), 3], ids=lambda n: f"{n} trainers")
-def joined_cluster(request: pytest.FixtureRequest, server: str) -> Iterator[LocalCluster]:
-    with LocalCluster(pservers=2, trainers=request.param, server=server) as cluster:
+def joined_cluster(request: pytest.FixtureRequest, carrier: Carrier) -> Iterator[LocalCluster]:
+    with LocalCluster(pservers=2, trainers=request.param, **carrier) as cluster:
         yield cluster
 
 
@@ -173,8 +174,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", ["SGD-nesterov", "AdamW", "RMSprop", "NAdam"])  # each starts a cluster
-def test_fresh_processes_give_the_bits_of_one_process(name: str, server: str, tmp_path: Path) -> None:
-    settings = {"server": server, "exit_when_done": True, "lease_seconds": 2, "min_block_size": 64}
+def test_fresh_processes_give_the_bits_of_one_process(name: str, carrier: Carrier, tmp_path: Path) -> None:
+    settings = {**carrier, "exit_when_done": True, "lease_seconds": 2, "min_block_size": 64}
     with LocalCluster(pservers=2, trainers=2, **settings) as cluster:
         command = [sys.executable, "-W", "error", "-c", FRESH_TRAINER, name, str(tmp_path)]
         codes = cluster.run_trainers(command, env={"PYTHONPATH": str(ROOT)})

@@ -26,6 +26,7 @@ from trainer_client import ParameterClient, RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from ..unit.protocol.test_certificates import Authority, serial, serial_of_peer
+from .conftest import Carrier
 from .parity_model import run_trainers
 
 pytestmark = pytest.mark.cluster
@@ -71,7 +72,7 @@ class Closed:
 
 
 @pytest.fixture(scope="module")
-def closed(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
+def closed(carrier: Carrier, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
     folder = tmp_path_factory.mktemp("closed")
     create_tokens(folder / "tokens", SCOPES, rotate=False)
     authority = Authority(folder / "authority")
@@ -79,7 +80,7 @@ def closed(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
     with LocalCluster(
         pservers=1,
         trainers=2,
-        server=server,
+        **carrier,
         lease_seconds=2,
         tokens_dir=folder / "tokens",
         tls_ca=authority.ca,

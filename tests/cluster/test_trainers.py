@@ -30,6 +30,7 @@ from trainer_client import ParameterClient, RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from ..unit.protocol.test_certificates import Authority
+from .conftest import Carrier
 from .parity_model import run_trainers
 
 pytestmark = pytest.mark.cluster
@@ -40,9 +41,9 @@ SPECS = [ParameterSpec("w", (4, 3)), ParameterSpec("b", (5,)), ParameterSpec("s"
 
 
 @pytest.fixture(scope="module")
-def cluster(server: str) -> Iterator[LocalCluster]:
+def cluster(carrier: Carrier) -> Iterator[LocalCluster]:
     with LocalCluster(
-        pservers=2, trainers=2, server=server, lease_seconds=2, min_block_size=4, on_trainer_loss="fail"
+        pservers=2, trainers=2, **carrier, lease_seconds=2, min_block_size=4, on_trainer_loss="fail"
     ) as cluster:
         yield cluster
 
@@ -318,7 +319,7 @@ def test_live_parameters_are_served_as_safetensors(cluster: LocalCluster) -> Non
 
 @pytest.mark.extended
 @pytest.mark.both_servers
-def test_tls_on_every_link(tmp_path: Path, server: str, transport: str) -> None:
+def test_tls_on_every_link(tmp_path: Path, carrier: Carrier, transport: str) -> None:
     issued = Authority(tmp_path / "authority").issue("service")
 
     def train(session: Session) -> float:
@@ -330,6 +331,6 @@ def test_tls_on_every_link(tmp_path: Path, server: str, transport: str) -> None:
         return weight.sum().item()
 
     tls = {"tls_ca": issued.ca, "tls_cert": issued.cert, "tls_key": issued.key}
-    with LocalCluster(pservers=2, trainers=2, server=server, **tls) as cluster:
+    with LocalCluster(pservers=2, trainers=2, **carrier, **tls) as cluster:
         assert cluster.address.startswith("https://")
         assert run_trainers(cluster.address, [train, train], tls_ca=issued.ca) == [-100_000.0] * 2

@@ -17,7 +17,7 @@ from .up_support import IDLE, SECONDS, STUBBORN, RunningUp, train_script, wait_u
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.usefixtures("server_in_environment"),
+    pytest.mark.usefixtures("carrier_in_environment"),
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc"),
 ]
 
@@ -232,7 +232,7 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
             2,
             "--round-timeout-seconds: input should be greater than 0, not '0.0'",
         ),
-        (["--server", "apache", "--", "python"], 2, "--server: input should be 'granian' or 'uvicorn', not 'apache'"),
+        (["--server", "apache", "--", "python"], 2, "--server: input should be 'uvicorn' or 'granian', not 'apache'"),
     ],
 )
 def test_what_cannot_be_run_is_said_first(tmp_path: Path, arguments: list[str], code: int, message: str) -> None:

@@ -55,8 +55,9 @@ def train_script(folder: Path, *, rounds: int = 5, in_each_round: str = "pass") 
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's, without settings of another cluster; the test may have chosen a server."""
-    return {k: v for k, v in os.environ.items() if not k.startswith("GRADPOST_") or k == "GRADPOST_SERVER"}
+    """This process's, without settings of another cluster; the test may have chosen what carries the services."""
+    chosen = ("GRADPOST_SERVER", "GRADPOST_HTTP2")
+    return {k: v for k, v in os.environ.items() if not k.startswith("GRADPOST_") or k in chosen}
 
 
 class RunningUp:

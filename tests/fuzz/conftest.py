@@ -1,7 +1,7 @@
-"""The server fixture of the cluster tests."""
+"""The carrier fixture of the cluster tests."""
 
 from __future__ import annotations
 
-from ..cluster.conftest import server
+from ..cluster.conftest import carrier
 
-__all__ = ["server"]
+__all__ = ["carrier"]

@@ -33,6 +33,7 @@ from ps_protocol.routes import (
 from trainer_client.testing import LocalCluster
 
 from ..cluster.bad_requests import LIMITS, MIB, World
+from ..cluster.conftest import Carrier
 from .recorded import Recorder, Sent, send_raw, spoil, spoil_bytes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.both_servers]
@@ -46,13 +47,13 @@ NOT_TRIED = {EVENT_STREAM, PAUSE, RESUME, EVICT}  # without an end, or with an e
 class Fuzzed:
     """A cluster whose trainers are recorded up to the middle of round 2, and the answers to what is sent to it now."""
 
-    def __init__(self, server: str) -> None:
+    def __init__(self, carrier: Carrier) -> None:
         self._runner = asyncio.Runner()
         self._recorder = Recorder()
         hooks = {"request": [self._recorder]}
-        self._cluster = LocalCluster(pservers=2, trainers=2, server=server, lease_seconds=3600, **LIMITS)
+        self._cluster = LocalCluster(pservers=2, trainers=2, **carrier, lease_seconds=3600, **LIMITS)
         http = httpx.AsyncClient(trust_env=False, timeout=30, event_hooks=hooks)
-        self._world = World(self._cluster, server, http, http)
+        self._world = World(self._cluster, carrier["server"], http, http)
         self.client = httpx.Client(trust_env=False, timeout=30)
         self.answers: Answers = Counter()
 
@@ -96,8 +97,8 @@ class Fuzzed:
 
 
 @pytest.fixture(scope="module")
-def fuzzed(server: str) -> Iterator[Fuzzed]:
-    fuzzed = Fuzzed(server)
+def fuzzed(carrier: Carrier) -> Iterator[Fuzzed]:
+    fuzzed = Fuzzed(carrier)
     try:
         fuzzed.start()
         yield fuzzed
@@ -175,8 +176,8 @@ def send_spoilt_bytes(fuzzed: Fuzzed, url: str, data: bytes) -> None:
 
 
 @pytest.mark.timeout(1500)
-def test_fuzzed_requests_change_nothing(fuzzed: Fuzzed, server: str) -> None:
-    num = 10_000 if server == "granian" else 2_000
+def test_fuzzed_requests_change_nothing(fuzzed: Fuzzed, carrier: Carrier) -> None:
+    num = 10_000 if carrier["http2"] else 2_000
     fuzzed.answers.clear()
     # A request whose bytes are spoilt keeps no identity that lives: these are of round 1, which is over.
     over = [s for s in fuzzed.recorded if ("gradpost-round", "1") in s.headers]

@@ -44,7 +44,7 @@ def test_this_machine_is_well() -> None:
     assert list(findings)[: len(NAMES)] == NAMES  # and more, if a cluster happens to be at the usual address
     assert answer["ok"], outcome.stdout
     assert outcome.exit_code == 0
-    assert findings["http/2"]["detail"].startswith("HTTP/2 to granian, 32 MB at ")
+    assert findings["http/2"]["detail"].startswith("HTTP/2 to uvicorn, 32 MB at ")
     assert ", 1 threads, " in findings["torch"]["detail"]
     assert findings["coordinator"]["level"] in ("skipped", "ok")
 

@@ -22,7 +22,7 @@ from services.runtime.metrics import ServiceMetrics
 from services.runtime.server import serve
 from services.runtime.settings import ServiceSettings
 
-SERVERS = ("granian", "uvicorn")
+SERVERS = ("uvicorn", "granian")
 
 
 class Greeting(BaseModel):

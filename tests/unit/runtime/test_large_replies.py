@@ -79,7 +79,7 @@ async def test_who_left_while_waiting_for_a_place_is_not_served(server: str) -> 
         await asyncio.sleep(0.1)
         for _ in range(5):
             with pytest.raises(httpx.ReadTimeout):
-                await client.get("/large", timeout=0.05)
+                await client.get("/large", timeout=httpx.Timeout(5, read=0.05))
         await asyncio.sleep(0.1)
         may_end.set()
         assert (await first).content == b"end"

@@ -47,13 +47,14 @@ async def test_a_body_that_does_not_come_is_answered(server: str, path: str) -> 
     assert b'"code": "slow_body"' in answer
 
 
-async def test_a_body_that_does_not_come_over_http2() -> None:
+@every_server
+async def test_a_body_that_does_not_come_over_http2(server: str) -> None:
     async def crawl() -> Any:
         yield b"x"
         await asyncio.sleep(5)
 
     app = Sample().make_app(RequestLimits(body_timeout_seconds=0.1))
-    async with running(app) as served, http2_client() as client:
+    async with running(app, server=server) as served, http2_client() as client:
         response = await client.post(f"{served.address}/raw/fine", content=crawl(), headers={"content-length": "9"})
         assert (response.status_code, response.json()["code"]) == (408, "slow_body")
         assert (await client.post(f"{served.address}/raw/fine", content=b"12345")).text == "5 HTTP/2\n"

@@ -32,10 +32,12 @@ pytestmark = pytest.mark.asyncio
 every_server = pytest.mark.parametrize("server", SERVERS)
 
 
-async def test_granian_speaks_both_versions_on_one_port() -> None:
-    async with running(Sample().make_app()) as server, http2_client() as http2, httpx.AsyncClient() as http1:
+@every_server
+async def test_both_versions_on_one_port(server: str) -> None:
+    app = Sample().make_app()
+    async with running(app, server=server) as service, http2_client() as http2, httpx.AsyncClient() as http1:
         for client, version in ((http2, "HTTP/2"), (http1, "HTTP/1.1")):
-            response = await client.post(f"{server.address}/raw/fine", content=b"12345")
+            response = await client.post(f"{service.address}/raw/fine", content=b"12345")
             assert response.text == f"5 {version}\n"
 
 
@@ -54,7 +56,7 @@ async def test_granian_hands_over_large_frames() -> None:
         await send({"type": "http.response.body"})
 
     app.mount("/count", count)
-    async with running(app) as server, http2_client() as client:
+    async with running(app, server="granian") as server, http2_client() as client:
         await client.get(f"{server.address}/healthz")  # the server's settings arrive with its first answer
         await client.post(f"{server.address}/count/", content=b"x" * (4 << 20))
     assert sum(sizes) == 4 << 20
@@ -182,7 +184,7 @@ async def test_tls(server: str, tmp_path: Path) -> None:
         builder = ClientBuilder().http2(True).add_root_certificate_pem(authority.cert_pem.bytes())
         async with httpx.AsyncClient(transport=HttpxTransport(builder.build())) as client:
             response = await client.post(f"{running_server.address}/raw/fine", content=b"12345")
-            assert response.text == ("5 HTTP/2\n" if server == "granian" else "5 HTTP/1.1\n")
+            assert response.text == "5 HTTP/2\n"
 
 
 @every_server
@@ -217,7 +219,8 @@ async def test_on_started_may_be_async_and_may_fail(server: str) -> None:
     assert sample.lifespan == ["begin", "end"]
 
 
-async def test_stop_while_on_started_still_waits() -> None:
+@every_server
+async def test_stop_while_on_started_still_waits(server: str) -> None:
     stop = asyncio.Event()
     cancelled: list[str] = []
 
@@ -229,11 +232,12 @@ async def test_stop_while_on_started_still_waits() -> None:
             cancelled.append("register")
 
     async with asyncio.timeout(5):
-        await serve(Sample().make_app(), ServiceSettings(), stop=stop, on_started=register)
+        await serve(Sample().make_app(), ServiceSettings(server=server), stop=stop, on_started=register)
     assert cancelled == ["register"]
 
 
-async def test_server_that_ends_by_itself_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@every_server
+async def test_server_that_ends_by_itself_is_an_error(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         async def serve(self) -> None:
             raise OSError("too many open files")
@@ -241,9 +245,9 @@ async def test_server_that_ends_by_itself_is_an_error(monkeypatch: pytest.Monkey
         def stop(self) -> None:
             pass
 
-    monkeypatch.setattr(server_module, "make_granian", lambda *_: Broken())
+    monkeypatch.setattr(server_module, f"make_{server}", lambda *_, **__: Broken())
     with pytest.raises(RuntimeError, match="ended by itself") as caught:
-        await serve(Sample().make_app(), ServiceSettings(), stop=asyncio.Event())
+        await serve(Sample().make_app(), ServiceSettings(server=server), stop=asyncio.Event())
     assert str(caught.value.__cause__) == "too many open files"
 
 

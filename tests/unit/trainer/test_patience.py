@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 
+from ps_protocol.certificates import TlsFiles
 from ps_protocol.errors import (
     ContributionMissing,
     FutureRound,
@@ -21,6 +24,7 @@ from ps_protocol.errors import (
 from ps_protocol.fence import Fence
 from ps_protocol.messages import PserverInfo
 from ps_protocol.routes import SEND
+from trainer_client.exchange import Exchange
 from trainer_client.metrics import TrainerMetrics
 from trainer_client.news import News
 from trainer_client.pserver_client import PserverClient
@@ -28,6 +32,18 @@ from trainer_client.pserver_client import PserverClient
 INFO = PserverInfo(index=0, address="http://pserver", incarnation=1, http2=False)
 FENCE = Fence(1, "run", 0, "plan", 0, 1, 0, 1, 1)
 NUM_REFUSALS = 3
+
+
+Answer = Callable[[httpx.Request], httpx.Response] | Callable[[httpx.Request], Coroutine[None, None, httpx.Response]]
+
+
+@asynccontextmanager
+async def exchange(answer: Answer) -> AsyncIterator[Exchange]:
+    """With somebody who answers so."""
+    exchange = Exchange(TlsFiles(), None, http2=False)
+    exchange._transport = httpx.MockTransport(answer)
+    yield exchange
+    await exchange.aclose()
 
 
 REFUSALS = [NotReady("it has no run yet"), StalePserver("it has another life"), StaleRun("it is behind")]
@@ -44,7 +60,7 @@ async def ask(refusal: GradpostError, news: News) -> int:
             return httpx.Response(200, json={"round": 2})
         return httpx.Response(refusal.status, json=refusal.to_problem(), headers={"retry-after": "0"})
 
-    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+    async with exchange(answer) as http:
         client = PserverClient(
             INFO, FENCE, lambda _: http, TrainerMetrics(), news,
             retry_seconds=60, deadline_seconds=0, max_delay=0,
@@ -75,7 +91,7 @@ async def test_a_round_that_has_been_pending_for_long_uses_up_nobodys_patience()
             return httpx.Response(200, json={"round": 1})
         return httpx.Response(error.status, json=error.to_problem(), headers={"retry-after": "0"})
 
-    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+    async with exchange(answer) as http:
         client = PserverClient(
             INFO, FENCE, lambda _: http, TrainerMetrics(), News(),
             retry_seconds=60, deadline_seconds=0.3, max_delay=0,
@@ -100,7 +116,7 @@ async def test_what_an_earlier_life_has_answered_uses_up_nobodys_patience() -> N
             return httpx.Response(200, json={"round": 1})
         return httpx.Response(error.status, json=error.to_problem(), headers={"retry-after": "0"})
 
-    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+    async with exchange(answer) as http:
         client = PserverClient(
             INFO, FENCE, lambda _: http, TrainerMetrics(), news,
             retry_seconds=60, deadline_seconds=0.25, max_delay=0,
@@ -126,7 +142,7 @@ async def push_to_one_that_forgets(*, dies: bool) -> int:
         missing = ContributionMissing("push it again")
         return httpx.Response(missing.status, json=missing.to_problem())
 
-    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+    async with exchange(answer) as http:
         client = PserverClient(
             INFO, FENCE, lambda _: http, TrainerMetrics(), news,
             retry_seconds=60, deadline_seconds=60, max_delay=0,
@@ -161,7 +177,7 @@ async def test_everything_that_may_not_have_been_pulled_is_kept() -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, json={"status": "staged", "staged": 1, "duplicates": 0, "complete": True})
 
-    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+    async with exchange(answer) as http:
         client = PserverClient(
             INFO, FENCE, lambda _: http, TrainerMetrics(), News(),
             retry_seconds=60, deadline_seconds=60, max_delay=12,
@@ -183,7 +199,7 @@ async def test_a_pserver_that_never_gets_back_what_it_has_lost_is_given_up(monke
     def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(ahead.status, json=ahead.to_problem())
 
-    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http, asyncio.timeout(5):
+    async with exchange(answer) as http, asyncio.timeout(5):
         client = PserverClient(
             INFO, FENCE, lambda _: http, TrainerMetrics(), news,
             retry_seconds=60, deadline_seconds=0.2, max_delay=0,
