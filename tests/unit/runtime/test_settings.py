@@ -7,6 +7,8 @@ from pydantic import ValidationError
 
 from ps_protocol.environment import KNOWN_VARIABLES, PREFIX, SettingsError, check_environment
 from ps_protocol.frames import FrameLimits
+from services.coordinator.settings import CoordinatorSettings
+from services.pserver.settings import PserverSettings
 from services.runtime.settings import ServiceSettings
 
 
@@ -50,7 +52,8 @@ def test_every_roles_variables_are_known_to_every_role(monkeypatch: pytest.Monke
 
 
 def test_every_field_is_a_known_variable() -> None:
-    fields = {PREFIX + name.upper() for name in ServiceSettings.model_fields}
+    roles = (ServiceSettings, CoordinatorSettings, PserverSettings)
+    fields = {PREFIX + name.upper() for role in roles for name in role.model_fields}
     assert not fields - KNOWN_VARIABLES
 
 
