@@ -422,6 +422,7 @@ class PserverStatus(Message):
 
     index: PserverIndex
     address: str
+    http2: bool = Field(default=True, description="whether trainers send it tensors over HTTP/2")
     incarnation: Incarnation
     round: Round
     missing: tuple[Rank, ...]

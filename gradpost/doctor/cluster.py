@@ -152,9 +152,15 @@ def check_pserver(pserver: PserverStatus, one: Reached, status: ClusterStatus, *
             "small messages come through, so that members look alive, and rounds hang",
         )  # fmt: skip
     text = ", ".join(facts)
-    if not one.http_version.startswith("HTTP/2"):
+    if pserver.http2 and not one.http_version.startswith("HTTP/2"):
         return Finding(
-            name, "warning", text, "start it with --server granian, and let no proxy between speak HTTP/1.1 to it",
+            name, "broken", f"{text}, but tensors do not get through over HTTP/2",
+            "let no proxy between speak HTTP/1.1 alone, or start it with GRADPOST_HTTP2=false",
+            "it tells trainers to use HTTP/2, and rounds hang",
+        )  # fmt: skip
+    if not pserver.http2:
+        return Finding(
+            name, "warning", text, "start it without GRADPOST_HTTP2=false, unless a proxy between needs that",
             "over HTTP/1.1 every request that waits holds a connection of its own",
         )  # fmt: skip
     slow = min(one.speed_to or SLOW_BYTES_PER_SECOND, one.speed_from or SLOW_BYTES_PER_SECOND)

@@ -48,7 +48,7 @@ class Reached:
     round_trip_seconds: float | None = None
     clock_seconds: float | None = None  # how far its clock is ahead of ours, give or take half a second
     disk: tuple[float, float] | None = None  # free bytes, size
-    http_version: str = ""  # by which tensors would travel, as it says itself
+    http_version: str = ""  # by which tensors travel, or would if trainers tried it, as it says itself
     speed_to: float | None = None
     speed_from: float | None = None
 
@@ -70,10 +70,11 @@ async def reach_all(
             *(_bounded(one, _look(control, one)) for one in reached),
         )
         give_up = time.monotonic() + ALL_SPEEDS_SECONDS
-        for one in reached:
+        for pserver, one in zip(pservers, reached, strict=True):
             if one.state is not None:
                 is_on_time = with_speed and time.monotonic() < give_up
-                await _bounded(one, _measure(http2, http1, one, with_speed=is_on_time), 4 * SPEED_SECONDS)
+                clients = (http2, http1) if pserver.http2 else (http1,)
+                await _bounded(one, _measure(clients, one, with_speed=is_on_time), 4 * SPEED_SECONDS)
     return coordinator, reached
 
 
@@ -118,14 +119,16 @@ async def _time_health(http: httpx.AsyncClient, one: Reached) -> None:
         one.clock_seconds = parsedate_to_datetime(date).timestamp() + 0.5 - (sent + one.round_trip_seconds / 2)
 
 
-async def _measure(http2: httpx.AsyncClient, http1: httpx.AsyncClient, one: Reached, *, with_speed: bool) -> None:
+async def _measure(clients: Sequence[httpx.AsyncClient], one: Reached, *, with_speed: bool) -> None:
+    """By the first one that gets through; trainers have only that."""
     body = memoryview(bytes(PILOT_BYTES))
-    http = http2
-    try:
-        _, one.http_version = await _push(http2, one.address, body)
-    except httpx.TransportError:  # it does not understand
-        http = http1
-        _, one.http_version = await _push(http1, one.address, body)
+    for http in clients:
+        try:
+            _, one.http_version = await _push(http, one.address, body)
+            break
+        except httpx.TransportError:
+            if http is clients[-1]:
+                raise
     if not with_speed:
         return
     seconds, _ = await _push(http, one.address, body)

@@ -33,6 +33,7 @@ def describe_status(coordinator: Coordinator) -> ClusterStatus:
             PserverStatus(
                 index=member.info.index,
                 address=member.info.address,
+                http2=member.info.http2,
                 incarnation=member.info.incarnation,
                 round=member.round,
                 missing=member.missing,

@@ -22,9 +22,11 @@ from .test_status import STATE
 OURS = this_software()
 
 
-def pserver(index: int, address: str = "http://10.0.0.7:7071", software: Software | None = OURS) -> PserverStatus:
+def pserver(
+    index: int, address: str = "http://10.0.0.7:7071", software: Software | None = OURS, *, http2: bool = True
+) -> PserverStatus:
     return PserverStatus(
-        index=index, address=address, incarnation=1, round=1, missing=(), waiting_seconds=0.0,
+        index=index, address=address, http2=http2, incarnation=1, round=1, missing=(), waiting_seconds=0.0,
         heartbeat_age_seconds=0.1, software=software,
     )  # fmt: skip
 
@@ -94,7 +96,7 @@ def reached(**what: object) -> Reached:
     ("one", "level", "words"),
     [
         (reached(), "ok", "is it, 1.0 ms, HTTP/2, 100 MB/s there, 100 MB/s back"),
-        (reached(http_version="HTTP/1.1"), "warning", "HTTP/1.1"),
+        (reached(http_version="HTTP/1.1"), "broken", "do not get through over HTTP/2"),
         (reached(speed_from=5e6), "warning", "5 MB/s back"),
         (reached(speed_to=None, speed_from=None), "ok", "speed not measured"),
         (reached(trouble="reset"), "broken", "but tensors do not get through: reset"),
@@ -105,6 +107,12 @@ def test_a_pserver(one: Reached, level: str, words: str) -> None:
     finding = check_pserver(pserver(0), one, status(), with_speed=True)
     assert (finding.level, words in finding.detail) == (level, True), finding
     assert (finding.advice == "") == (finding.why == "") == (level == "ok")
+
+
+def test_a_pserver_without_http2() -> None:
+    one = reached(http_version="HTTP/1.1")
+    finding = check_pserver(pserver(0, http2=False), one, status(), with_speed=True)
+    assert (finding.level, "HTTP/1.1, 100 MB/s" in finding.detail) == ("warning", True)
 
 
 def test_a_pserver_that_only_others_reach() -> None:

@@ -1,0 +1,78 @@
+"""HTTP/2 of uvicorn's, with clients that are not ours."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.events import DataReceived
+
+from services.runtime.app import add_raw_route
+from services.runtime.logs import configure_logs
+
+from .support import Running, Sample, running
+
+pytestmark = pytest.mark.asyncio
+
+MIB = 1024 * 1024
+GET = [(":method", "GET"), (":scheme", "http"), (":authority", "localhost")]
+
+
+async def connect(server: Running) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, H2Connection]:
+    host, port = server.address.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    http2 = H2Connection(H2Configuration(client_side=True))
+    http2.initiate_connection()
+    return reader, writer, http2
+
+
+async def test_who_opens_its_window_little_by_little_gets_all_of_a_large_reply() -> None:
+    """More updates than there may be frames that bring nothing."""
+    num_bytes = 96 * MIB
+    app = Sample().make_app()
+
+    async def reply(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(num_bytes // MIB):
+            await send({"type": "http.response.body", "body": bytes(MIB), "more_body": True})
+        await send({"type": "http.response.body"})
+
+    add_raw_route(app, "/large", reply, methods=["GET"], summary="Much")
+    async with running(app, server="uvicorn") as server:
+        reader, writer, http2 = await connect(server)
+        http2.send_headers(1, [*GET, (":path", "/large")], end_stream=True)
+        received = num_updates = 0
+        while received < num_bytes:
+            writer.write(http2.data_to_send())
+            data = await asyncio.wait_for(reader.read(MIB), 5)
+            assert data, "cut off"
+            for event in http2.receive_data(data):
+                if isinstance(event, DataReceived) and event.flow_controlled_length:
+                    received += len(event.data)
+                    if received < num_bytes:
+                        http2.increment_flow_control_window(event.flow_controlled_length)
+                        http2.increment_flow_control_window(event.flow_controlled_length, 1)
+                        num_updates += 2
+        writer.close()
+    assert received == num_bytes
+    assert num_updates > 10_000
+
+
+async def test_who_has_gone_before_the_answer_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs("sample", "json")
+    sample = Sample()
+    async with running(sample.make_app(), server="uvicorn") as server:
+        _, writer, http2 = await connect(server)
+        http2.send_headers(1, [*GET, (":path", "/slow")], end_stream=True)
+        writer.write(http2.data_to_send())
+        await asyncio.wait_for(sample.slow_begun.wait(), 5)
+        http2.reset_stream(1)
+        writer.write(http2.data_to_send())
+        await asyncio.sleep(0.1)
+        sample.slow_ends.set()
+        await asyncio.sleep(0.1)
+        writer.close()
+    assert '"level": "error"' not in capsys.readouterr().err
