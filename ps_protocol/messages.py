@@ -127,7 +127,7 @@ class RegisterPserver(Message):
     protocol: int
     instance: str = Field(min_length=8, max_length=64)
     address: BaseUrl = Field(description="base URL under which trainers reach it")
-    http2: bool = Field(description="whether it answers HTTP/2 with prior knowledge")
+    http2: bool = Field(description="whether trainers are to send it tensors over HTTP/2, with prior knowledge")
     index: PserverIndex | None = Field(default=None, ge=0, description="None: the coordinator chooses")
     previous: Incarnation = Field(default=0, description="the life that it follows, whose folder it has locked")
     held: HeldRun | None = None
