@@ -36,11 +36,6 @@ OVER_HTTP1: tuple[Attack, ...] = (
 ATTACKS: dict[str, Attack] = {attack.__name__: attack for attack in (*OVER_HTTP2, *OVER_HTTP1)}
 
 
-def names_for(server: str) -> list[str]:
-    """Attacks that this server can be attacked with."""
-    return [attack.__name__ for attack in ((*OVER_HTTP2, *OVER_HTTP1) if server == "granian" else OVER_HTTP1)]
-
-
 if __name__ == "__main__":
     _, name, seconds, target = sys.argv
     print(json.dumps(ATTACKS[name](Target.from_json(target), float(seconds)).to_json()))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from ..report import add_report_option, make_head, publish
 from .arena import MIB, Verdict, open_arena
-from .attacker import ATTACKS, names_for
+from .attacker import ATTACKS
 
 TEXT = """\
 What a good client notices (100 small gets a second) while a pserver is attacked from the same machine, what
@@ -41,7 +41,7 @@ async def measure(servers: Sequence[str], only: Sequence[str], seconds: float) -
     rows = ""
     for server in servers:
         async with open_arena(server) as arena:
-            for name in names_for(server):
+            for name in ATTACKS:
                 if not only or name in only:
                     rows += row(verdict := await arena.judge(name, seconds))
                     print(f"{server}, {name}: {verdict.outcome}", file=sys.stderr, flush=True)
@@ -49,7 +49,7 @@ async def measure(servers: Sequence[str], only: Sequence[str], seconds: float) -
 
 
 def describe(rows: str) -> str:
-    packages = ("granian", "uvicorn", "httptools", "h2", "pyreqwest")
+    packages = ("uvicorn", "httptools", "hpack", "granian", "h2")
     what = "\n".join(f"- *{name.replace('_', ' ')}*: {attack.__doc__}" for name, attack in ATTACKS.items())
     return f"{make_head('Attacks', TEXT, packages)}\n{HEADER}{rows}\n{what}\n"
 
@@ -57,11 +57,11 @@ def describe(rows: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=5)
-    parser.add_argument("--server", action="append", choices=["granian", "uvicorn"])
+    parser.add_argument("--server", action="append", choices=["uvicorn", "granian"])
     parser.add_argument("--only", action="append", default=[], choices=list(ATTACKS))
     add_report_option(parser)
     arguments = parser.parse_args()
-    rows = asyncio.run(measure(arguments.server or ["granian", "uvicorn"], arguments.only, arguments.seconds))
+    rows = asyncio.run(measure(arguments.server or ["uvicorn", "granian"], arguments.only, arguments.seconds))
     publish(describe(rows), arguments.report)
 
 

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from benchmarks.attacks.arena import MIB, Arena, open_arena
-from benchmarks.attacks.attacker import ATTACKS, names_for
+from benchmarks.attacks.attacker import ATTACKS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.asyncio(loop_scope="module")]
 
@@ -33,7 +33,7 @@ ENDED = {
 }
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["granian", "uvicorn"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["uvicorn", "granian"])
 async def arena(request: pytest.FixtureRequest) -> AsyncIterator[Arena]:
     async with open_arena(request.param) as arena:
         yield arena
@@ -41,8 +41,6 @@ async def arena(request: pytest.FixtureRequest) -> AsyncIterator[Arena]:
 
 @pytest.mark.parametrize("name", ATTACKS)
 async def test_an_attack_is_harmless(arena: Arena, name: str) -> None:
-    if name not in names_for(arena.server):
-        pytest.skip("uvicorn speaks HTTP/1.1 only")
     verdict = await arena.judge(name, 4)
     assert verdict.num_failed == 0, verdict
     assert verdict.state_is_unchanged
@@ -54,16 +52,15 @@ async def test_an_attack_is_harmless(arena: Arena, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["zero_window", "slow_readers", "slow_bodies"])
 async def test_the_same_once_more_takes_no_more_memory(arena: Arena, name: str) -> None:
-    if name not in names_for(arena.server):
-        pytest.skip("uvicorn speaks HTTP/1.1 only")
     await arena.judge(name, 2)
     verdict = await arena.judge(name, 2)
     assert verdict.kept_bytes < MAX_KEPT_AGAIN_BYTES, verdict
 
 
-async def test_too_many_connections_wait_or_are_refused_and_do_not_stay() -> None:
+@pytest.mark.parametrize("server", ["uvicorn", "granian"])
+async def test_too_many_connections_wait_or_are_refused_and_do_not_stay(server: str) -> None:
     """All places are taken by silent connections; a good client gets one when their time is over."""
-    async with open_arena("granian", max_connections=50) as arena:
+    async with open_arena(server, max_connections=50) as arena:
         verdict = await arena.judge("silent_connections", 6)
     assert verdict.state_is_unchanged
     assert verdict.grown_bytes < MAX_GROWN_BYTES

@@ -27,7 +27,8 @@ class Setup:
     checkpoint_rounds: int = 20
     num_pservers: int = 2
     num_trainers: int = 2
-    server: Literal["granian", "uvicorn"] = "granian"
+    server: Literal["uvicorn", "granian"] = "uvicorn"
+    http2: bool = True
     durability: Literal["log", "fsync"] = "log"
     fakes_time: bool = False  # its services run under libfaketime, so that their clocks can jump
     seconds: float = 18.0  # of faults
@@ -42,6 +43,7 @@ class Setup:
             "on_trainer_loss": self.on_trainer_loss,
             "nonfinite": self.nonfinite,
             "server": self.server,
+            "http2": self.http2,
             "durability": self.durability,
             "checkpoint_rounds": self.checkpoint_rounds,
             "lease_seconds": LEASE_SECONDS,
@@ -54,7 +56,8 @@ class Setup:
         shown = {**asdict(self), "max_staleness": self.max_staleness if self.mode == "ssp" else ""}
         names = ("mode", "max_delay", "max_staleness", "on_trainer_loss", "nonfinite", "num_pservers", "num_trainers")
         parts = [f"{name.removeprefix('num_')} {shown[name]}" for name in names if shown[name] != ""]
-        return ", ".join([*parts, self.durability, self.server, *(["libfaketime"] if self.fakes_time else [])])
+        carrier = [self.server, *([] if self.http2 else ["HTTP/1.1"])]
+        return ", ".join([*parts, self.durability, *carrier, *(["libfaketime"] if self.fakes_time else [])])
 
 
 def draw_setup(seed: int, *, may_fake_time: bool, mode: Mode | None = None) -> Setup:
@@ -77,7 +80,8 @@ def draw_setup(seed: int, *, may_fake_time: bool, mode: Mode | None = None) -> S
         checkpoint_rounds=chance.choice((7, 20, 50)),
         num_pservers=chance.randint(1, 3),
         num_trainers=chance.randint(2, 3),
-        server=chance.choice(("granian", "granian", "uvicorn")),
+        server=chance.choice(("uvicorn", "uvicorn", "granian")),
         fakes_time=may_fake_time and chance.random() < 0.3,
         durability=chance.choice(("log", "log", "fsync")),
+        http2=chance.random() < 0.7,
     )

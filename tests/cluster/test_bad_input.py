@@ -24,6 +24,7 @@ from ps_protocol.routes import (
     BARRIER_HEADER,
     SEND,
 )
+from services.pserver.bodies import PAGE_BYTES
 from trainer_client.testing import LocalCluster
 from trainer_client.transport import make_bulk_transport
 
@@ -106,7 +107,7 @@ async def test_a_body_that_breaks_off_changes_nothing_and_returns_its_buffer(wor
     _, writer = await open_socket(world.addresses[0])
     writer.write(head(world, len(body)) + body[: int(len(body) * share)])
     await writer.drain()
-    await world.wait_for_used_bytes(used + len(body))
+    await world.wait_for_used_bytes(used + len(body) + -len(body) % PAGE_BYTES)
     writer.close()
     await world.wait_for_used_bytes(used)
     assert await world.look() == world.before

@@ -21,6 +21,7 @@ from ps_protocol.errors import Unreachable
 from trainer_client import connect
 from trainer_client.testing import LocalCluster
 
+from .conftest import CARRIERS
 from .trainer_processes import Plot, Trainer
 
 pytestmark = pytest.mark.cluster
@@ -63,17 +64,17 @@ Play = Callable[[Scenario], None]
 def stages() -> Iterator[list[Stage]]:
     with ExitStack() as stack:
         stages = []
-        for server in ("granian", "uvicorn"):
+        for carrier in CARRIERS.values():
             cluster = LocalCluster(
                 pservers=2,
                 trainers=2,
-                server=server,
+                **carrier,
                 lease_seconds=LEASE_SECONDS,
                 round_timeout_seconds=ROUND_TIMEOUT_SECONDS,
                 on_trainer_loss="fail",
                 durability="none",
             )
-            stages.append(Stage(stack.enter_context(cluster), server))
+            stages.append(Stage(stack.enter_context(cluster), carrier["server"]))
         for stage in stages:
             stage.wait_for_pservers()
         yield stages
