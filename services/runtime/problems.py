@@ -120,6 +120,8 @@ class AnswerFailures:
                 cut_off = MalformedFrame("the request ended before its body did")
                 await problem_response(cut_off, instance=scope["path"])(scope, watch_receive, watch_send)
         except Exception as error:
+            if started and isinstance(error.__cause__, GradpostError):
+                return  # refused too late to be told: its reply was called back, for one
             log.error("unexpected error", exc_info=error, method=scope["method"], path=scope["path"])
             if not started:
                 internal = GradpostError("an unexpected error; the log of the service has the traceback")

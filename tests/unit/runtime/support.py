@@ -120,6 +120,9 @@ class Sample:
         if scope["path_params"]["how"] == "cut":
             await send({"type": "http.response.body", "body": b"x", "more_body": True})
             raise ZeroDivisionError("secret")
+        if scope["path_params"]["how"] == "late":
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+            raise StaleRound("round 3 is being overwritten")
         await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"\n"})
 

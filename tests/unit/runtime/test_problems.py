@@ -116,6 +116,16 @@ async def test_a_bug_in_the_middle_of_an_answer_cuts_it_off(
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_what_is_refused_in_the_middle_of_an_answer_is_no_bug(
+    client: httpx.AsyncClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logs("sample", "json")
+    with pytest.raises(httpx.RemoteProtocolError):
+        await client.post("/raw/late")
+    assert "unexpected error" not in capsys.readouterr().err
+
+
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("path", ["/nowhere", "/raw-refusal", "/raw-bug"])
 async def test_the_answer_arrives_although_the_body_was_not_read(client: httpx.AsyncClient, path: str) -> None:
     response = await client.post(path, content=b"x" * 16_000_000)
