@@ -80,8 +80,7 @@ class Stream:
 
     async def changed(self) -> None:
         """Wait until something has changed since it was looked at. Raises StreamResetError if it has been ended."""
-        if self.error is not None:
-            raise self.error
+        self._check()
         future = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         await future
@@ -95,8 +94,7 @@ class Stream:
 
         Raises StreamResetError, also behind the last part. Cancelled, it gives the stream up.
         """
-        if self.error is not None:
-            raise self.error
+        self._check()
         if self.ends_with_outgoing or self.is_local_over:
             raise StreamResetError(Code.STREAM_CLOSED, "the body is over")
         self.lend(data, is_last=is_last)
@@ -112,6 +110,10 @@ class Stream:
         self.outgoing += [memoryview(part) for part in parts if len(part)]
         self.ends_with_outgoing = is_last
         self._connection.pump()
+
+    def _check(self) -> None:
+        if self.error is not None:  # not itself, whose traceback would hold us and what each of these calls was given
+            raise StreamResetError(self.error.code, str(self.error)) from self.error.__cause__
 
     def grant(self, num_bytes: int) -> None:
         """Let the other end send so many bytes from now on, if it may not already."""

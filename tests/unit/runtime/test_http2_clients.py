@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -76,3 +78,38 @@ async def test_who_has_gone_before_the_answer_is_no_error(capsys: pytest.Capture
         await asyncio.sleep(0.1)
         writer.close()
     assert '"level": "error"' not in capsys.readouterr().err
+
+
+class Part(bytearray):
+    """With weak references."""
+
+
+async def test_what_was_to_be_sent_to_who_has_gone_is_let_go_at_once() -> None:
+    """Not only when garbage is looked for: it is large."""
+    parts: list[weakref.ref[Part]] = []
+    begun, done = asyncio.Event(), asyncio.Event()
+    app = Sample().make_app()
+
+    async def reply(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(3):
+            part = Part(MIB)
+            parts.append(weakref.ref(part))
+            begun.set()
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        done.set()
+
+    add_raw_route(app, "/large", reply, methods=["GET"], summary="Much")
+    gc.disable()
+    try:
+        async with running(app, server="uvicorn") as server:
+            _, writer, http2 = await connect(server)
+            http2.send_headers(1, [*GET, (":path", "/large")], end_stream=True)
+            writer.write(http2.data_to_send())
+            await asyncio.wait_for(begun.wait(), 5)
+            writer.close()
+            await asyncio.wait_for(done.wait(), 5)
+            await asyncio.sleep(0.1)
+            assert [part() for part in parts] == [None] * 3
+    finally:
+        gc.enable()
