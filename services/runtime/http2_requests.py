@@ -67,13 +67,13 @@ def read_scope(headers: Headers) -> Scope:
     }
 
 
-LAND_SECONDS = 1.0  # after which the application is told how much is here, so that it can tell who is too slow
-
-
 class Request:
     """One of them, while the application answers it."""
 
-    def __init__(self, stream: Stream, inbox: Inbox, scope: Scope, default_headers: Headers) -> None:
+    def __init__(
+        self, stream: Stream, inbox: Inbox, scope: Scope, default_headers: Headers, land_seconds: float
+    ) -> None:
+        self._land_seconds = land_seconds
         self._stream = stream
         self._inbox = inbox
         self._scope = scope
@@ -105,7 +105,7 @@ class Request:
             if not buffer:  # nothing is to land, or nothing more: then it is too long, or over
                 body, has_more = await self._inbox.next()
             else:
-                num_bytes, has_more = await self._inbox.fill(buffer, LAND_SECONDS)
+                num_bytes, has_more = await self._inbox.fill(buffer, self._land_seconds)
                 body = buffer[:num_bytes]
         except StreamResetError:
             return {"type": "http.disconnect"}
@@ -137,11 +137,15 @@ def start_request(
     scope: Scope,
     app: ASGIApp,
     default_headers: Headers,
+    land_seconds: float,
     when_done: Callable[[asyncio.Task[Any]], object],
 ) -> asyncio.Task[None]:
-    """Let the application answer in a task of its own."""
+    """Let the application answer in a task of its own.
+
+    While a body lands in its memory it is told every `land_seconds` how much is here, so that it can tell who is slow.
+    """
     inbox = Inbox(stream)
     stream.sink = inbox
-    task = asyncio.get_running_loop().create_task(Request(stream, inbox, scope, default_headers).run(app))
+    task = asyncio.get_running_loop().create_task(Request(stream, inbox, scope, default_headers, land_seconds).run(app))
     task.add_done_callback(when_done)
     return task

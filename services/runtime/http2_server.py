@@ -25,6 +25,7 @@ PING_INTERVAL_SECONDS = 30.0
 PING_TIMEOUT_SECONDS = 20.0
 MIN_BYTES_PER_SECOND = 4 * 1024  # who takes less of a reply takes nothing
 LOOKS = 4  # in the time after which something is cut off
+LAND_SECONDS = 1.0  # at most, until an application hears of a body that lands in its memory
 
 log = get_logger()
 
@@ -130,7 +131,9 @@ class ServerConnection(Connection):
             return
         scope.update(self._facts)
         self._num_running += 1
-        self._tasks.add(start_request(stream, scope, self._app, self._default_headers(), self._request_done))
+        land_seconds = min(LAND_SECONDS, self._limits.body_timeout_seconds / LOOKS)
+        task = start_request(stream, scope, self._app, self._default_headers(), land_seconds, self._request_done)
+        self._tasks.add(task)
 
     def _request_done(self, task: asyncio.Task[None]) -> None:
         self._num_running -= 1

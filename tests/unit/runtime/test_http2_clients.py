@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
-from h2.events import DataReceived
+from h2.events import DataReceived, ResponseReceived
+from starlette.responses import Response
 
 from services.runtime.app import add_raw_route
+from services.runtime.limits import RequestLimits
 from services.runtime.logs import configure_logs
+from services.runtime.own_memory import receive_into
 
 from .support import Running, Sample, running
 
@@ -78,6 +81,38 @@ async def test_who_has_gone_before_the_answer_is_no_error(capsys: pytest.Capture
         await asyncio.sleep(0.1)
         writer.close()
     assert '"level": "error"' not in capsys.readouterr().err
+
+
+async def test_a_body_that_comes_steadily_may_take_longer_than_one_that_stands_still() -> None:
+    """Although it lands in the application's own memory, which hears of it now and then."""
+    num_bytes = 20 * 1000
+    app = Sample().make_app(RequestLimits(body_timeout_seconds=0.4))
+    received = 0
+
+    async def take(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal received
+        buffer, has_more = memoryview(bytearray(num_bytes)), True
+        while has_more:
+            count, has_more = await receive_into(buffer[received:], scope, receive)
+            received += count
+        await Response()(scope, receive, send)
+
+    add_raw_route(app, "/take", take, methods=["POST"], summary="Take it")
+    async with running(app, server="uvicorn", body_timeout_seconds=0.4) as server:
+        reader, writer, http2 = await connect(server)
+        head = [(":method", "POST"), *GET[1:], (":path", "/take"), ("content-length", str(num_bytes))]
+        http2.send_headers(1, head)
+        for number in range(20):
+            http2.send_data(1, bytes(1000), end_stream=number == 19)
+            writer.write(http2.data_to_send())
+            await asyncio.sleep(0.05)
+        answers: list[Any] = []
+        while not answers:
+            events = http2.receive_data(await asyncio.wait_for(reader.read(MIB), 5))
+            answers += [event.headers for event in events if isinstance(event, ResponseReceived)]
+        writer.close()
+    assert (b":status", b"200") in answers[0]
+    assert received == num_bytes
 
 
 class Part(bytearray):
