@@ -23,7 +23,7 @@ from .conftest import NUM_PSERVERS, NUM_TRAINERS
 from .markdown import ROOT, codes, read, section, tables, without_code
 
 TEXT = read("overview.md")
-PACKAGES = ("ps_protocol", "services", "trainer_client", "gradpost")
+PACKAGES = ("ps_protocol", "ps_http2", "services", "trainer_client", "gradpost")
 
 
 def test_the_example_of_slicing() -> None:
@@ -157,4 +157,5 @@ def summary(source: str) -> str:
 
 def test_every_package_has_a_section() -> None:
     headings = re.findall(r"^### ([\w/]+):", without_code(TEXT), re.MULTILINE)
-    assert headings == ["ps_protocol", "services/pserver", "services/coordinator", "services/runtime", *PACKAGES[2:]]
+    services = ["services/pserver", "services/coordinator", "services/runtime"]
+    assert headings == ["ps_protocol", "ps_http2", *services, *PACKAGES[3:]]
