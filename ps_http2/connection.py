@@ -225,7 +225,10 @@ class Connection(asyncio.BufferedProtocol):
                 break
             length, kind, flags, number = frames.unpack_head(self._control, begin)
             if length > MAX_FRAME_BYTES:
-                raise ViolationError(Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
+                is_older = self._control.startswith(b"HTTP/1.", begin)
+                raise ViolationError(
+                    Code.FRAME_SIZE_ERROR, "it speaks HTTP/1.1" if is_older else f"a frame of {length} bytes"
+                )
             if not self.num_frames and kind != frames.SETTINGS:
                 raise ViolationError(Code.PROTOCOL_ERROR, "it does not begin with SETTINGS")
             if self._unfinished is not None and kind != frames.CONTINUATION:
