@@ -89,7 +89,7 @@ class Tricks:
     ) -> int | None:
         headers = {**fence.to_headers(), "content-type": CONTENT_TYPE, **(more or {})}
         try:
-            response = await client._http.post(client.info.address + path, headers=headers, content=body)
+            response = await client._http.send("POST", httpx.URL(client.info.address + path), headers, body=body)
         except httpx.TransportError:
             return None  # the pserver has just died, or its answer was lost
         if response.status_code >= 500 and response.status_code != 503:
