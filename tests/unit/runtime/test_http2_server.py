@@ -379,6 +379,18 @@ async def test_a_frame_that_dribbles(begin: bytes, monkeypatch: pytest.MonkeyPat
         assert await ending == Code.ENHANCE_YOUR_CALM
 
 
+async def test_whoever_is_within_no_frame_has_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between requests, and in a body."""
+    async with served(monkeypatch, header_timeout_seconds=0.2) as service, await service.connect() as caller:
+        await caller.status()
+        await asyncio.sleep(0.5)
+        number = caller.ask(post(b"/raw/fine"), end_stream=False)
+        caller.say(frames.pack_head(5, frames.DATA, frames.END_STREAM, number) + b"123")
+        await asyncio.sleep(0.5)
+        caller.say(b"45")
+        assert await caller.body(number) == b"5 HTTP/2\n"
+
+
 async def test_headers_that_are_never_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     async with served(monkeypatch, header_timeout_seconds=0.2) as service, await service.connect() as caller:
         await caller.status()

@@ -343,17 +343,20 @@ async def test_a_server_that_takes_its_time_and_answers_pings(
 # ---------------------------------------------------------------------- who gives up
 
 
-async def test_a_request_that_is_cancelled_gives_everything_back(client: httpx.AsyncClient) -> None:
+@pytest.mark.parametrize("is_answered", [False, True])
+async def test_a_request_that_is_cancelled_gives_everything_back(is_answered: bool, client: httpx.AsyncClient) -> None:
     begun = asyncio.Event()
     reset: list[Any] = []
 
     async def serve(talker: Talker) -> None:
         talker.acknowledges = False
         await talker.until(DataReceived, 1)
-        talker.writer.write(heads(OK) + pack(frames.DATA, 0, 1, b"x" * 50))
+        if is_answered:
+            talker.writer.write(heads(OK) + pack(frames.DATA, 0, 1, b"x" * 50))
         begun.set()
         reset.append(await talker.until(StreamReset, 1))
-        talker.writer.write(pack(frames.DATA, 0, 1, b"y" * 50))  # was on its way
+        late = b"" if is_answered else heads(OK)
+        talker.writer.write(late + pack(frames.DATA, 0, 1, b"y" * 50))  # was on its way
         await talker.until(StreamEnded, 3)
         talker.h2.send_headers(3, OK, end_stream=True)
         talker.flush()
@@ -369,7 +372,7 @@ async def test_a_request_that_is_cancelled_gives_everything_back(client: httpx.A
         await asyncio.gather(asking, return_exceptions=True)
         lent.clear()
         assert (await client.get(address)).status_code == 200  # over the same connection
-        assert bytes(sink.memory) == b"x" * 50 + bytes(50)
+        assert bytes(sink.memory) == (b"x" * 50 if is_answered else bytes(50)) + bytes(50)
         assert reset[0].error_code == Code.CANCEL
 
 
