@@ -78,7 +78,7 @@ RECORDED = recorded()
 
 
 @given(sizes, st.sampled_from([0, 30_000, 100_000]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_portions_mean_nothing(portions: list[int], landing_bytes: int) -> None:
     ours = End(stream_window=1 << 20)
     ours.landing_bytes = landing_bytes
@@ -97,7 +97,7 @@ def test_portions_mean_nothing(portions: list[int], landing_bytes: int) -> None:
 
 
 @given(bodies, sizes, st.booleans(), st.sampled_from([0, 40_000, 200_000]), st.integers(0, 255))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_bodies_that_are_received(
     lengths: list[int], portions: list[int], pauses: bool, landing_bytes: int, padding: int
 ) -> None:
@@ -129,7 +129,7 @@ def test_bodies_that_are_received(
     st.sampled_from([16_384, 20_000, 1 << 20]),
     st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_bodies_that_are_sent(lengths: list[int], pauses: bool, window: int, frame_bytes: int, by_client: bool) -> None:
     if window == 1:
         lengths = [min(length, 300) for length in lengths]
@@ -157,7 +157,7 @@ def test_bodies_that_are_sent(lengths: list[int], pauses: bool, window: int, fra
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 255), st.integers(0, 5), st.binary(max_size=40))), sizes)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_whatever_comes_it_is_an_error_of_the_protocol_or_none(
     said: list[tuple[int, int, int, bytes]], portions: list[int]
 ) -> None:
@@ -171,7 +171,7 @@ def test_whatever_comes_it_is_an_error_of_the_protocol_or_none(
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_headers_of_any_bytes(block: bytes) -> None:
     async def scenario() -> None:
         ours = End()

@@ -327,15 +327,16 @@ NOT_REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("headers", NOT_REQUESTS.values(), ids=NOT_REQUESTS)
-async def test_a_request_that_is_none(headers: list[tuple[bytes, bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served(monkeypatch) as service, await service.connect() as caller:
-        for number, said in ((1, headers), (3, GET)):
-            caller.say(pack(frames.HEADERS, WHOLE | frames.END_STREAM, number, block(said)))
-            caller.forget(number)
-        assert await caller.reset_of(1) == Code.PROTOCOL_ERROR
-        assert caller.of(ResponseReceived, 1) == []
-        assert b"ok" in await caller.body(3)
+async def test_requests_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(monkeypatch) as service:
+        for name, headers in NOT_REQUESTS.items():
+            async with await service.connect() as caller:
+                for number, said in ((1, headers), (3, GET)):
+                    caller.say(pack(frames.HEADERS, WHOLE | frames.END_STREAM, number, block(said)))
+                    caller.forget(number)
+                assert await caller.reset_of(1) == Code.PROTOCOL_ERROR, name
+                assert caller.of(ResponseReceived, 1) == [], name
+                assert b"ok" in await caller.body(3), name
 
 
 @pytest.mark.parametrize("number", [2, 0, 100])
