@@ -9,6 +9,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 import httpx
 
@@ -80,6 +81,7 @@ class Http2Transport(httpx.AsyncBaseTransport):
         """Close all connections."""
         for origin in self._origins.values():
             origin.close()
+        await asyncio.sleep(0)  # asyncio closes what was aborted in the loop's next turn, which may be its last
 
 
 class _Answer(httpx.AsyncByteStream):
@@ -116,6 +118,7 @@ class _Origin:
         self._files = WatchedFiles(tls.paths)
         self._context: ssl.SSLContext | None = None
         self._connection: ClientConnection | None = None
+        self._connections: WeakSet[ClientConnection] = WeakSet()  # those that were replaced, too
         self._lock = asyncio.Lock()
 
     async def connect(self) -> ClientConnection:
@@ -134,12 +137,13 @@ class _Origin:
                 transport.abort()
                 raise ConnectionError("the server does not speak HTTP/2")
             self._connection = connection
+            self._connections.add(connection)
             return connection
 
     def close(self) -> None:
-        """End the connection and what is under way."""
-        if self._connection is not None:
-            self._connection.close()
+        """End all connections and what is under way."""
+        for connection in [*self._connections]:
+            connection.close()
 
     def _usable(self) -> ClientConnection | None:
         connection = self._connection
