@@ -18,6 +18,7 @@ from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import PushAnswer
 from ps_protocol.routes import BARRIER, BARRIER_HEADER, SEND
+from trainer_client.buckets import Payload
 from trainer_client.pserver_client import PserverClient
 
 from .diary import Diary
@@ -40,13 +41,13 @@ class Tricks:
         """From now on."""
         tricks = self
 
-        async def push(self: PserverClient, round_: int, body: memoryview, *, initial: bool = False) -> PushAnswer:
+        async def push(self: PserverClient, round_: int, body: Payload, *, initial: bool = False) -> PushAnswer:
             if initial:
                 return await _push(self, round_, body, initial=True)
             if tricks._is_due("truncated"):
-                await tricks._send_truncated(self, round_, bytes(body))
+                await tricks._send_truncated(self, round_, b"".join(body))
             if tricks._is_due("late"):
-                late = tricks._send_late(self, self._fence.at_round(round_), bytes(body))
+                late = tricks._send_late(self, self._fence.at_round(round_), b"".join(body))
                 tricks._late.add(task := asyncio.create_task(late))
                 task.add_done_callback(tricks._late.discard)
             if tricks._is_due("twice"):
@@ -89,7 +90,9 @@ class Tricks:
     ) -> int | None:
         headers = {**fence.to_headers(), "content-type": CONTENT_TYPE, **(more or {})}
         try:
-            response = await client._http.send("POST", httpx.URL(client.info.address + path), headers, body=body)
+            response = await client._http.send(
+                "POST", httpx.URL(client.info.address + path), headers, body=(memoryview(body),)
+            )
         except httpx.TransportError:
             return None  # the pserver has just died, or its answer was lost
         if response.status_code >= 500 and response.status_code != 503:

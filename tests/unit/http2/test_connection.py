@@ -30,6 +30,13 @@ from ps_http2.frames import Code
 
 from .support import ANSWER, REQUEST, End, Peer, call, error_of, feed, parse, serve
 
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a frame takes several writes."""
+    monkeypatch.setattr(connection_module, "PIECE_BYTES", 256 * 1024)
+
+
 SETTINGS = frames.pack_settings({})
 PATTERN = bytes(range(251)) * 5000  # 1.2 MB in which no two places look alike for long
 

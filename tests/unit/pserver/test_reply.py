@@ -28,10 +28,6 @@ async def read(reply: Reply, until: asyncio.Event, log: list[str]) -> None:
             raise
 
 
-async def test_its_length() -> None:
-    assert make_reply().num_bytes == 10
-
-
 async def test_nobody_reads_it() -> None:
     reply = make_reply()
     async with asyncio.timeout(0.05):

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from ps_http2 import frames
 from ps_http2.connection import MAX_USELESS_FRAMES
 from ps_http2.frames import PREFACE, Code, pack, pack_number, pack_settings
-from services.runtime import guarded_protocol, http2_requests, http2_server, problems
+from services.runtime import guarded_protocol, http2_server, problems
 from services.runtime.app import add_raw_route
 from services.runtime.http2_server import MAX_RESETS, MAX_STREAMS, ServerConnection
 from services.runtime.limits import RequestLimits
@@ -237,7 +237,7 @@ async def test_an_application_hears_that_its_client_has_gone(
 @pytest.mark.parametrize("says_length", [True, False])
 @pytest.mark.parametrize("parts", [[b"1234567890"], [b"123", b"", b"4567890"], [b"123"], [b""]])
 async def test_a_body_into_memory(parts: list[bytes], says_length: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2_requests, "LAND_SECONDS", 0.02)
+    monkeypatch.setattr(http2_server, "LAND_SECONDS", 0.02)
     async with served(monkeypatch) as service, await service.connect() as caller:
         length = [(b"content-length", b"%d" % sum(map(len, parts)))] if says_length else []
         number = caller.ask(post(b"/upload", *length), end_stream=False)
@@ -277,7 +277,7 @@ async def test_a_body_that_is_not_as_long_as_it_says(length: int, sent: int, mon
 
 
 async def test_a_slow_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2_requests, "LAND_SECONDS", 0.02)
+    monkeypatch.setattr(http2_server, "LAND_SECONDS", 0.02)
     limits = RequestLimits(body_timeout_seconds=0.2)
     async with served(monkeypatch, limits) as service, await service.connect() as caller:
         number = caller.ask(post(b"/upload"), end_stream=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -32,15 +32,17 @@ def decode(kind: str, found: list[Tensor], num_elements: int) -> Tensor:
     return torch.zeros(num_elements).index_put((indices.long(),), values)
 
 
+@settings(deadline=None)  # the first call of a kernel takes its time
 @given(kind=st.sampled_from(["int8", "topk"]), size=SIZES, seed=st.integers(0, 99), exponent=st.integers(-20, 20))
 def test_what_is_pushed_and_what_is_kept_are_the_gradient(kind: str, size: int, seed: int, exponent: int) -> None:
     gradient = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
     error = gradient.flip(0) / 8
     before = error.clone()
     pushed = decode(kind, encode(kind, gradient, error), size)
-    torch.testing.assert_close(pushed + error, gradient + before, rtol=1e-6, atol=2.0 ** (exponent - 20))
+    torch.testing.assert_close(pushed + error, gradient + before, rtol=1e-6, atol=2.0 ** (exponent - 18))
 
 
+@settings(deadline=None)
 @given(size=SIZES, seed=st.integers(0, 99))
 def test_quantised_elements_are_within_half_a_step(size: int, seed: int) -> None:
     gradient = torch.randn(size, generator=torch.Generator().manual_seed(seed))

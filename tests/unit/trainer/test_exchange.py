@@ -84,7 +84,7 @@ async def test_the_refused_request_is_given_up(tmp_path: Path) -> None:
     service = Service(OLD)
     async with exchanging(tmp_path / "train", service) as (exchange, url):
         body = bytearray(200_000)
-        response = await asyncio.wait_for(exchange.send("POST", url, {}, body=memoryview(body)), 5)
+        response = await asyncio.wait_for(exchange.send("POST", url, {}, body=(memoryview(body),)), 5)
         assert response.content == b"fine"
         body[:] = b"x" * len(body)
         talker = service.talker

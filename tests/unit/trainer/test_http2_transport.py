@@ -118,7 +118,7 @@ async def test_bodies_both_ways(num_bytes: int, client: httpx.AsyncClient) -> No
 
     sink = Collector(num_bytes)
     async with serving(echo) as address:
-        lent = {BODY_EXTENSION: memoryview(body), SINK_EXTENSION: sink}
+        lent = {BODY_EXTENSION: (memoryview(body),), SINK_EXTENSION: sink}
         response = await asyncio.wait_for(client.post(address, extensions=lent), 10)
     assert response.content == b""
     assert sink.body == body
@@ -162,7 +162,7 @@ async def test_an_answer_before_the_body_is_sent(client: httpx.AsyncClient) -> N
 
     async with serving(serve) as address:
         body = bytearray(10_000_000)
-        response = await asyncio.wait_for(client.post(address, extensions={BODY_EXTENSION: memoryview(body)}), 5)
+        response = await asyncio.wait_for(client.post(address, extensions={BODY_EXTENSION: (memoryview(body),)}), 5)
         assert (response.status_code, response.content) == (413, b"too much")
 
 
@@ -364,7 +364,7 @@ async def test_a_request_that_is_cancelled_gives_everything_back(is_answered: bo
 
     async with serving(serve) as address:
         body, sink = bytearray(10_000_000), Collector(100)
-        lent = {BODY_EXTENSION: memoryview(body), SINK_EXTENSION: sink}
+        lent = {BODY_EXTENSION: (memoryview(body),), SINK_EXTENSION: sink}
         asking = asyncio.create_task(client.post(address, extensions=lent))
         await begun.wait()
         await asyncio.sleep(0.05)
@@ -448,7 +448,7 @@ async def test_tls(authority: Authority) -> None:
         serving(answering(), tls=secure(files, "h2")) as address,
     ):
         body = memoryview(bytes(1_000_000))
-        assert (await client.post(address, extensions={BODY_EXTENSION: body})).content == b"fine"
+        assert (await client.post(address, extensions={BODY_EXTENSION: (body,)})).content == b"fine"
     async with (
         httpx.AsyncClient(transport=Http2Transport()) as client,
         serving(answering(), tls=secure(files)) as address,
@@ -520,7 +520,7 @@ async def test_large_bodies_over_tls(authority: Authority) -> None:
         running(app, server="uvicorn", tls_cert=files.cert, tls_key=files.key) as service,
         httpx.AsyncClient(transport=Http2Transport(TlsFiles(files.ca))) as client,
     ):
-        lent = {BODY_EXTENSION: memoryview(body), SINK_EXTENSION: sink}
+        lent = {BODY_EXTENSION: (memoryview(body),), SINK_EXTENSION: sink}
         response = await asyncio.wait_for(client.post(f"{service.address}/echo", extensions=lent), 10)
     assert response.status_code == 200
     assert bytes(sink.memory) == body
@@ -531,7 +531,7 @@ async def test_our_own_servers(server: str, client: httpx.AsyncClient) -> None:
     async with running(Sample().make_app(), server=server) as service:
         for num_bytes in (0, 5, 10_000_000):
             body = memoryview(bytes(num_bytes))
-            response = await client.post(f"{service.address}/raw/fine", extensions={BODY_EXTENSION: body})
+            response = await client.post(f"{service.address}/raw/fine", extensions={BODY_EXTENSION: (body,)})
             assert response.text == f"{num_bytes} HTTP/2\n"
         with pytest.raises(httpx.ReadError):
             await client.post(f"{service.address}/raw/cut")

@@ -147,7 +147,7 @@ async def push_to_one_that_forgets(*, dies: bool) -> int:
             INFO, FENCE, lambda _: http, TrainerMetrics(), news,
             retry_seconds=60, deadline_seconds=60, max_delay=0,
         )  # fmt: skip
-        await client.push(1, memoryview(b"frame"))
+        await client.push(1, (memoryview(b"frame"),))
         await client.barrier(1, "batch")
     return pushes
 
@@ -183,7 +183,7 @@ async def test_everything_that_may_not_have_been_pulled_is_kept() -> None:
             retry_seconds=60, deadline_seconds=60, max_delay=12,
         )  # fmt: skip
         for round_ in range(1, 30):
-            await client.push(round_, memoryview(b"frame"))
+            await client.push(round_, (memoryview(b"frame"),))
         assert set(client._kept) >= set(range(17, 30))  # 1 + max_delay of them
         assert len(client._kept) < 20
 

@@ -17,7 +17,7 @@ from trainer_client.transport import make_bulk_client, make_control_client
 from ..protocol.test_certificates import Authority
 from ..runtime.support import Running, Sample, running
 
-BODY = {BODY_EXTENSION: memoryview(b"12345")}
+BODY = {BODY_EXTENSION: (memoryview(b"12345"),)}
 
 
 def serve(server: str, authority: Authority) -> AbstractAsyncContextManager[Running]:
