@@ -40,6 +40,9 @@ class Case:
     quick_peers: tuple[str, ...] | None = None  # with --quick, where variants that do the same work are left out
 
 
+BFLOAT16 = {"push_type": "bfloat16", "pull_type": "bfloat16"}
+
+
 def _scaled(num_trainers: int, num_servers: int) -> Variant:
     return Variant(Work((5 * MILLION // 2,), num_trainers=num_trainers, num_servers=num_servers))
 
@@ -52,6 +55,11 @@ CASES = (
     Case(
         "sync_100mb_fp32", "25 M parameters in one tensor, SGD",
         Variant(WORK_100MB), num_rounds=5, peers=ALL, quick_peers=ALL,
+    ),
+    Case(
+        "sync_100mb_bf16", "the same in bfloat16 on the wire, both ways",
+        Variant(WORK_100MB, BFLOAT16), num_rounds=5, peers=(GLOO,),
+        variants={"sync_100mb_fp32": Variant(WORK_100MB)}, quick_peers=(GLOO,),
     ),
     Case(
         "resnet50", f"the {len(RESNET50)} tensors of ResNet-50, {sum(RESNET50) / MILLION:.1f} M parameters, SGD",
@@ -90,6 +98,15 @@ CASES = (
             "http1": Variant(WORK_100MB, {"http2": False}),
             "granian": Variant(WORK_100MB, {"server": "granian"}),
             "granian_http1": Variant(WORK_100MB, {"server": "granian", "http2": False}),
+        },
+    ),
+    Case(
+        "wire_types", "25 M parameters in one tensor, SGD, as they are, beside fewer bytes",
+        Variant(WORK_100MB), num_rounds=5,
+        variants={
+            "bfloat16": Variant(WORK_100MB, BFLOAT16),
+            "int8_push": Variant(WORK_100MB, {"push_type": "int8"}),
+            "topk_push": Variant(Work((25 * MILLION,), is_exact=False), {"push_type": "topk"}),
         },
     ),
     Case(

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.stats import bootstrap
 
 from ..report import HERE, PACKAGES, make_head
-from .cases import RAW, RAY, RPC_TCP, Case
+from .cases import GLOO, RAW, RAY, RPC_TCP, Case
 from .contestant import SERVER, TRAINER, Repetition
 from .systems import OURS
 from .work import Work
@@ -140,6 +140,7 @@ TARGETS = (
     Target("sync_100mb_fp32", RPC_TCP, 0.75, 0.6),
     Target("sync_100mb_fp32", RAW, 1.7, 1.4),
     Target("sync_100mb_fp32", RAY, 0.5),
+    Target("sync_100mb_bf16", GLOO, 1.0, 0.8),
     Target("resnet50", "sync_100mb_fp32", 1.15, 1.05),
     Target("tiny", RPC_TCP, 1.0, 0.5),
     Target("sync_100mb_adam", "sync_100mb_fp32", 1.15),

@@ -49,11 +49,14 @@ class SparsePart:
     """Some elements, at increasing indices; the others are 0."""
 
     def __init__(self, values: Tensor, indices: Tensor, num_elements: int) -> None:
-        """Raises MalformedFrame unless the indices increase and lie within the block."""
-        is_sorted = bool((indices[1:] > indices[:-1]).all())
-        if not is_sorted or not 0 <= int(indices[0]) <= int(indices[-1]) < num_elements:
-            raise MalformedFrame("the indices of a sparse block have to increase, from 0 to below its size")
         self._values, self._indices, self._num_elements = values, indices, num_elements
+
+    def check(self) -> None:
+        """Raise MalformedFrame unless the indices increase and lie within the block."""
+        indices = self._indices
+        is_sorted = bool((indices[1:] > indices[:-1]).all())
+        if not is_sorted or not 0 <= int(indices[0]) <= int(indices[-1]) < self._num_elements:
+            raise MalformedFrame("the indices of a sparse block have to increase, from 0 to below its size")
 
     @property
     def shape(self) -> torch.Size:

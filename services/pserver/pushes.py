@@ -61,9 +61,7 @@ def _read_block(
         if entry.shape != shape:
             raise WrongShape(f"block {name!r}", expected=list(shape), actual=list(entry.shape))
         found.append(entry)
-    block = StagedBlock(body, tuple(found), num_elements)
-    block.part()  # raises what is wrong with its indices
-    return block
+    return StagedBlock(body, tuple(found), num_elements)
 
 
 def read_buffers(body: Body, specs: Mapping[str, BufferSpec]) -> list[TensorEntry]:

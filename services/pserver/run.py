@@ -44,7 +44,7 @@ from .metrics import PserverMetrics
 from .pushes import read_buffers, read_initial_blocks
 from .reply import Reply
 from .shard import Shard
-from .tensors import StagedBlock, find_nonfinite
+from .tensors import StagedBlock, check_blocks, find_nonfinite
 
 log = get_logger()
 
@@ -268,8 +268,10 @@ class PserverRun(ABC):
     async def check_finite(self, fence: Fence, blocks: Mapping[str, StagedBlock]) -> bool:
         """Whether the blocks hold neither NaN nor infinity; under `allow` nobody looks. Counts and logs what does.
 
-        Raises NonFiniteGradient under `reject`.
+        Raises NonFiniteGradient under `reject`, and MalformedFrame for indices that are none.
         """
+        if self.plan.wire.push == "topk":
+            await self._compute.run(check_blocks, blocks)
         if self.install.nonfinite == "allow" or not blocks:
             return True
         culprit = await self._compute.run(find_nonfinite, blocks)

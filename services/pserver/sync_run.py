@@ -212,6 +212,8 @@ class SyncRun(PserverRun):
 
     async def _call_reply_back(self) -> None:
         """All members have read it, since their fetch barriers are in; but its values are about to change."""
+        if self.rounds.max_delay:  # it is a copy, which may still be read
+            return
         reply, self._reply = self._reply, None
         if reply is not None:
             await reply.call_back()

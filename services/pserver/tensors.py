@@ -43,7 +43,7 @@ class StagedBlock:
         return self.part()[:]
 
     def part(self) -> Part:
-        """The same for who wants ranges of it, and decoded only then. Raises MalformedFrame."""
+        """The same for who wants ranges of it, and decoded only then."""
         first, *rest = (self._view(entry) for entry in self.entries)
         if not rest:
             return first
@@ -52,6 +52,12 @@ class StagedBlock:
             if first.dtype == torch.int8
             else SparsePart(first, rest[0], self.num_elements)
         )
+
+    def check(self) -> None:
+        """Raise MalformedFrame for indices that are none."""
+        part = self.part()
+        if isinstance(part, SparsePart):
+            part.check()
 
     def is_finite(self) -> bool:
         """Whether there is neither NaN nor infinity in it."""
@@ -83,6 +89,12 @@ def digest_contribution(
         digest.update(name.encode())
         for view in block.bytes():
             digest.update(view)
+
+
+def check_blocks(blocks: Mapping[str, StagedBlock]) -> None:
+    """Raise MalformedFrame for what can be seen only in the data."""
+    for block in blocks.values():
+        block.check()
 
 
 def find_nonfinite(blocks: Mapping[str, StagedBlock]) -> str | None:

@@ -108,7 +108,7 @@ def test_the_fence_is_required(pserver: Document) -> None:
         assert headers == dict.fromkeys(HEADERS, True) | more.get(path, {})
 
 
-OPTIONAL_ON_A_GET = (routes.BARRIER_HEADER, routes.VERDICT_HEADER, routes.WAIT_HEADER)
+OPTIONAL_ON_A_GET = (routes.BARRIER_HEADER, routes.VERDICT_HEADER, routes.HAVE_HEADER, routes.WAIT_HEADER)
 
 
 @pytest.mark.parametrize("path", [routes.SEND, routes.INITIAL])

@@ -39,6 +39,7 @@ def test_the_headers_are_those_of_the_fence_in_order() -> None:
     assert [codes(row["header"]) for row in others] == [
         [routes.BARRIER_HEADER],
         [routes.VERDICT_HEADER],
+        [routes.HAVE_HEADER],
         [routes.WAIT_HEADER],
     ]
 

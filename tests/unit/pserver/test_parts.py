@@ -18,6 +18,7 @@ from services.pserver.bodies import Body, BufferPool
 from services.pserver.layout import ShardLayout
 from services.pserver.parts import Part, QuantisedPart, SparsePart
 from services.pserver.pushes import read_blocks
+from services.pserver.tensors import check_blocks
 
 SIZE = 5 * GROUP + 7
 
@@ -54,7 +55,9 @@ def receive(push: str, tensors: dict[str, torch.Tensor], size: int = 1000) -> di
     body = Body(BufferPool(), len(data))
     body.buffer[:] = data
     body.frame = parse_frame(body.buffer, DEFAULT_LIMITS)
-    return {name: block.tensor() for name, block in read_blocks(body, layout).items()}
+    blocks = read_blocks(body, layout)
+    check_blocks(blocks)
+    return {name: block.tensor() for name, block in blocks.items()}
 
 
 def test_each_type_is_read_as_what_it_stands_for() -> None:
