@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
+from .conftest import Carrier
 from .parity_model import run_trainers
 
 pytestmark = pytest.mark.cluster
@@ -25,8 +26,8 @@ def max_delay(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module")
-def cluster(max_delay: int, server: str) -> Iterator[LocalCluster]:
-    with LocalCluster(pservers=2, trainers=2, server=server, max_delay=max_delay) as cluster:
+def cluster(max_delay: int, carrier: Carrier) -> Iterator[LocalCluster]:
+    with LocalCluster(pservers=2, trainers=2, **carrier, max_delay=max_delay) as cluster:
         yield cluster
 
 

@@ -14,6 +14,7 @@ from trainer_client.encoding import encode_gradient
 from trainer_client.tensors import TORCH_DTYPES
 from trainer_client.testing import LocalCluster
 
+from .conftest import Carrier
 from .parity_model import STEPS, assert_identical, make_optimizer, make_parameters, run_trainers, set_gradients
 
 pytestmark = pytest.mark.cluster
@@ -23,8 +24,8 @@ OPTIMIZER = "Adam"
 
 
 @pytest.fixture(scope="module")
-def cluster(server: str) -> Iterator[LocalCluster]:
-    with LocalCluster(pservers=2, trainers=2, server=server) as cluster:
+def cluster(carrier: Carrier) -> Iterator[LocalCluster]:
+    with LocalCluster(pservers=2, trainers=2, **carrier) as cluster:
         yield cluster
 
 
