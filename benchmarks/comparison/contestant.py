@@ -38,8 +38,12 @@ class Repetition:
 class Contestant:
     """One system, and a connection to each of its trainers."""
 
-    def __init__(self, name: str, work: Work, processes: Callable[[], list[psutil.Process]]) -> None:
+    def __init__(
+        self, name: str, work: Work, processes: Callable[[], list[psutil.Process]], *, spins: bool = False
+    ) -> None:
+        """`spins` says that its processes do not sleep while they wait: then they are stopped meanwhile."""
         self.name = name
+        self._spins = spins
         self.work = work
         self._processes = processes
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -70,19 +74,33 @@ class Contestant:
             self._lines.append(connection.makefile("rw"))
         for lines in self._lines:
             self._read(lines)
+        self._rest()
+
+    def _rest(self) -> None:
+        if self._spins:
+            for process in self._processes():
+                process.suspend()
+
+    def _wake(self) -> None:
+        if self._spins:
+            for process in self._processes():
+                process.resume()
 
     def take(self, num_rounds: int) -> Repetition:
         """Let it take so many rounds while all others wait. Raises RuntimeError if one of its processes fails."""
+        self._wake()
         cpu, wire = self._cpu_seconds(), _loopback_bytes()
         for lines in self._lines:
             print(num_rounds, file=lines, flush=True)
         answers = [self._read(lines) for lines in self._lines]
         spent = {role: seconds - cpu.get(role, 0.0) for role, seconds in self._cpu_seconds().items()}
+        wire = _loopback_bytes() - wire
+        self._rest()
         [of_first] = [answer["seconds"] for answer in answers if answer["rank"] == 0]
         return Repetition(
             seconds=statistics.median(of_first),
             cpu_seconds={role: seconds / num_rounds for role, seconds in spent.items()},
-            wire_bytes=(_loopback_bytes() - wire) / num_rounds,
+            wire_bytes=wire / num_rounds,
         )
 
     def peak_bytes(self) -> dict[str, int]:
@@ -104,6 +122,7 @@ class Contestant:
 
     def close(self) -> None:
         """Let its trainers end."""
+        self._wake()
         for end in (*self._lines, *self._connections, self._listener):
             end.close()
 

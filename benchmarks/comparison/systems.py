@@ -60,7 +60,9 @@ def start_ours(variant: Variant, name: str = OURS) -> Iterator[Contestant]:
 
 
 @contextmanager
-def start_peer(work: Work, name: str, module: str, *roles: str, transport: str = "") -> Iterator[Contestant]:
+def start_peer(
+    work: Work, name: str, module: str, *roles: str, transport: str = "", spins: bool = False
+) -> Iterator[Contestant]:
     """The program of a peer: `roles` says once for each kind of process that it starts."""
     with ExitStack() as stack:
         output = stack.enter_context(tempfile.TemporaryFile("w+"))
@@ -70,7 +72,7 @@ def start_peer(work: Work, name: str, module: str, *roles: str, transport: str =
             own = [psutil.Process(process.pid) for process in started]
             return own + [child for process in own for child in process.children(recursive=True)]
 
-        contestant = Contestant(name, work, processes)
+        contestant = Contestant(name, work, processes, spins=spins)
         stack.callback(_end, started)
         stack.callback(contestant.close)
         env = {**os.environ, CONTROL: str(contestant.port), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -98,7 +100,8 @@ def start_peer(work: Work, name: str, module: str, *roles: str, transport: str =
 PEERS: dict[str, Start] = {
     "raw_sockets": lambda work: start_peer(work, "raw_sockets", "raw_sockets", "server", "trainer"),
     "torch_rpc_tcp": lambda work: start_peer(work, "torch_rpc_tcp", "torch_rpc", "server", "trainer", transport="tcp"),
-    "torch_rpc": lambda work: start_peer(work, "torch_rpc", "torch_rpc", "server", "trainer"),
+    # Its shared memory is looked at by a thread that never sleeps, one in each process.
+    "torch_rpc": lambda work: start_peer(work, "torch_rpc", "torch_rpc", "server", "trainer", spins=True),
     "gloo": lambda work: start_peer(work, "gloo", "gloo", "trainer"),
     "ray": lambda work: start_peer(work, "ray", "ray_actors", "all"),
 }
