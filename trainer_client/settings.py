@@ -92,7 +92,7 @@ class TrainerSettings(BaseSettings):
     outer_momentum: float = Field(default=0.0, ge=0, description="local steps: the momentum of that SGD")
     outer_nesterov: bool = Field(default=False, description="local steps: whether that is Nesterov's")
     bucket_bytes: int = Field(
-        default=4 * 1024 * 1024,
+        default=32 * 1024 * 1024,
         ge=1,
         description="about how many bytes of blocks travel in one request; a block is never cut",
     )
