@@ -24,7 +24,7 @@ ENDED = {
     "rapid_reset": "GOAWAY ENHANCE_YOUR_CALM",
     "continuation_flood": "GOAWAY ENHANCE_YOUR_CALM",
     "empty_frames": "GOAWAY ENHANCE_YOUR_CALM",
-    "made_you_reset": "GOAWAY PROTOCOL_ERROR",
+    "made_you_reset": "GOAWAY PROTOCOL_ERROR|GOAWAY ENHANCE_YOUR_CALM",
     "data_after_end": "GOAWAY PROTOCOL_ERROR|RST_STREAM STREAM_CLOSED",
     "zero_window": "connection closed",
     "silent_connections": "connection closed",
