@@ -318,7 +318,7 @@ def test_a_step_that_could_not_begin_or_is_refused_holds_nobody_up(
         assert run_trainers(address, [train]) == [-5.0]
 
 
-def interrupted(*_: object) -> None:
+def interrupted(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
