@@ -46,6 +46,28 @@ class WatchedFiles:
         return [_stamp(path) for path in self._paths]
 
 
+class _SaysWhyNot(ssl.SSLObject):
+    """Lets who is refused know why: asyncio drops a handshake that fails before its alert has been sent.
+
+    So the error is held back once. The connection ends with what the other end does next (it has the alert, and closes
+    the connection or has sent more already), or by asyncio's time-out of handshakes.
+    """
+
+    _refused: ssl.SSLError | None = None
+
+    def do_handshake(self) -> None:
+        """See ssl.SSLObject."""
+        if self._refused is not None:
+            raise self._refused
+        try:
+            super().do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise
+        except ssl.SSLError as error:
+            self._refused = error
+            raise ssl.SSLWantReadError(ssl.SSL_ERROR_WANT_READ, str(error)) from error
+
+
 class FreshContext(ssl.SSLContext):
     """A context whose every new connection uses the files as they are then; those that exist keep what they have.
 
@@ -109,6 +131,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     def build() -> ssl.SSLContext:
         assert files.cert is not None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.sslobject_class = _SaysWhyNot
         context.load_cert_chain(files.cert, files.key)
         if files.ca is not None:
             context.load_verify_locations(cafile=str(files.ca))

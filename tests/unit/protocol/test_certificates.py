@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import ssl
 import threading
@@ -117,6 +118,34 @@ def test_both_sides_show_a_certificate(authority: Authority, mutual: Greeter) ->
         context = client_context(TlsFiles(authority.ca, stranger.cert, stranger.key))
         with pytest.raises(OSError):
             assert mutual.ask(context)[1], "it was let in"
+
+
+@pytest.mark.asyncio
+async def test_who_is_refused_learns_why(authority: Authority) -> None:
+    loop = asyncio.get_running_loop()
+    context = server_context(authority.issue("service"))
+    async with await loop.create_server(asyncio.Protocol, "127.0.0.1", 0, ssl=context) as server:
+        port = server.sockets[0].getsockname()[1]
+        without = client_context(TlsFiles(authority.ca))
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=without)
+        writer.write(b"x" * 100_000)  # right behind the handshake, as a request is
+        with pytest.raises(ssl.SSLError, match="certificate required"):
+            await reader.read()
+        writer.close()
+
+
+@pytest.mark.asyncio
+async def test_who_goes_on_after_the_refusal_is_cut_off(authority: Authority) -> None:
+    loop = asyncio.get_running_loop()
+    context = server_context(authority.issue("service"))
+    async with await loop.create_server(asyncio.Protocol, "127.0.0.1", 0, ssl=context) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.sockets[0].getsockname()[1])
+        writer.write(b"\x16\x03\x01\x00\x05hello")  # a record of a handshake, but no hello
+        assert await reader.read(1) == b"\x15"  # an alert
+        writer.write(b"x")
+        async with asyncio.timeout(10):
+            await reader.read()
+        writer.close()
 
 
 def test_new_connections_use_the_new_certificates(authority: Authority, mutual: Greeter) -> None:
