@@ -33,8 +33,6 @@ import torch
 from trainer_client import RemoteOptimizer, connect
 import gradpost.main, gradpost.status
 
-from .conftest import Carrier
-
 session = connect()
 model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
 optimizer = RemoteOptimizer(torch.optim.AdamW(model.named_parameters(), lr=0.1), model=model)
