@@ -1,8 +1,8 @@
 """One end of an HTTP/2 connection (RFC 9113): frames in and out, windows, settings, and the end.
 
-    socket ──► head of a frame ──► DATA: straight into `stream.sink` (`get_buffer` hands its memory to the kernel)
-                              └──► others: whole, then `_on_...`
-    stream.outgoing ──► `pump`: control frames first, then DATA of the oldest stream that may send, a frame at a time
+    socket ──► FrameReader ──► DATA: straight into `stream.sink` (`get_buffer` hands its memory to the kernel)
+                          └──► others: whole, then `..._received`
+    stream.outgoing ──► `pump` ──► FrameWriter ──► socket
 
 Everything happens on the event loop, in callbacks that wait for nothing.
 """
@@ -10,7 +10,6 @@ Everything happens on the event loop, in callbacks that wait for nothing.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -18,20 +17,15 @@ from hpack import Decoder, Encoder, HPACKError
 
 from . import frames
 from .frames import Code, ViolationError
-from .stream import Headers, Sink, Stream, StreamResetError
+from .reader import MAX_FRAME_BYTES, MAX_HEADER_BYTES, FrameReader
+from .stream import Headers, Stream, StreamResetError
+from .writer import FrameWriter
 
-PIECE_BYTES = 1024 * 1024  # of a body, for one write: what the kernel does not take of it is copied
-KEEPS_VIEWS = sys.version_info >= (3, 12)  # what the kernel does not take of it is not copied, but looked at again
-SMALL_BYTES = 16 * 1024  # what is rather copied than given a system call of its own
-CONTROL_BUFFER_BYTES = 16 * 1024 + frames.HEAD_BYTES  # a large frame goes past it
-MAX_HEADER_BYTES = 64 * 1024  # of one message, encoded and decoded
-MAX_CONTINUATIONS = 16
 MAX_UNSENT_CONTROL_BYTES = 256 * 1024  # of answers to somebody who does not read them
 MAX_USELESS_FRAMES = 10_000  # in a row, between two that bring something, or take something of some size
 USEFUL_BYTES = 1024  # which is this
 CLOSE_SECONDS = 5.0  # for the other end to read why the connection is closed
 CONNECTION_WINDOW = 1 << 30  # the streams' windows are what holds the other end back
-MAX_FRAME_BYTES = 1024 * 1024
 
 _CODE_NAMES = {code.value: code.name for code in Code}
 
@@ -47,35 +41,17 @@ class Connection(asyncio.BufferedProtocol):
         self.streams: dict[int, Stream] = {}  # those that are not over
         self.is_closing = False  # no new streams
         self.peer_max_streams = 100
-        self.num_frames = 0  # that have come, DATA apart
         self.received_bytes = 0
-        self.written_bytes = 0
         self.highest_stream = 0  # that the other end has opened, or we have
         self._settings = {frames.INITIAL_WINDOW_SIZE: stream_window, frames.MAX_FRAME_SIZE: MAX_FRAME_BYTES, **settings}
         self._stream_window = stream_window
         self._encoder = Encoder()
         self._decoder = Decoder(max_header_list_size=MAX_HEADER_BYTES)
-        # reading
-        self._control = bytearray(CONTROL_BUFFER_BYTES)
-        self._num_control = 0  # bytes of it that are filled
-        self._payload_left = 0  # of the DATA frame that is being read
-        self._padding_left = 0
-        self._data_stream: Stream | None = None  # whose it is; None if nobody wants it
-        self._ends_stream = False
-        self._lands = False  # whether the kernel was given a sink's memory
-        self._unfinished: tuple[int, int, bytearray, int] | None = None  # stream, flags, header block, continuations
+        self._reader = FrameReader(self)
         self._receive_window = CONNECTION_WINDOW
         self._num_useless = 0
-        # writing
-        self._send_window = frames.DEFAULT_WINDOW
+        self._writer = FrameWriter(self.streams, self._frame_sent)
         self._peer_stream_window = frames.DEFAULT_WINDOW
-        self._peer_frame_bytes = frames.MIN_FRAME_BYTES
-        self._parts: list[bytes] = []  # control frames that wait to be written
-        self._num_queued = 0  # bytes of them
-        self._rest = memoryview(b"")  # of the DATA frame that is being written
-        self._rest_stream: Stream | None = None
-        self._is_last = False  # whether that frame ends its stream
-        self._is_paused = False
         self._transport: asyncio.Transport
 
     def __repr__(self) -> str:
@@ -84,12 +60,26 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def is_in_frame(self) -> bool:
         """Whether a frame, or a header block, has begun and is not whole; a body apart."""
-        return self._unfinished is not None or (self._num_control > 0 and not self._payload_left)
+        return self._reader.is_in_frame
+
+    @property
+    def num_frames(self) -> int:
+        """Frames that have come, DATA apart."""
+        return self._reader.num_frames
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes that the transport was given."""
+        return self._writer.written_bytes
 
     @property
     def is_sending(self) -> bool:
         """Whether there is something that the other end has not taken."""
-        return len(self._rest) > 0 or any(stream.outgoing for stream in self.streams.values())
+        return (
+            self._writer.is_in_frame
+            or self._writer.is_paused
+            or any(stream.outgoing for stream in self.streams.values())
+        )
 
     # ------------------------------------------------------------------ what a child says
 
@@ -114,11 +104,10 @@ class Connection(asyncio.BufferedProtocol):
         """See asyncio."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        # What does not fit into the kernel waits here, not in a copy. With TLS 0 would be a pause without an end.
-        transport.set_write_buffer_limits(high=1, low=0)
+        self._writer.begin(transport)
         # The window of the connection does not count in SETTINGS.
         window = frames.pack_number(frames.WINDOW_UPDATE, 0, CONNECTION_WINDOW - frames.DEFAULT_WINDOW)
-        self._parts.append(self.preface + frames.pack_settings(self._settings) + window)
+        self._writer.queue(self.preface + frames.pack_settings(self._settings) + window)
         self.pump()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -126,27 +115,17 @@ class Connection(asyncio.BufferedProtocol):
         self.is_closing = True
         for stream in [*self.streams.values()]:
             self.lose(stream, StreamResetError(Code.CONNECT_ERROR, f"the connection is lost: {exc or 'closed'}"))
-        self._rest, self._rest_stream = memoryview(b""), None
+        self._writer.end()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """See asyncio."""
-        if self._payload_left and self._data_stream is not None and self._data_stream.sink is not None:
-            room = self._data_stream.sink.room()
-            if len(room) >= min(SMALL_BYTES, self._payload_left):
-                self._lands = True
-                return room[: self._payload_left]
-        self._lands = False
-        return memoryview(self._control)[self._num_control :]
+        return self._reader.buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
         """See asyncio."""
         self.received_bytes += nbytes
         try:
-            if self._lands:
-                self._landed(nbytes)
-            else:
-                self._num_control += nbytes
-                self._parse()
+            self._reader.received(nbytes)
         except ViolationError as violation:
             self.abort(violation.code, str(violation))
             return
@@ -168,102 +147,22 @@ class Connection(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         """See asyncio."""
-        self._is_paused = True
+        self._writer.is_paused = True
 
     def resume_writing(self) -> None:
         """See asyncio."""
-        self._is_paused = False
+        self._writer.is_paused = False
         self.pump()
 
-    # ------------------------------------------------------------------ reading
+    # ------------------------------------------------------------------ reading, see Receiver
 
-    def _landed(self, num_bytes: int) -> None:
-        self._payload_left -= num_bytes
-        stream = self._data_stream
-        if stream is not None and stream.sink is not None:
-            self._into_sink(stream, stream.sink, num_bytes, None)
-        if not self._payload_left:
-            self._data_over()
+    @property
+    def is_over(self) -> bool:
+        """See Receiver."""
+        return self._transport.is_closing()
 
-    def _into_sink(self, stream: Stream, sink: Sink, num_bytes: int, data: memoryview | None) -> None:
-        stream.received_bytes += num_bytes
-        try:
-            if data is None:
-                sink.landed(num_bytes)
-            else:
-                sink.feed(data)
-        except Exception as error:  # whatever it does not like ends this stream alone
-            self._queue(frames.pack_number(frames.RST_STREAM, stream.number, Code.CANCEL))
-            failure = StreamResetError(Code.CANCEL, f"what came could not be used: {error}")
-            failure.__cause__ = error
-            self.lose(stream, failure)
-
-    def _parse(self) -> None:
-        begin, end = 0, self._num_control
-        view = memoryview(self._control)
-        while not self._transport.is_closing():
-            if self._payload_left:
-                count = min(self._payload_left, end - begin)
-                if not count:
-                    break
-                self._payload_left -= count
-                stream = self._data_stream
-                if stream is not None and stream.sink is not None:
-                    self._into_sink(stream, stream.sink, count, view[begin : begin + count])
-                begin += count
-                if not self._payload_left:
-                    self._data_over()
-                continue
-            if self._padding_left:
-                count = min(self._padding_left, end - begin)
-                if not count:
-                    break
-                self._padding_left -= count
-                begin += count
-                continue
-            if end - begin < frames.HEAD_BYTES:
-                break
-            length, kind, flags, number = frames.unpack_head(self._control, begin)
-            if length > MAX_FRAME_BYTES:
-                is_older = self._control.startswith(b"HTTP/1.", begin)
-                raise ViolationError(
-                    Code.FRAME_SIZE_ERROR, "it speaks HTTP/1.1" if is_older else f"a frame of {length} bytes"
-                )
-            if not self.num_frames and kind != frames.SETTINGS:
-                raise ViolationError(Code.PROTOCOL_ERROR, "it does not begin with SETTINGS")
-            if self._unfinished is not None and kind != frames.CONTINUATION:
-                raise ViolationError(Code.PROTOCOL_ERROR, "another frame within a header block")
-            begin += frames.HEAD_BYTES
-            if kind == frames.DATA:
-                if flags & frames.PADDED and length and begin == end:
-                    begin -= frames.HEAD_BYTES  # the length of the padding comes next
-                    break
-                padding = self._control[begin] if flags & frames.PADDED and length else 0
-                begin += bool(flags & frames.PADDED and length)
-                self._data_begun(number, flags, length, padding)
-                continue
-            if length > MAX_HEADER_BYTES:
-                raise ViolationError(Code.ENHANCE_YOUR_CALM, f"{length} bytes of headers or settings")
-            if end - begin < length:
-                begin -= frames.HEAD_BYTES
-                self._make_room(frames.HEAD_BYTES + length)
-                break
-            payload = bytes(view[begin : begin + length])
-            begin += length
-            self.num_frames += 1
-            self._frame_received(kind, flags, number, payload)
-        self._num_control = end - begin
-        self._control[: end - begin] = view[begin:end]
-
-    def _make_room(self, num_bytes: int) -> None:
-        if num_bytes > len(self._control):
-            self._control = self._control + bytearray(num_bytes - len(self._control))
-
-    def _data_begun(self, number: int, flags: int, length: int, padding: int) -> None:
-        is_padded = bool(flags & frames.PADDED)
-        if (is_padded and not length) or padding > length - is_padded:
-            raise ViolationError(Code.PROTOCOL_ERROR, "more padding than payload")
-        payload = length - is_padded - padding
+    def data_begun(self, number: int, flags: int, length: int, payload: int) -> Stream | None:
+        """See Receiver."""
         if not payload and not flags & frames.END_STREAM:
             self.useless()
         self._receive_window -= length
@@ -273,33 +172,45 @@ class Connection(asyncio.BufferedProtocol):
         if stream is None:
             self.check_not_idle(number)
             self.useless()  # of a stream that is over: on its way when that was decided
-        elif stream.is_remote_over:
+            return None
+        if stream.is_remote_over:
             self.violated(stream, Code.STREAM_CLOSED, "data behind the end of a stream")
-            stream = None
-        elif stream.headers is None:
+            return None
+        if stream.headers is None:
             raise ViolationError(Code.PROTOCOL_ERROR, "data before headers")
-        else:
-            stream.receive_window -= length
-            if stream.receive_window < 0:
-                raise ViolationError(Code.FLOW_CONTROL_ERROR, "more bytes than the stream's window")
-            if payload:
-                self._num_useless = 0
-            if stream.expected_bytes is not None and stream.received_bytes + payload > stream.expected_bytes:
-                self.violated(stream, Code.PROTOCOL_ERROR, "the body is longer than its Content-Length")
-                stream = None
-        self._data_stream, self._ends_stream = stream, bool(flags & frames.END_STREAM)
-        self._payload_left, self._padding_left = payload, padding
-        if not payload:
-            self._data_over()
+        stream.receive_window -= length
+        if stream.receive_window < 0:
+            raise ViolationError(Code.FLOW_CONTROL_ERROR, "more bytes than the stream's window")
+        if payload:
+            self._num_useless = 0
+        if stream.expected_bytes is not None and stream.received_bytes + payload > stream.expected_bytes:
+            self.violated(stream, Code.PROTOCOL_ERROR, "the body is longer than its Content-Length")
+            return None
+        return stream
 
-    def _data_over(self) -> None:
-        stream, self._data_stream = self._data_stream, None
+    def data_received(self, stream: Stream, num_bytes: int, data: memoryview | None) -> None:
+        """See Receiver."""
+        assert stream.sink is not None
+        stream.received_bytes += num_bytes
+        try:
+            if data is None:
+                stream.sink.landed(num_bytes)
+            else:
+                stream.sink.feed(data)
+        except Exception as error:  # whatever it does not like ends this stream alone
+            self._queue(frames.pack_number(frames.RST_STREAM, stream.number, Code.CANCEL))
+            failure = StreamResetError(Code.CANCEL, f"what came could not be used: {error}")
+            failure.__cause__ = error
+            self.lose(stream, failure)
+
+    def data_over(self, stream: Stream | None, flags: int) -> None:
+        """See Receiver."""
         if self._receive_window < CONNECTION_WINDOW // 2:
             self._queue(frames.pack_number(frames.WINDOW_UPDATE, 0, CONNECTION_WINDOW - self._receive_window))
             self._receive_window = CONNECTION_WINDOW
         if stream is None or stream.is_over:
             return
-        if self._ends_stream:
+        if flags & frames.END_STREAM:
             self._remote_over(stream)
         elif stream.receive_window < self._stream_window // 2 and stream.sink is not None:
             self.grant(stream, self._stream_window if self.tops_up else len(stream.sink.room()))
@@ -312,12 +223,34 @@ class Connection(asyncio.BufferedProtocol):
         stream.wake()
         self._end_if_over(stream)
 
-    def _frame_received(self, kind: int, flags: int, number: int, payload: bytes) -> None:
-        if kind == frames.HEADERS:
-            self._header_block(number, flags, bytearray(frames.strip(flags, payload)), 0)
-        elif kind == frames.CONTINUATION:
-            self._on_continuation(number, flags, payload)
-        elif kind == frames.WINDOW_UPDATE:
+    def block_received(self, number: int, flags: int, block: bytes) -> None:
+        """See Receiver."""
+        try:
+            headers: Headers = list(self._decoder.decode(block, raw=True))
+        except HPACKError as error:
+            raise ViolationError(Code.COMPRESSION_ERROR, f"headers that cannot be read: {error}") from None
+        is_last = bool(flags & frames.END_STREAM)
+        stream = self.streams.get(number)
+        if stream is None:
+            stream = self.open_stream(number)
+            if stream is None:
+                return
+            self.streams[number] = stream
+            self._num_useless = 0
+        elif stream.is_remote_over:
+            self.violated(stream, Code.STREAM_CLOSED, "headers behind the end of a stream")
+            return
+        elif stream.headers is not None:  # trailers, which nobody here has a use for
+            if not is_last:
+                self.violated(stream, Code.PROTOCOL_ERROR, "trailers that do not end the stream")
+            else:
+                self._remote_over(stream)
+            return
+        self.headers_received(stream, headers) if not is_last else self._last_headers(stream, headers)
+
+    def frame_received(self, kind: int, flags: int, number: int, payload: bytes) -> None:
+        """See Receiver."""
+        if kind == frames.WINDOW_UPDATE:
             self._on_window_update(number, frames.unpack_number(payload))
         elif kind == frames.RST_STREAM:
             self._on_reset(number, frames.unpack_number(payload))
@@ -352,42 +285,6 @@ class Connection(asyncio.BufferedProtocol):
         if number == 0 or number > self.highest_stream:
             raise ViolationError(Code.PROTOCOL_ERROR, f"a frame of stream {number}, which was never opened")
 
-    def _on_continuation(self, number: int, flags: int, payload: bytes) -> None:
-        if self._unfinished is None or self._unfinished[0] != number:
-            raise ViolationError(Code.PROTOCOL_ERROR, "CONTINUATION of nothing")
-        _, begun_flags, block, num_frames = self._unfinished
-        if len(block) + len(payload) > MAX_HEADER_BYTES or num_frames >= MAX_CONTINUATIONS:
-            raise ViolationError(Code.ENHANCE_YOUR_CALM, "headers without an end")
-        self._header_block(number, begun_flags | flags & frames.END_HEADERS, block + payload, num_frames + 1)
-
-    def _header_block(self, number: int, flags: int, block: bytearray, num_frames: int) -> None:
-        if not flags & frames.END_HEADERS:
-            self._unfinished = number, flags, block, num_frames
-            return
-        self._unfinished = None
-        try:
-            headers: Headers = list(self._decoder.decode(bytes(block), raw=True))
-        except HPACKError as error:
-            raise ViolationError(Code.COMPRESSION_ERROR, f"headers that cannot be read: {error}") from None
-        is_last = bool(flags & frames.END_STREAM)
-        stream = self.streams.get(number)
-        if stream is None:
-            stream = self.open_stream(number)
-            if stream is None:
-                return
-            self.streams[number] = stream
-            self._num_useless = 0
-        elif stream.is_remote_over:
-            self.violated(stream, Code.STREAM_CLOSED, "headers behind the end of a stream")
-            return
-        elif stream.headers is not None:  # trailers, which nobody here has a use for
-            if not is_last:
-                self.violated(stream, Code.PROTOCOL_ERROR, "trailers that do not end the stream")
-            else:
-                self._remote_over(stream)
-            return
-        self.headers_received(stream, headers) if not is_last else self._last_headers(stream, headers)
-
     def _last_headers(self, stream: Stream, headers: Headers) -> None:
         stream.is_remote_over = True  # first, since the child looks at it
         self.headers_received(stream, headers)
@@ -401,8 +298,8 @@ class Connection(asyncio.BufferedProtocol):
         if number == 0:
             if not increment:
                 raise ViolationError(Code.PROTOCOL_ERROR, "a window that does not grow")
-            self._send_window += increment
-            if self._send_window > frames.MAX_WINDOW:
+            self._writer.window += increment
+            if self._writer.window > frames.MAX_WINDOW:
                 raise ViolationError(Code.FLOW_CONTROL_ERROR, "the connection's window is too large")
             return
         stream = self.streams.get(number)
@@ -446,7 +343,7 @@ class Connection(asyncio.BufferedProtocol):
                     if stream.send_window > frames.MAX_WINDOW:
                         raise ViolationError(Code.FLOW_CONTROL_ERROR, "a stream's window is too large")
             elif name == frames.MAX_FRAME_SIZE:
-                self._peer_frame_bytes = min(value, MAX_FRAME_BYTES)
+                self._writer.frame_bytes = min(value, MAX_FRAME_BYTES)
             elif name == frames.HEADER_TABLE_SIZE:
                 self._encoder.header_table_size = min(value, 4096)
             elif name == frames.MAX_CONCURRENT_STREAMS:
@@ -473,16 +370,7 @@ class Connection(asyncio.BufferedProtocol):
     def send_headers(self, stream: Stream, headers: Headers, *, is_last: bool = False) -> None:
         """Queue headers; they are written with what comes next, or with `pump`."""
         block = self._encoder.encode(headers)
-        flags = frames.END_STREAM if is_last else 0
-        size = self._peer_frame_bytes
-        if len(block) <= size:
-            self._queue(frames.pack(frames.HEADERS, flags | frames.END_HEADERS, stream.number, block))
-        else:
-            cuts = [block[at : at + size] for at in range(0, len(block), size)]
-            self._queue(frames.pack(frames.HEADERS, flags, stream.number, cuts[0]))
-            for number, cut in enumerate(cuts[1:], 2):
-                last = frames.END_HEADERS if number == len(cuts) else 0
-                self._queue(frames.pack(frames.CONTINUATION, last, stream.number, cut))
+        self._queue(frames.pack_headers(stream.number, block, self._writer.frame_bytes, is_last=is_last))
         if is_last:
             stream.is_local_over = True
             self._end_if_over(stream)
@@ -522,9 +410,7 @@ class Connection(asyncio.BufferedProtocol):
     def abort(self, code: Code, text: str) -> None:
         """End the connection, and say why if that can be said at once."""
         if not self._transport.is_closing():
-            if not len(self._rest):  # else it would be read as a part of that frame
-                self._transport.write(b"".join(self._parts) + self._pack_goaway(code, text))
-            self._parts, self._num_queued = [], 0
+            self._writer.write_last(self._pack_goaway(code, text))
             self._transport.close()
             # Which waits for the other end to take what is written.
             asyncio.get_running_loop().call_later(CLOSE_SECONDS, self._transport.abort)
@@ -535,75 +421,20 @@ class Connection(asyncio.BufferedProtocol):
         return frames.pack_goaway(looked_at, code, text)
 
     def _queue(self, frame: bytes) -> None:
-        self._parts.append(frame)
-        self._num_queued += len(frame)
-        if self._num_queued > MAX_UNSENT_CONTROL_BYTES:
+        self._writer.queue(frame)
+        if self._writer.num_queued > MAX_UNSENT_CONTROL_BYTES:
             self.abort(Code.ENHANCE_YOUR_CALM, "answers that are not read")
 
     def pump(self) -> None:
         """Write what may be written now."""
-        while not self._is_paused and not self._transport.is_closing():
-            if len(self._rest):
-                piece = self._rest[:PIECE_BYTES]
-                self._rest = self._rest[len(piece) :]
-                self._write(bytes(piece) if KEEPS_VIEWS else piece)
-                if not len(self._rest):
-                    stream, self._rest_stream = self._rest_stream, None
-                    if stream is not None:
-                        self._sent(stream)
-                continue
-            stream = self._next_stream()
-            if stream is not None:
-                self._begin_frame(stream)
-            if self._parts:
-                whole, self._parts, self._num_queued = b"".join(self._parts), [], 0
-                self._write(whole)
-            if stream is None:
-                break
+        self._writer.pump()
         if self.is_closing:
             self._close_if_done()
 
-    def _write(self, data: bytes | memoryview) -> None:
-        self.written_bytes += len(data)
-        self._transport.write(data)
-
-    def _next_stream(self) -> Stream | None:
-        for stream in self.streams.values():
-            if stream.outgoing and stream.send_window > 0 and self._send_window > 0:
-                return stream
-            if stream.ends_with_outgoing and not stream.outgoing and not stream.is_local_over:
-                return stream
-        return None
-
-    def _begin_frame(self, stream: Stream) -> None:
-        """Its head goes with the control frames, and a small payload, too."""
-        if stream.outgoing:
-            data = stream.outgoing[0]
-            size = min(len(data), stream.send_window, self._send_window, self._peer_frame_bytes)
-            stream.send_window -= size
-            self._send_window -= size
-            if size >= USEFUL_BYTES:
-                self._num_useless = 0
-            if size == len(data):
-                stream.outgoing.popleft()
-            else:
-                stream.outgoing[0] = data[size:]
-            payload = data[:size]
-        else:
-            payload = memoryview(b"")
-        self._is_last = stream.ends_with_outgoing and not stream.outgoing
-        flags = frames.END_STREAM if self._is_last else 0
-        self._parts.append(frames.pack_head(len(payload), frames.DATA, flags, stream.number))
-        stream.is_being_written = True
-        if len(payload) <= SMALL_BYTES:
-            self._parts.append(bytes(payload))
-            self._sent(stream)
-        else:
-            self._rest, self._rest_stream = payload, stream
-
-    def _sent(self, stream: Stream) -> None:
-        stream.is_being_written = False
-        stream.is_local_over = self._is_last
+    def _frame_sent(self, stream: Stream, num_bytes: int, is_last: bool) -> None:
+        if num_bytes >= USEFUL_BYTES:
+            self._num_useless = 0
+        stream.is_local_over = is_last
         if not stream.outgoing:
             stream.wake()
         self._end_if_over(stream)
@@ -611,16 +442,13 @@ class Connection(asyncio.BufferedProtocol):
     # ------------------------------------------------------------------ ends of streams
 
     def _end_if_over(self, stream: Stream) -> None:
-        if stream.is_over and stream is not self._rest_stream and stream.number in self.streams:
+        if stream.is_over and not stream.is_being_written and stream.number in self.streams:
             self.lose(stream, None)
 
     def lose(self, stream: Stream, error: StreamResetError | None) -> None:
         """Let go of it, and of all memory that it was lent; without an error if it is over."""
-        if self._rest_stream is stream:  # the frame that has been begun goes on, without its owner
-            self._rest, self._rest_stream = memoryview(bytes(self._rest)), None
-            stream.is_being_written = False
-        if self._data_stream is stream:
-            self._data_stream = None
+        self._writer.let_go(stream)
+        self._reader.let_go(stream)
         if error is not None:
             stream.error = stream.error or error
             stream.outgoing.clear()
@@ -632,6 +460,5 @@ class Connection(asyncio.BufferedProtocol):
         self._close_if_done()
 
     def _close_if_done(self) -> None:
-        is_written = not self._parts and not len(self._rest) and not self._is_paused
-        if self.is_closing and not self.streams and is_written:
+        if self.is_closing and not self.streams and self._writer.has_written_all:
             self._transport.close()

@@ -58,19 +58,29 @@ def pack_head(num_bytes: int, kind: int, flags: int, stream: int) -> bytes:
     return _HEAD.pack(num_bytes >> 8, num_bytes & 0xFF, kind, flags, stream)
 
 
-def unpack_head(buffer: bytearray, at: int) -> tuple[int, int, int, int]:
-    """Length of the payload, kind, flags and stream of the frame that begins there.
+def unpack_head(buffer: bytes | memoryview) -> tuple[int, int, int, int]:
+    """Length of the payload, kind, flags and stream of the frame that begins so.
 
-    >>> unpack_head(bytearray(pack_head(1 << 20, DATA, END_STREAM, 5)), 0)
+    >>> unpack_head(pack_head(1 << 20, DATA, END_STREAM, 5))
     (1048576, 0, 1, 5)
     """
-    high, low, kind, flags, stream = _HEAD.unpack_from(buffer, at)
+    high, low, kind, flags, stream = _HEAD.unpack_from(buffer)
     return high << 8 | low, kind, flags, stream & MAX_WINDOW  # the highest bit is reserved
 
 
 def pack(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     """A whole frame."""
     return pack_head(len(payload), kind, flags, stream) + payload
+
+
+def pack_headers(stream: int, block: bytes, max_bytes: int, *, is_last: bool) -> bytes:
+    """HEADERS with an encoded block, and CONTINUATIONs if one frame may not have all of it."""
+    cuts = [block[at : at + max_bytes] for at in range(0, len(block), max_bytes)] or [b""]
+    packed = []
+    for number, cut in enumerate(cuts, 1):
+        kind, flags = (HEADERS, END_STREAM if is_last else 0) if number == 1 else (CONTINUATION, 0)
+        packed.append(pack(kind, flags | (END_HEADERS if number == len(cuts) else 0), stream, cut))
+    return b"".join(packed)
 
 
 def pack_settings(settings: Mapping[int, int]) -> bytes:

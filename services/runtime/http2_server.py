@@ -10,8 +10,9 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from ps_http2 import frames
-from ps_http2.connection import MAX_HEADER_BYTES, Connection
+from ps_http2.connection import Connection
 from ps_http2.frames import Code, ViolationError
+from ps_http2.reader import MAX_HEADER_BYTES
 from ps_http2.stream import Headers, Stream, content_length
 
 from .http2_requests import read_scope, start_request
@@ -156,7 +157,7 @@ class ServerConnection(Connection):
         """Every now and then: cut off who asks for nothing, does not go on, takes nothing, or is not there any more."""
         now, limits = self._loop.time(), self._limits
         elapsed, self._looked_at = now - self._looked_at, now
-        if not (self.is_sending or self._is_paused):
+        if not self.is_sending:
             self._reply.seconds = now
         self._reply.observe(self.written_bytes, now, elapsed)
         if self.received_bytes != self._heard_bytes:

@@ -95,7 +95,7 @@ class Talker:
                     data += part
         at = 0
         while at + frames.HEAD_BYTES + 8 <= len(data):
-            length, kind, _, _ = frames.unpack_head(data, at)
+            length, kind, _, _ = frames.unpack_head(bytes(data[at : at + frames.HEAD_BYTES]))
             if kind == frames.GOAWAY:
                 return Code(int.from_bytes(data[at + 13 : at + 17], "big"))
             at += frames.HEAD_BYTES + length

@@ -14,8 +14,8 @@ from hyperframe.frame import Frame
 
 from ps_http2 import frames
 from ps_http2.connection import Connection
-from ps_http2.frames import PREFACE
-from ps_http2.stream import Headers, Stream, StreamResetError
+from ps_http2.frames import PREFACE, Code
+from ps_http2.stream import Headers, Stream, StreamResetError, content_length
 
 REQUEST = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/"), (b":authority", b"here")]
 ANSWER = [(b":status", b"200")]
@@ -113,8 +113,10 @@ class End(Connection):
 
     def headers_received(self, stream: Stream, headers: Headers) -> None:
         stream.headers = headers
-        lengths = [int(value) for name, value in headers if name == b"content-length"]
-        stream.expected_bytes = lengths[0] if lengths else None
+        try:
+            stream.expected_bytes = content_length(headers)
+        except ValueError as error:
+            self.violated(stream, Code.PROTOCOL_ERROR, str(error))
 
     def stream_reset(self, stream: Stream) -> None:
         self.num_resets += 1

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 from ps_http2 import connection as connection_module
 from ps_http2 import frames
+from ps_http2 import writer as writer_module
 from ps_http2.frames import Code
 
 from .support import ANSWER, REQUEST, End, Peer, call, error_of, feed, parse, serve
@@ -34,7 +35,7 @@ from .support import ANSWER, REQUEST, End, Peer, call, error_of, feed, parse, se
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a frame takes several writes."""
-    monkeypatch.setattr(connection_module, "PIECE_BYTES", 256 * 1024)
+    monkeypatch.setattr(writer_module, "PIECE_BYTES", 256 * 1024)
 
 
 SETTINGS = frames.pack_settings({})
@@ -265,11 +266,11 @@ def test_our_view_of_the_windows_is_theirs() -> None:
     stream.send_headers(ANSWER)
     stream.lend(b"x" * 30_000, is_last=False)
     peer.run()
-    assert peer.h2.remote_flow_control_window(1) == stream.send_window == ours._send_window
+    assert peer.h2.remote_flow_control_window(1) == stream.send_window == ours._writer.window
     peer.h2.increment_flow_control_window(500, 1)
     peer.h2.increment_flow_control_window(700)
     peer.run()
-    assert (stream.send_window, ours._send_window) == (36_035, 36_235)
+    assert (stream.send_window, ours._writer.window) == (36_035, 36_235)
 
 
 def test_a_smaller_window_in_the_middle_and_a_larger_one() -> None:

@@ -10,7 +10,7 @@ import pytest
 from h2.events import DataReceived, StreamEnded, StreamReset
 from h2.settings import SettingCodes
 
-from ps_http2 import connection as connection_module
+from ps_http2 import writer as writer_module
 from ps_http2.frames import Code
 from ps_http2.stream import MIN_GRANT_BYTES, Inbox, Stream, StreamResetError
 
@@ -200,7 +200,7 @@ class KeepingTransport(FakeTransport):
 
 @pytest.mark.parametrize("is_given_up", [False, True])
 async def test_a_transport_that_keeps_views(is_given_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_module, "KEEPS_VIEWS", True)
+    monkeypatch.setattr(writer_module, "KEEPS_VIEWS", True)
     ours = End()
     transport = KeepingTransport()
     transport.protocol = ours
@@ -232,7 +232,7 @@ async def test_a_transport_that_keeps_views(is_given_up: bool, monkeypatch: pyte
 
 
 async def test_which_transports_do() -> None:
-    assert (sys.version_info >= (3, 12)) == connection_module.KEEPS_VIEWS
+    assert (sys.version_info >= (3, 12)) == writer_module.KEEPS_VIEWS
 
 
 async def test_a_client_whose_body_is_lent() -> None:

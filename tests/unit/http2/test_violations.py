@@ -11,8 +11,9 @@ from hyperframe.frame import GoAwayFrame, RstStreamFrame
 
 from ps_http2 import connection as connection_module
 from ps_http2 import frames
-from ps_http2.connection import CONNECTION_WINDOW, MAX_FRAME_BYTES
+from ps_http2.connection import CONNECTION_WINDOW
 from ps_http2.frames import Code, pack, pack_number, pack_settings
+from ps_http2.reader import MAX_FRAME_BYTES
 
 from .support import ANSWER, REQUEST, ClientEnd, End, FakeTransport, feed, parse
 
@@ -171,7 +172,7 @@ async def test_frames_that_are_allowed_although_they_look_strange() -> None:
     trailers = pack(frames.HEADERS, WHOLE | END, 1, BLOCK)
     feed(ours, push_off + unknown + window + priority + HEADERS + late + late + trailers)
     assert not transport.is_closed
-    assert ours._send_window == frames.DEFAULT_WINDOW + 5
+    assert ours._writer.window == frames.DEFAULT_WINDOW + 5
     assert ours.num_resets == 1
 
 
@@ -253,7 +254,7 @@ async def test_answers_that_are_not_read(frame: bytes) -> None:
             break
     assert transport.is_closed
     assert len(transport.written) <= connection_module.MAX_UNSENT_CONTROL_BYTES + 1000
-    assert not ours._parts
+    assert not ours._writer.num_queued
 
 
 async def test_windows_of_the_connection_count_padding_and_streams_that_are_over() -> None:

@@ -464,7 +464,7 @@ async def test_a_client_that_goes_while_it_is_answered(is_abrupt: bool, monkeypa
                 caller.flush()
                 assert await caller.status() == 200
         await until(lambda: service.ended)
-        assert not service.connections[0]._rest
+        assert not service.connections[0]._writer.is_in_frame
 
 
 # ---------------------------------------------------------------------- who asks for too much
@@ -561,7 +561,7 @@ async def test_floods(frame: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
         while not connection._transport.is_closing() and num_sent < 3 * MAX_USELESS_FRAMES:
             caller.say(frame * 500)
             num_sent += 500
-            queued = max(queued, sum(map(len, connection._parts)))
+            queued = max(queued, connection._writer.num_queued)
             await asyncio.sleep(0)
             if num_sent % 5000 == 0:
                 assert await asyncio.wait_for(other.status(), 5) == 200
