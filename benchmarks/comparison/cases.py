@@ -25,6 +25,7 @@ class Variant:
 
     work: Work
     settings: Mapping[str, Any] = field(default_factory=dict)
+    is_secure: bool = False  # over TLS
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ CASES = (
         Variant(WORK_100MB), num_rounds=5,
         variants={
             "http1": Variant(WORK_100MB, {"http2": False}),
+            "tls": Variant(WORK_100MB, is_secure=True),
             "granian": Variant(WORK_100MB, {"server": "granian"}),
             "granian_http1": Variant(WORK_100MB, {"server": "granian", "http2": False}),
         },

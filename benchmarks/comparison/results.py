@@ -108,16 +108,19 @@ class CaseResult:
             "",
             f"{self.case.text}; {self.works[OURS].num_trainers} trainers, {self.works[OURS].num_servers} servers.",
             "",
-            "| | seconds a round | ours / this | CPU-s a GB: servers | trainers | MB on the wire | peak MB: a server "
-            "| a trainer |",
-            "|---|--:|--:|--:|--:|--:|--:|--:|",
+            "| | seconds a round | ours / this | contributions a second | MB a second | CPU-s a GB: servers | trainers "
+            "| MB on the wire | peak MB: a server | a trainer |",
+            "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
         ]
         for name in self.figures:
             wire = statistics.median(done.wire_bytes for done in self.figures[name]) / MEGABYTE
+            seconds, work = self.seconds(name), self.works[name]
             cells = [
                 name,
-                str(self.seconds(name)),
+                str(seconds),
                 "" if name == OURS else str(self.ratio(name)),
+                f"{work.num_trainers / seconds.median:.3g}",
+                f"{work.moved_bytes / MEGABYTE / seconds.median:.0f}",
                 *(f"{self.cpu_seconds_a_gigabyte(name, role):.2f}" for role in (SERVER, TRAINER)),
                 f"{wire:.3g}",
                 *(f"{self.peak_bytes[name].get(role, 0) / MEGABYTE:.0f}" for role in (SERVER, TRAINER)),

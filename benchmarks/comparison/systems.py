@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import psutil
 
+from benchmarks.certificates import make_certificates
 from trainer_client.testing import LocalCluster
 
 from .cases import Variant
@@ -34,16 +35,18 @@ Start: TypeAlias = Callable[[Work], Any]  # a context manager of a Contestant
 def start_ours(variant: Variant, name: str = OURS) -> Iterator[Contestant]:
     """A local cluster with these settings of the services, over HTTP/2 unless they say otherwise."""
     work = variant.work
-    cluster = LocalCluster(
-        pservers=work.num_servers, trainers=work.num_trainers,
-        **{"durability": "none", "lease_seconds": 60, **variant.settings},
-    )  # fmt: skip
+    settings = {"durability": "none", "lease_seconds": 60, **variant.settings}
     command = [sys.executable, "-m", "benchmarks.comparison.trainer", "--work", work.dump()]
 
     def processes() -> list[psutil.Process]:
         return [psutil.Process(child.pid) for child in (*cluster.services, *cluster.trainers)]
 
-    with cluster:
+    with ExitStack() as stack:
+        if variant.is_secure:
+            tls, _ = make_certificates(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+            settings |= tls
+        cluster = LocalCluster(pservers=work.num_servers, trainers=work.num_trainers, **settings)
+        stack.enter_context(cluster)
         contestant = Contestant(name, work, processes)
         try:
             env = {CONTROL: str(contestant.port), "PYTHONPATH": str(ROOT)}

@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import trustme
-
+from ..certificates import make_certificates
 from ..report import PACKAGES, add_report_option, describe_disk, make_head, publish
 from .observed import ObservedCluster
 
@@ -36,24 +35,11 @@ beside the rounds.
 """
 
 
-def write_certificates(folder: Path) -> dict[str, Path]:
-    """An authority of our own, and a certificate that services and trainers show."""
-    authority = trustme.CA()
-    issued = authority.issue_cert("127.0.0.1", "localhost")
-    files = {"ca": folder / "ca.pem", "cert": folder / "cert.pem", "key": folder / "key.pem"}
-    authority.cert_pem.write_to_path(str(files["ca"]))
-    issued.cert_chain_pems[0].write_to_path(str(files["cert"]))
-    issued.private_key_pem.write_to_path(str(files["key"]))
-    return files
-
-
 @contextmanager
 def make_variants() -> Iterator[dict[str, dict[str, Any]]]:
     """Settings of each variant."""
     with tempfile.TemporaryDirectory() as folder:
-        files = write_certificates(Path(folder))
-        tls = {"tls_ca": files["ca"], "tls_cert": files["cert"], "tls_key": files["key"]}
-        shown = {"tls_client_ca": files["ca"], "tls_client_cert": files["cert"], "tls_client_key": files["key"]}
+        tls, shown = make_certificates(Path(folder))
         yield {
             PLAIN: {"durability": "none"},
             "log": {"durability": "log"},

@@ -1,0 +1,21 @@
+"""Certificates for clusters that are measured under TLS."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import trustme
+
+
+def make_certificates(folder: Path) -> tuple[dict[str, Path], dict[str, Path]]:
+    """An authority of our own; settings for TLS, and those that make it mutual."""
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1", "localhost")
+    ca, cert, key = (folder / name for name in ("ca.pem", "cert.pem", "key.pem"))
+    authority.cert_pem.write_to_path(str(ca))
+    issued.cert_chain_pems[0].write_to_path(str(cert))
+    issued.private_key_pem.write_to_path(str(key))
+    return (
+        {"tls_ca": ca, "tls_cert": cert, "tls_key": key},
+        {"tls_client_ca": ca, "tls_client_cert": cert, "tls_client_key": key},
+    )
