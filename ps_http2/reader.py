@@ -23,7 +23,7 @@ class Receiver(Protocol):
         """Whether nothing more is to be read."""
 
     def frame_received(self, kind: int, flags: int, number: int, payload: bytes) -> None:
-        """A whole frame, neither DATA nor headers."""
+        """A whole frame, neither DATA nor headers; without the payload if its kind is not known."""
 
     def block_received(self, number: int, flags: int, block: bytes) -> None:
         """All headers of a message, encoded."""
@@ -48,7 +48,7 @@ class FrameReader:
         self._num_filled = 0  # bytes of it
         self._lands = False  # whether the kernel was given a sink's memory instead
         self._payload_left = 0  # of the DATA frame that is being read
-        self._padding_left = 0
+        self._skipped_left = 0  # padding, or a frame of a kind that is not known
         self._flags = 0
         self._stream: Stream | None = None  # whose it is; None if nobody wants it
         self._unfinished: tuple[int, int, bytearray, int] | None = None  # stream, flags, header block, continuations
@@ -56,7 +56,8 @@ class FrameReader:
     @property
     def is_in_frame(self) -> bool:
         """Whether a frame, or a header block, has begun and is not whole; a body apart."""
-        return self._unfinished is not None or (self._num_filled > 0 and not self._payload_left)
+        begun = self._num_filled or self._skipped_left
+        return self._unfinished is not None or (begun > 0 and not self._payload_left)
 
     def let_go(self, stream: Stream) -> None:
         """What comes of it from now on belongs to nobody."""
@@ -85,14 +86,14 @@ class FrameReader:
         begin, end = 0, self._num_filled
         view = memoryview(self._buffer)
         while not self._receiver.is_over:
-            if left := self._payload_left or self._padding_left:
+            if left := self._payload_left or self._skipped_left:
                 count = min(left, end - begin)
                 if not count:
                     break
                 if self._payload_left:
                     self._payload_received(count, view[begin : begin + count])
                 else:
-                    self._padding_left -= count
+                    self._skipped_left -= count
                 begin += count
                 continue
             num_taken = self._parse_frame(view[begin:end])
@@ -103,7 +104,10 @@ class FrameReader:
         self._buffer[: end - begin] = view[begin:end]
 
     def _parse_frame(self, data: memoryview) -> int:
-        """A whole frame, or the head of a DATA frame. Returns the bytes that it takes, 0 if they are not here yet."""
+        """A whole frame, or the head of one whose payload is read as it comes.
+
+        Returns the bytes that it takes, 0 if they are not all here yet.
+        """
         if len(data) < frames.HEAD_BYTES:
             return 0
         length, kind, flags, number = frames.unpack_head(data)
@@ -118,6 +122,11 @@ class FrameReader:
             raise ViolationError(Code.PROTOCOL_ERROR, "another frame within a header block")
         if kind == frames.DATA:
             return self._begin_data(flags, number, length, data[frames.HEAD_BYTES :])
+        if kind > frames.CONTINUATION:
+            self.num_frames += 1
+            self._skipped_left = length
+            self._receiver.frame_received(kind, flags, number, b"")
+            return frames.HEAD_BYTES
         if length > MAX_HEADER_BYTES:
             raise ViolationError(Code.ENHANCE_YOUR_CALM, f"{length} bytes of headers or settings")
         num_bytes = frames.HEAD_BYTES + length
@@ -149,7 +158,7 @@ class FrameReader:
             raise ViolationError(Code.PROTOCOL_ERROR, "more padding than payload")
         payload = length - is_padded - padding
         self._stream = self._receiver.data_begun(number, flags, length, payload)
-        self._payload_left, self._padding_left, self._flags = payload, padding, flags
+        self._payload_left, self._skipped_left, self._flags = payload, padding, flags
         if not payload:
             self._data_over()
         return frames.HEAD_BYTES + is_padded

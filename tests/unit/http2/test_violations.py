@@ -176,6 +176,22 @@ async def test_frames_that_are_allowed_although_they_look_strange() -> None:
     assert ours.num_resets == 1
 
 
+@pytest.mark.parametrize("portion", [1 << 20, 1000])
+@pytest.mark.parametrize("num_bytes", [0, 1, 70_000, MAX_FRAME_BYTES])
+async def test_kinds_of_frames_that_are_not_known(num_bytes: int, portion: int) -> None:
+    ours, transport = connect()
+    feed(ours, SETTINGS + HEADERS)
+    strange = pack(0x77, 0xFF, 1, bytes(num_bytes))
+    body = b"".join([strange + pack(frames.DATA, END if is_last else 0, 1, b"12345") for is_last in (False, True)])
+    feed(ours, strange[:-1], [portion] * len(strange))
+    assert ours.is_in_frame
+    feed(ours, strange[-1:])
+    assert not ours.is_in_frame
+    feed(ours, body, [portion] * len(body))
+    assert ours.sinks[1].body == b"1234512345"
+    assert not transport.is_closed
+
+
 @pytest.mark.parametrize(
     "frame",
     [
