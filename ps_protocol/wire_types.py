@@ -6,6 +6,9 @@ Only float32 parameters are made smaller. A block called `w.block0` with n eleme
     bfloat16   w.block0 (n,) BF16             float16 likewise
     int8       w.block0 (n,) I8,              and w.block0.scales (ceil(n / 256),) F32: I8[i] * scales[i // 256]
     topk       w.block0 (k,) F32,             and w.block0.indices (k,) I32, increasing: all other elements are 0
+
+What is pulled in int8 is the difference to the values of the round before, for trainers that have these; pservers keep
+what it lacks, which is in the next one. To all others it is float32.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self, TypeAlias, get_args
 
+from .consistency import Consistency
 from .errors import BadModel
 
 PushType: TypeAlias = Literal["float32", "bfloat16", "float16", "int8", "topk"]
-PullType: TypeAlias = Literal["float32", "bfloat16", "float16"]
+PullType: TypeAlias = Literal["float32", "bfloat16", "float16", "int8"]
 
 GROUP = 256  # elements that share a scale
 DEFAULT_TOPK = 0.01
@@ -26,6 +30,15 @@ SCALES, INDICES = ".scales", ".indices"  # suffixes of a block's second tensor
 _FLOATS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 WireTensor: TypeAlias = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
+
+
+def quantised(name: str, num_elements: int) -> list[WireTensor]:
+    """The tensors that a block is as int8.
+
+    >>> quantised("w.block0", 1000)
+    [('w.block0', 'I8', (1000,)), ('w.block0.scales', 'F32', (4,))]
+    """
+    return [(name, "I8", (num_elements,)), (name + SCALES, "F32", (-(-num_elements // GROUP),))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +81,31 @@ class WireTypes:
         if dtype != "F32":
             return [(name, dtype, (num_elements,))]
         if self.push == "int8":
-            return [(name, "I8", (num_elements,)), (name + SCALES, "F32", (-(-num_elements // GROUP),))]
+            return quantised(name, num_elements)
         if self.push == "topk":
             count = max(1, math.ceil(num_elements * self.topk))
             return [(name, "F32", (count,)), (name + INDICES, "I32", (count,))]
         return [(name, _FLOATS[self.push], (num_elements,))]
 
     def pulled(self, dtype: str) -> str:
-        """The dtype in which a parameter's values are on the wire, `dtype` being its own."""
-        return _FLOATS[self.pull] if dtype == "F32" else dtype
+        """The dtype in which a parameter's values are on the wire, `dtype` being its own.
+
+        With `int8` it is that of those who have no values yet to which a difference could be added.
+        """
+        return _FLOATS.get(self.pull, "F32") if dtype == "F32" else dtype
+
+    @property
+    def pulls_differences(self) -> bool:
+        """Whether pservers keep what trainers have, beside the values, and send the difference."""
+        return self.pull == "int8"
+
+    def check_mode(self, consistency: Consistency) -> None:
+        """Raise BadModel for what a run of this mode cannot have."""
+        if self.pulls_differences and (consistency.is_async or consistency.max_delay):
+            raise BadModel(
+                "pull_type int8 belongs to the synchronous mode without max_delay: only there all trainers have the "
+                "values of the round before. Take bfloat16"
+            )
 
 
 AS_THEY_ARE = WireTypes()

@@ -24,6 +24,7 @@ from ps_protocol.vocabulary import DTYPE_BYTES, PROTOCOL_VERSION, NonfinitePolic
 
 from .authorization import BearerAuth
 from .buckets import Bucket, Payload, make_buckets
+from .differences import Differences
 from .encoding import ErrorFeedback
 from .exchange import Exchange
 from .membership import Membership
@@ -364,6 +365,16 @@ class ParameterClient:
             result.append(wanted)
         return result
 
+    def make_differences(self, destinations: Sequence[Mapping[str, memoryview]]) -> list[Differences] | None:
+        """Memory for what is added to these destinations, for each pserver, if the run's pulls are differences.
+
+        Then the destinations must be flat float32 memory that nobody else writes to as long as `have` says so.
+        """
+        if not self.plan.wire.pulls_differences:
+            return None
+        is_float32 = {block.name: self.plan.pulled(block.parameter) == "F32" for block in self.plan.blocks}
+        return [Differences({name: data for name, data in one.items() if is_float32[name]}) for one in destinations]
+
     async def pull(
         self,
         round_: Round,
@@ -372,11 +383,13 @@ class ParameterClient:
         with_batch_barrier: bool,
         is_finite: bool = True,
         have: Sequence[Round] | None = None,
+        differences: Sequence[Differences] | None = None,
     ) -> list[Round]:
         """Wait for version `round_` of every shard and write it to `destinations`; the barrier may ride on it.
 
         Returns the version of each shard, which `have` may be the next time if these bytes stay as they are: what has
-        not changed since is not sent then. `is_finite` says whether every pserver found this trainer's gradient finite.
+        not changed since is not sent then; for pulls that are differences it needs those of `make_differences`.
+        `is_finite` says whether every pserver found this trainer's gradient finite.
         """
         pulled = await self.membership.guard(
             _gather(
@@ -386,6 +399,7 @@ class ParameterClient:
                     with_batch_barrier=with_batch_barrier,
                     is_finite=is_finite,
                     have=None if have is None else have[index],
+                    differences=None if differences is None else differences[index],
                 )
                 for index, (pserver, wanted) in enumerate(zip(self.pservers, destinations, strict=True))
             )

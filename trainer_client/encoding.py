@@ -13,11 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ps_protocol.quantisation import pieces, quantise
 from ps_protocol.vocabulary import Block
-from ps_protocol.wire_types import GROUP, PushType
-
-PIECE = 1 << 18  # elements: what is quantised at once, so that it is still in the cache
-INTEGERS = 127  # on each side of 0
+from ps_protocol.wire_types import PushType
 
 
 class ErrorFeedback:
@@ -54,30 +52,10 @@ def encode_gradient(kind: PushType, source: Tensor, error: Tensor | None, destin
 
 
 def _quantise(source: Tensor, error: Tensor, integers: Tensor, scales: Tensor) -> None:
-    for at in range(0, len(source), PIECE):
-        piece = error[at : at + PIECE]
-        piece.add_(source[at : at + PIECE])
-        of_piece = scales[at // GROUP : -(-(at + len(piece)) // GROUP)]
-        whole = len(piece) // GROUP * GROUP
-        if whole:
-            _quantise_groups(
-                piece[:whole].view(-1, GROUP), integers[at : at + whole].view(-1, GROUP), of_piece[: whole // GROUP]
-            )
-        if whole < len(piece):
-            _quantise_groups(piece[whole:][None], integers[at + whole : at + len(piece)][None], of_piece[-1:])
+    for elements, groups in pieces(len(source)):
+        quantise(error[elements].add_(source[elements]), integers[elements], scales[groups])
     if not scales.sum().isfinite():
         error.zero_()
-
-
-def _quantise_groups(values: Tensor, integers: Tensor, scales: Tensor) -> None:
-    """`values` hold afterwards what the integers lack."""
-    low, high = torch.aminmax(values, dim=1)
-    torch.maximum(high, low.neg_(), out=high)
-    scales.copy_(high.div_(INTEGERS))
-    inverse = torch.where(scales > 0, scales.reciprocal(), 0.0)
-    rounded = (values * inverse[:, None]).round_()
-    integers.copy_(rounded)
-    values.sub_(rounded.mul_(scales[:, None]))
 
 
 def _sparsify(source: Tensor, error: Tensor, values: Tensor, indices: Tensor) -> None:

@@ -8,16 +8,27 @@ from ps_protocol.errors import MalformedFrame
 from ps_protocol.frames import LENGTH_BYTES, Frame, FrameLimits, parse_header, parse_length
 from ps_protocol.routes import SINCE_KEY
 
+NO_DIFFERENCES: Mapping[str, memoryview] = {}
+
 
 class FrameSink:
     """Incremental reader of one frame. Writes to `destinations` (tensor name -> its writable bytes) as chunks come.
 
-    A frame that breaks off leaves them half written; the same version read again repairs that.
+    A frame that breaks off leaves them half written; the same version read again repairs that. What is no value but
+    the quantised difference to one, and its scales, goes to `differences`.
     """
 
-    def __init__(self, destinations: Mapping[str, memoryview], limits: FrameLimits) -> None:
+    def __init__(
+        self,
+        destinations: Mapping[str, memoryview],
+        limits: FrameLimits,
+        differences: Mapping[str, memoryview] = NO_DIFFERENCES,
+    ) -> None:
         self._destinations = destinations
+        self._differences = differences
         self._limits = limits
+        self._places: dict[str, memoryview] = {}  # where the tensors of this frame go
+        self.differing: list[str] = []  # those of them that are for `differences`
         self._start = bytearray()  # length and header, until they are complete
         self._frame: Frame | None = None
         self.num_bytes = 0  # that have come
@@ -45,7 +56,7 @@ class FrameSink:
         while self._index < len(tensors):
             entry = tensors[self._index]
             if self._filled < entry.end - entry.begin:
-                return self._destinations[entry.name][self._filled :]
+                return self._places[entry.name][self._filled :]
             self._index, self._filled = self._index + 1, 0
         return _NOTHING
 
@@ -65,12 +76,16 @@ class FrameSink:
         frame = parse_header(bytes(self._start[LENGTH_BYTES:]), self._limits)
         for entry in frame.tensors:
             destination = self._destinations.get(entry.name)
+            if entry.name in self._differences and (entry.dtype == "I8" or destination is None):
+                destination = self._differences[entry.name]
+                self.differing.append(entry.name)
             if destination is None or len(destination) != entry.end - entry.begin:
                 raise MalformedFrame(
                     f"the reply's tensor {entry.name!r} is not what was asked for",
                     expected="no such tensor" if destination is None else f"{len(destination)} bytes",
                     actual=f"{entry.end - entry.begin} bytes",
                 )
+            self._places[entry.name] = destination
         self._frame = frame
         return rest
 

@@ -24,6 +24,7 @@ from ps_protocol.vocabulary import Round
 
 from .buckets import Bucket, Payload, make_buckets
 from .client import ParameterClient, completion
+from .differences import Differences
 from .io_thread import IoThread
 from .tensors import writable_bytes
 
@@ -61,6 +62,7 @@ class Pipeline:
         self._client = client
         self._io = io
         self._destinations: list[list[dict[str, memoryview]]] = []
+        self._differences: list[list[Differences] | None] = []
         self._have: dict[int, list[Round]] = {}  # by landing set: the version of each shard in it, if that is known
         self._layouts: list[dict[frozenset[str], list[list[Bucket]]]] = [{} for _ in range(self.max_delay + 1)]
         self._pulls: dict[Round, Future[None]] = {}  # those that nobody has waited for
@@ -76,6 +78,7 @@ class Pipeline:
             self._client.destinations({name: writable_bytes(tensor) for name, tensor in one.items() if tensor.numel()})
             for one in landing
         ]
+        self._differences = [self._client.make_differences(one) for one in self._destinations]
         self.forget_versions()
 
     def forget_versions(self) -> None:
@@ -154,6 +157,7 @@ class Pipeline:
             with_batch_barrier=is_sync,
             is_finite=is_finite and all(verdicts),
             have=self._have.pop(slot, None),  # what a failure leaves there is nothing that is known
+            differences=self._differences[slot],
         )
         metrics, ended = self._client.metrics, perf_counter()
         metrics.push_seconds.observe(acknowledged - begun)

@@ -46,8 +46,9 @@ from ps_protocol.routes import (
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 from .buckets import Payload
+from .differences import Differences
 from .exchange import Exchange
-from .frame_sink import FrameSink
+from .frame_sink import NO_DIFFERENCES, FrameSink
 from .links import LinkMeter
 from .membership import read_problem
 from .metrics import TrainerMetrics
@@ -184,10 +185,12 @@ class PserverClient:
         is_finite: bool = True,
         names: Sequence[str] = (),
         have: Round | None = None,
+        differences: Differences | None = None,
     ) -> Pulled:
         """Wait for version `round_` and write its blocks to `destinations` (block name -> its writable bytes).
 
-        With `have` they hold the blocks of that version already, and those that have not changed are left as they are.
+        With `have` they hold the blocks of that version already, and those that have not changed are left as they are;
+        if the run's pulls are differences, it needs `differences`, which are added to them in the end.
         Without `names` the whole shard is fetched and every block of it needs a destination.
         """
         headers = {WAIT_HEADER: f"{WAIT_SECONDS:g}"}
@@ -196,19 +199,26 @@ class PserverClient:
         if have is not None:
             headers[HAVE_HEADER] = str(have)
         asked = perf_counter()
-        metadata, answered = await self._fetch("POST", GET, round_, headers, destinations, names)
+        metadata, answered, differing = await self._fetch(
+            "POST", GET, round_, headers, destinations, names, differences.memory if differences else NO_DIFFERENCES
+        )
         self._metrics.barrier_wait.observe(answered - asked)
         self.applied = int(metadata.get(APPLIED_KEY, 0))
         version = self._check_version(metadata, round_)
         if metadata.get(SINCE_KEY) not in (None, str(have)):
             raise GradpostError("a pserver left out more than it was told to", actual=dict(metadata))
+        if differing:
+            assert differences is not None  # or there was no memory for them
+            if have is None or SINCE_KEY not in metadata:
+                raise GradpostError("a pserver sent a difference to nobody knows what", actual=dict(metadata))
+            await differences.add(differing)
         if not names:
             self._forget(round_)
         return Pulled(version, tuple(json.loads(metadata.get(SKIPPED_KEY, "[]"))))
 
     async def get_buffers(self, destinations: Mapping[str, memoryview]) -> None:
         """Fetch the buffers that live there, which no round changes."""
-        metadata, _ = await self._fetch("GET", BUFFERS, 0, {}, destinations, ())
+        metadata, _, _ = await self._fetch("GET", BUFFERS, 0, {}, destinations, ())
         self._check_version(metadata, 0)
 
     def _check_version(self, metadata: Mapping[str, str], round_: Round) -> Round:
@@ -227,11 +237,12 @@ class PserverClient:
         extra: Mapping[str, str],
         destinations: Mapping[str, memoryview],
         names: Sequence[str],
-    ) -> tuple[Mapping[str, str], float]:
-        """Metadata of the answer, and when (by `perf_counter`) the answer began."""
+        differences: Mapping[str, memoryview] = NO_DIFFERENCES,
+    ) -> tuple[Mapping[str, str], float, list[str]]:
+        """Metadata of the answer, when (by `perf_counter`) it began, and what of it went to `differences`."""
 
-        async def attempt() -> tuple[Mapping[str, str], float]:
-            sink = FrameSink(destinations, self._limits)
+        async def attempt() -> tuple[Mapping[str, str], float, list[str]]:
+            sink = FrameSink(destinations, self._limits, differences)
             headers = {**self._fence.at_round(round_).to_headers(), **extra}
             body = (memoryview(json.dumps(list(names)).encode()),) if names else ()
             response = await self._http.begin(method, self._url(path), headers, body=body, sink=sink)
@@ -247,7 +258,7 @@ class PserverClient:
                 self._metrics.pulled_bytes.inc(sink.num_bytes)
             finally:
                 await response.aclose()
-            return sink.finish(), answered
+            return sink.finish(), answered, sink.differing
 
         return await self._repeat(path, attempt, round_)
 

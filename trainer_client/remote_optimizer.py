@@ -185,8 +185,11 @@ class RemoteOptimizer(Optimizer):
         return {name: tensor.detach().to("cpu") for name, tensor in (begun | self._stored).items()}
 
     def _bind(self) -> None:
-        """Find the memory that pulls are written to: the parameters' own, if nobody computes with them meanwhile."""
-        if self._pipeline.max_delay == 0:
+        """Find the memory that pulls are written to: the parameters' own, if nobody computes with them meanwhile.
+
+        A difference is added to what was pulled, and not to what a script may have made of that.
+        """
+        if self._pipeline.max_delay == 0 and not self._session.client.plan.wire.pulls_differences:
             self._landing = [_landing_of(self._named, self._pulled_dtypes)]
         elif not self._landing:
             shapes = [(name, p.shape, self._pulled_dtypes[name]) for name, p in self._named.items()]

@@ -18,6 +18,12 @@ def plan_model(model: DeclareModel, defaults: RunDefaults, num_pservers: int) ->
     """The slice plan of a declared model. Raises BadModel or UnsupportedOptimizer."""
     if defaults.consistency.is_async and model.nonfinite == "skip_round":
         raise BadModel("nonfinite skip_round belongs to the synchronous mode: there are no rounds in the others")
+    wire = WireTypes(
+        model.push_type or defaults.push_type, model.pull_type or defaults.pull_type, model.topk or defaults.topk
+    )
+    wire.check_mode(defaults.consistency)
+    if wire.pulls_differences and model.local_steps:
+        raise BadModel("pull_type int8 with local_steps: trainers change the values that it is the difference to")
     return make_plan(
         [ParameterSpec(*fields) for fields in model.parameters],
         num_pservers,
@@ -26,9 +32,7 @@ def plan_model(model: DeclareModel, defaults: RunDefaults, num_pservers: int) ->
         slice_parameters=defaults.slice_parameters if model.slice_parameters is None else model.slice_parameters,
         buffers=model.buffers,
         optimizer=check_optimizer(model.optimizer, model.group_flags),
-        wire=WireTypes(
-            model.push_type or defaults.push_type, model.pull_type or defaults.pull_type, model.topk or defaults.topk
-        ),
+        wire=wire,
     )
 
 

@@ -12,7 +12,7 @@ from ps_protocol.errors import BadModel
 from ps_protocol.plan import DEFAULT_PLACEMENT
 from ps_protocol.slicing import DEFAULT_MIN_BLOCK_SIZE
 from ps_protocol.vocabulary import Durability, LossPolicy, Mode, NonfinitePolicy, Placement
-from ps_protocol.wire_types import DEFAULT_TOPK, PullType, PushType
+from ps_protocol.wire_types import DEFAULT_TOPK, PullType, PushType, WireTypes
 from services.runtime.settings import ServiceSettings
 
 from .defaults import RunDefaults
@@ -93,8 +93,9 @@ class CoordinatorSettings(ServiceSettings):
     )
     pull_type: PullType = Field(
         default="float32",
-        description="what float32 parameters are on the wire to trainers: `float32`, `bfloat16` or `float16`; pservers "
-        "keep float32",
+        description="what float32 parameters are on the wire to trainers: `float32`, `bfloat16`, `float16` or `int8` "
+        "(synchronous mode without `max_delay`: the difference to the round before, of which groups of 256 share a "
+        "scale); pservers keep float32, and send later what the last one left out",
     )
     topk: float = Field(default=DEFAULT_TOPK, gt=0, le=1, description="share of a block's elements that `topk` pushes")
     round_timeout_seconds: float = Field(
@@ -146,7 +147,7 @@ class CoordinatorSettings(ServiceSettings):
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
         try:
-            _ = self.consistency
+            WireTypes(pull=self.pull_type).check_mode(self.consistency)
         except BadModel as error:
             raise ValueError(error.detail) from None
         if self.mode != "sync" and self.nonfinite == "skip_round":

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ps_protocol.errors import MalformedFrame
+from ps_protocol.quantisation import dequantise
 from ps_protocol.wire_types import GROUP
 
 
@@ -36,13 +37,7 @@ class QuantisedPart:
     def __getitem__(self, elements: slice) -> Tensor:
         """See Part."""
         begin, end, _ = elements.indices(len(self._integers))
-        values = self._integers[begin:end].float()
-        scales = self._scales[begin // GROUP : -(-end // GROUP)]
-        whole = (end - begin) // GROUP * GROUP
-        values[:whole].view(-1, GROUP).mul_(scales[: whole // GROUP, None])
-        if whole < end - begin:
-            values[whole:].mul_(scales[-1])
-        return values
+        return dequantise(self._integers[begin:end], self._scales[begin // GROUP : -(-end // GROUP)])
 
 
 class SparsePart:

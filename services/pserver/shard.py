@@ -4,6 +4,7 @@ Synchronous and not thread-safe: one thread computes. What happens in a round:
 
     gradient, present = shard.aggregate(contributions)       # in rank order
     shard.apply(gradient, present, hyper_parameters)
+    shard.publish(present)                                   # if trainers pull differences
     chunks = shard.encode(metadata={"round": "7"})           # the same bytes for everyone
 """
 
@@ -23,7 +24,6 @@ from ps_protocol.optimizers import HyperParameters
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import STEPS_KEY
 from ps_protocol.vocabulary import PserverIndex
-from ps_protocol.wire_types import WireTensor
 
 from .aggregation import Aggregator
 from .layout import ShardLayout
@@ -31,6 +31,7 @@ from .optimizer_blocks import OptimizerBlocks
 from .optimizer_rules import StepState
 from .parts import Part
 from .probes import Probes
+from .published import LentTensor, Published
 from .reply_chunks import ChunkEncoder
 from .shard_state import ShardState
 from .tensors import TORCH_DTYPES, view_bytes
@@ -48,8 +49,11 @@ class Shard:
         self.versions = dict.fromkeys(self.layout.place, 0)  # the same of each block; an absent gradient adds none
         self.optimizer = None if plan.optimizer is None else OptimizerBlocks(self.layout, plan.optimizer)
         self.probes = Probes()
+        # What trainers have, where that is not the values themselves.
+        self.published = Published(self.layout, self.values) if plan.wire.pulls_differences else None
         self._aggregator = Aggregator(self.layout)
         self._encoder = ChunkEncoder(self.values)
+        self._pulled_encoder = self._encoder if self.published is None else ChunkEncoder(self.published.values)
         self._buffer_specs = {spec.name: spec for spec in plan.buffers if spec.pserver == pserver}
         self._buffers: dict[str, bytes] = {}
         self._initialised: set[str] = set()
@@ -73,6 +77,8 @@ class Shard:
         if source.shape != block.shape:
             raise WrongShape(f"block {name!r}", expected=list(block.shape), actual=list(source.shape))
         block.copy_(source)
+        if self.published is not None:
+            self.published.set(name)
         self._initialised.add(name)
 
     def set_initial_buffer(self, name: str, data: bytes | bytearray | memoryview) -> None:
@@ -152,6 +158,11 @@ class Shard:
             self.block(name).copy_(values)
             self.versions[name] += 1
 
+    def publish(self, stepped: Collection[str], replaced: Collection[str] = ()) -> None:
+        """Bring what trainers have, if it is kept, close to what these blocks are after a round."""
+        if self.published is not None:
+            self.published.follow(stepped, replaced)
+
     def replay(
         self,
         data: memoryview,
@@ -167,6 +178,9 @@ class Shard:
         for name, size in zip(replaced, sizes, strict=True):
             self.replace_blocks({name: torch.frombuffer(data[begin : begin + size], dtype=torch.float32)})
             begin += size
+        self.publish(names, replaced)
+        if self.published is not None:
+            self.published.forget_differences()
 
     def replay_blocks(
         self,
@@ -185,7 +199,10 @@ class Shard:
         """A copy of everything, for a checkpoint."""
         state = self.view_state()
         return replace(
-            state, values=state.values.clone(), slots={name: slot.clone() for name, slot in state.slots.items()}
+            state,
+            values=state.values.clone(),
+            published=None if state.published is None else state.published.clone(),
+            slots={name: slot.clone() for name, slot in state.slots.items()},
         )
 
     def view_state(self) -> ShardState:
@@ -194,6 +211,7 @@ class Shard:
         return ShardState(
             version=self.version,
             values=self.values,
+            published=None if self.published is None else self.published.values,
             slots=optimizer.slots() if optimizer else {},
             states=optimizer.states() if optimizer else {},
             versions=dict(self.versions),
@@ -204,6 +222,8 @@ class Shard:
     def load_state(self, state: ShardState) -> None:
         """Become what a copy was of; its tensors are only read."""
         self.values.copy_(state.values)
+        if self.published is not None:
+            self.published.load(state.published)
         self.version, self.versions = state.version, dict(state.versions)
         if self.optimizer is not None:
             counted: dict[tuple[Hashable, str], StepState] = {
@@ -221,7 +241,7 @@ class Shard:
         encoder: ChunkEncoder | None = None,
         pulled: bool = False,
     ) -> list[bytes]:
-        """A frame of these blocks (all by default) in plan order, in the parameters' dtypes or as trainers pull them.
+        """A frame of these blocks (all by default) in plan order: the values, or as trainers pull them.
 
         The header comes first, then chunks of about 1 MiB. The bytes are copies: they stay when the shard goes on.
         Another `encoder` reads a copy of the values, or reads them on another thread.
@@ -231,13 +251,18 @@ class Shard:
         wanted = self.layout.place.keys() if blocks is None else frozenset(blocks)
         places = [place for name, place in self.layout.place.items() if name in wanted]
         entries = [(p.name, p.pulled if pulled else p.dtype, (p.block.num_elements,)) for p in places]
-        return [encode_header(entries, metadata), *(encoder or self._encoder).encode(places, pulled=pulled)]
+        encoder = encoder or (self._pulled_encoder if pulled else self._encoder)
+        return [encode_header(entries, metadata), *encoder.encode(places, pulled=pulled)]
 
-    def lend(self) -> list[tuple[WireTensor, memoryview]]:
+    def lend(self) -> list[LentTensor]:
         """All blocks as trainers pull them, in plan order: views of the values, which hold until these change."""
         places = list(self.layout.place.values())
         tensors = [(p.name, p.pulled, (p.block.num_elements,)) for p in places]
-        return list(zip(tensors, self._encoder.lend(places), strict=True))
+        return list(zip(tensors, self._pulled_encoder.lend(places), strict=True))
+
+    def lend_differences(self) -> dict[str, Sequence[LentTensor]]:
+        """The same of blocks that need not be sent whole to who has them as they were one round before."""
+        return {} if self.published is None else self.published.lend_differences()
 
     def encode_buffers(self, metadata: Mapping[str, str] | None = None) -> list[bytes]:
         """A frame of the buffers that were set, in plan order and with their shapes."""
@@ -268,11 +293,13 @@ class Shard:
         return [header, *data]
 
     def digest(self) -> str:
-        """XXH3 of values, slots, step states and buffers: equal exactly if two shards of a plan hold the same."""
+        """XXH3 of values, published ones, slots, step states and buffers: equal exactly if two shards hold the same."""
         digest = xxhash.xxh3_128()
         slots = self.optimizer.slots() if self.optimizer else {}
         states = self.optimizer.states() if self.optimizer else {}
         flat = {"": view_bytes(self.values)} | {name: view_bytes(slot) for name, slot in sorted(slots.items())}
+        if self.published is not None:
+            flat["published"] = view_bytes(self.published.values)
         for name, place in self.layout.place.items():
             digest.update(repr((name, tuple(states.get(name, ())))).encode())
             for slot_name, data in flat.items():

@@ -1,7 +1,7 @@
 """All that a shard is, apart from the shard: taken as a copy, written to a file, read back, cut anew.
 
-The file is a safetensors stream: the flat float32 tensors of the shard's layout (`values`, `slot.exp_avg`, …), the
-buffers in their own dtypes, and in its metadata what is no tensor.
+The file is a safetensors stream: the flat float32 tensors of the shard's layout (`values`, `published` where trainers
+pull differences, `slot.exp_avg`, …), the buffers in their own dtypes, and in its metadata what is no tensor.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .optimizer_rules import StepState
 from .tensors import view_bytes
 
 VALUES = "values"
+PUBLISHED = "published"
 SLOT_PREFIX = "slot."
 BUFFER_PREFIX = "buffer."
 
@@ -35,6 +36,7 @@ class ShardState:
 
     version: Round
     values: Tensor
+    published: Tensor | None = None  # what trainers have, where that is not the values
     slots: dict[str, Tensor] = field(default_factory=dict)
     states: dict[str, StepState] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
@@ -43,7 +45,10 @@ class ShardState:
 
     def encode(self, plan: SlicePlan, metadata: Mapping[str, str]) -> list[bytes | memoryview]:
         """Chunks of a file; views of the tensors, so that they must not change before it is written."""
-        flat = {VALUES: self.values, **{SLOT_PREFIX + name: slot for name, slot in sorted(self.slots.items())}}
+        flat = {VALUES: self.values}
+        if self.published is not None:
+            flat[PUBLISHED] = self.published
+        flat |= {SLOT_PREFIX + name: slot for name, slot in sorted(self.slots.items())}
         entries: list[tuple[str, str, tuple[int, ...]]]
         entries = [(name, "F32", (len(tensor),)) for name, tensor in flat.items()]
         specs = [spec for spec in plan.buffers if spec.name in self.buffers]
@@ -79,6 +84,8 @@ class ShardState:
             tensor = torch.frombuffer(view, dtype=torch.float32) if len(view) else torch.empty(0)
             if entry.name == VALUES:
                 state.values = tensor
+            elif entry.name == PUBLISHED:
+                state.published = tensor
             else:
                 state.slots[entry.name.removeprefix(SLOT_PREFIX)] = tensor
         return state, metadata
@@ -94,6 +101,8 @@ def cut_anew(
     """
     layout = ShardLayout(new, index)
     state = ShardState(0, torch.zeros(layout.num_elements))
+    if new.wire.pulls_differences:
+        state.published = torch.zeros_like(state.values)
     by_parameter: dict[str, list[BlockPlace]] = {}
     for place in layout.places:
         by_parameter.setdefault(place.block.parameter, []).append(place)
@@ -114,6 +123,8 @@ def _copy(shard: ShardState, source: BlockPlace, state: ShardState, target: Bloc
     at = slice(target.begin + begin - target.block.begin, target.begin + end - target.block.begin)
     of = slice(source.begin + begin - source.block.begin, source.begin + end - source.block.begin)
     state.values[at] = shard.values[of]
+    if state.published is not None:
+        state.published[at] = (shard.values if shard.published is None else shard.published)[of]
     for name, slot in shard.slots.items():
         state.slots.setdefault(name, torch.zeros_like(state.values))[at] = slot[of]
     if begin == target.block.begin:

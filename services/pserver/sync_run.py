@@ -257,6 +257,7 @@ class SyncRun(PserverRun):
         reach_failpoint("apply.before")
         self.shard.apply(gradient, present, numbers)
         self.shard.replace_blocks(replaced)
+        self.shard.publish(present, replaced)
         self._changed.update(dict.fromkeys((*present, *replaced), apply.round))
         reach_failpoint("apply.after")
         self._captures.take(apply.round)
@@ -266,7 +267,8 @@ class SyncRun(PserverRun):
         blocks: list[tuple[WireTensor, bytes | memoryview]] = [*self.shard.lend()]
         if self.rounds.max_delay:  # then a member's push of a later round says nothing of what it still reads
             blocks = [(tensor, bytes(data)) for tensor, data in blocks]
-        versioned = VersionedBlocks(blocks, dict(self._changed), {**self._metadata(round_), **(more or {})})
+        metadata = {**self._metadata(round_), **(more or {})}
+        versioned = VersionedBlocks(blocks, dict(self._changed), metadata, round_ - 1, self.shard.lend_differences())
         versioned.parts(round_ - 1)  # what most will ask for, while we are on this thread
         return Reply(round_, versioned.parts(), versioned)
 

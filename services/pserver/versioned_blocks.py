@@ -1,4 +1,4 @@
-"""The blocks of one version, ready to be sent: all of them, or those that have changed since a trainer pulled."""
+"""The blocks of one version, ready to be sent: all of them, or what has changed since a trainer pulled."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from ps_protocol.wire_types import WireTensor
 LARGE_BYTES = 1 << 16  # what is sent as it lies; smaller pieces are joined
 
 Parts: TypeAlias = Sequence[bytes | memoryview]
+Tensor: TypeAlias = tuple[WireTensor, bytes | memoryview]
+NOTHING: Mapping[str, Sequence[Tensor]] = {}
 
 
 class VersionedBlocks:
@@ -20,39 +22,45 @@ class VersionedBlocks:
 
     def __init__(
         self,
-        blocks: Sequence[tuple[WireTensor, bytes | memoryview]],
+        blocks: Sequence[Tensor],
         changed: Mapping[str, Round],
         metadata: Mapping[str, str],
+        before: Round = 0,
+        differences: Mapping[str, Sequence[Tensor]] = NOTHING,
     ) -> None:
-        """`changed` says of each block in which round it changed last."""
+        """`changed` says of each block in which round it changed last; `differences` are to the round `before`."""
         self._blocks = blocks
         self._changed = changed
         self._metadata = metadata
+        self._before = before
+        self._differences = differences
         self._newest = max(changed.values(), default=0)
         self._frames: dict[Round | None, Parts] = {None: _join(blocks, metadata)}
 
     def parts(self, have: Round | None = None) -> Parts:
         """A frame for who has all blocks as they were after a round; for who has none, of everything.
 
-        Its metadata says since when, if something is left out.
+        Its metadata says since when, if something is left out or is a difference.
         """
         frame = self._frames.get(have)
         if frame is None:
             assert have is not None
             newer = [block for block in self._blocks if self._changed[block[0][0]] > have]
-            if len(newer) == len(self._blocks):
+            differences = self._differences if have == self._before else NOTHING
+            if len(newer) == len(self._blocks) and not differences:
                 frame = self._frames[None]
             else:
-                frame = _join(newer, {**self._metadata, SINCE_KEY: str(have)})
+                tensors = [tensor for block in newer for tensor in differences.get(block[0][0], (block,))]
+                frame = _join(tensors, {**self._metadata, SINCE_KEY: str(have)})
             if have + 1 >= self._newest:  # others ask seldom, and whoever asks decides what they ask for
                 self._frames[have] = frame
         return frame
 
 
-def _join(blocks: Sequence[tuple[WireTensor, bytes | memoryview]], metadata: Mapping[str, str]) -> Parts:
+def _join(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> Parts:
     parts: list[bytes | memoryview] = []
-    small: list[bytes | memoryview] = [encode_header([tensor for tensor, _ in blocks], metadata)]
-    for _, data in blocks:
+    small: list[bytes | memoryview] = [encode_header([tensor for tensor, _ in tensors], metadata)]
+    for _, data in tensors:
         if len(data) < LARGE_BYTES:
             small.append(data)
             continue

@@ -1,0 +1,89 @@
+"""What trainers have of a shard whose pulls are quantised differences: beside the values, and a little off them.
+
+After each round a stepped block is published: the difference between its values and what trainers have is rounded to
+eight bits, and added to the latter here as it is there. What the rounding lacks stays in the values, so that it is in
+the next difference.
+
+    values ──(values - published)──► integers, scales ──► published += integers * scales     here, and in every trainer
+
+Error feedback: see `trainer_client/encoding.py`. Differences to a copy that the receiver has, too: Mishchenko et al.
+2019, "Distributed Learning with Compressed Gradient Differences" (arXiv:1901.09269).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from ps_protocol.quantisation import add_difference, pieces, quantise
+from ps_protocol.wire_types import WireTensor, quantised
+
+from .layout import BlockPlace, ShardLayout
+from .tensors import TORCH_DTYPES, view_bytes
+
+LentTensor = tuple[WireTensor, memoryview]
+
+
+class Published:
+    """Flat float32 of the shard's layout, and the newest differences: 1.3 shards. Only float32 blocks have any."""
+
+    def __init__(self, layout: ShardLayout, exact: Tensor) -> None:
+        """`exact` are the shard's values, only read."""
+        self.values = torch.zeros_like(exact)
+        self._exact = exact
+        self._layout = layout
+        self._specs = {p.name: quantised(p.name, p.block.num_elements) for p in layout.places if p.dtype == "F32"}
+        self._differences = {
+            name: [torch.empty(count, dtype=TORCH_DTYPES[dtype]) for _, dtype, (count,) in tensors]
+            for name, tensors in self._specs.items()
+        }
+        self._newest: list[str] = []  # blocks whose difference leads from the round before to this one
+
+    def set(self, name: str) -> None:
+        """Publish a block as it is."""
+        place = self._layout.place[name]
+        self.values[place.begin : place.end] = self._exact[place.begin : place.end]
+
+    def load(self, values: Tensor | None) -> None:
+        """Go on with what trainers had, or with the values."""
+        self.values.copy_(self._exact if values is None else values)
+        self.forget_differences()
+
+    def forget_differences(self) -> None:
+        """Publish this round as it is, to all.
+
+        That of an earlier life of the pserver has to be: a trainer that was being sent all of it, and not to the end,
+        has something between two rounds, which it overwrites, but could add nothing to.
+        """
+        self._newest.clear()
+
+    def follow(self, stepped: Collection[str], replaced: Collection[str] = ()) -> None:
+        """Publish a round: differences of those that it has stepped, and as they are those that it has replaced."""
+        self.forget_differences()
+        for name in stepped:
+            if name in self._differences and self._take_difference(self._layout.place[name]):
+                self._newest.append(name)
+            else:
+                self.set(name)
+        for name in replaced:
+            self.set(name)
+
+    def _take_difference(self, place: BlockPlace) -> bool:
+        """Whether there is one: not if it is infinite, or no number."""
+        exact, published = self._exact[place.begin : place.end], self.values[place.begin : place.end]
+        integers, scales = self._differences[place.name]
+        for elements, groups in pieces(len(exact)):
+            quantise(exact[elements] - published[elements], integers[elements], scales[groups])
+        if not scales.isfinite().all():
+            return False
+        add_difference(published, integers, scales)
+        return True
+
+    def lend_differences(self) -> dict[str, Sequence[LentTensor]]:
+        """The newest by block: views that hold until the next round."""
+        return {
+            name: list(zip(self._specs[name], map(view_bytes, self._differences[name]), strict=True))
+            for name in self._newest
+        }
