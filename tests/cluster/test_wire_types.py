@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from trainer_client.tensors import TORCH_DTYPES
 from trainer_client.testing import LocalCluster
 
 from .conftest import Carrier
+from .fault_script import digest_of, loss_of, make_model
+from .faulty_run import FaultyRun
 from .parity_model import STEPS, assert_identical, make_optimizer, make_parameters, run_trainers, set_gradients
 
 pytestmark = pytest.mark.cluster
@@ -116,3 +119,96 @@ def test_training_gives_the_bits_of_one_process_that_rounds_alike(cluster: Local
     for actual in run_trainers(cluster.address, [train, train], **arguments):
         for step in range(STEPS):
             assert_identical(actual[step], expected[step])
+
+
+# ---------------------------------------------------------------------- differences, and processes that die
+
+
+def expected_of_differences(rounds: int) -> str:
+    """The same as `expected_result`, where gradients are computed on what is published."""
+    exact, pulled = make_model(), make_model()
+    optimizer = torch.optim.Adam(exact.parameters(), lr=0.01, fused=True)
+    parameters = dict(exact.named_parameters())
+    publisher = OnePublisher(parameters)
+    for round_ in range(1, rounds + 1):
+        gradients = []
+        for rank in range(2):
+            pulled.zero_grad()
+            loss_of(pulled, rank, round_).backward()
+            gradients.append([p.grad for p in pulled.parameters()])
+        for parameter, one, other in zip(exact.parameters(), *gradients, strict=True):
+            parameter.grad = (one + other) * 0.5
+        optimizer.step()
+        pulled.load_state_dict(publisher.follow(parameters, parameters))
+    return f"{digest_of(pulled)} {rounds}"
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"durability": "log"},
+        {"durability": "fsync", "checkpoint_rounds": 7},
+        {"durability": "none", "checkpoint_rounds": 7},  # then the run goes back
+    ],
+    ids=str,
+)
+def test_who_comes_back_has_what_is_published(settings: dict[str, object]) -> None:
+    with FaultyRun(100, pull_type="int8", **settings) as run:
+        run.wait_for_round(10)
+        run.kill(run.cluster.pservers[1])
+        run.cluster.start_pserver(1)
+        run.wait_for_round(40)
+        run.kill(run.cluster.trainers[1])
+        run.start_trainer(1)
+        run.wait_for_round(60)
+        run.restart_gracefully(0)
+        assert run.results() == [expected_of_differences(100)] * 2
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(180)
+def test_a_checkpoint_is_resumed_with_what_was_published(tmp_path: Path) -> None:
+    with FaultyRun(20, pservers=1, state_dir=str(tmp_path), pull_type="int8") as run:
+        assert run.results() == [expected_of_differences(20)] * 2
+        run.cluster.summary()  # answered when the last checkpoint is written
+    with FaultyRun(60, pservers=2, state_dir=str(tmp_path), pull_type="int8", resume=True) as run:
+        assert run.results() == [expected_of_differences(60)] * 2
+        run.wait_for_line("begin 20")
+
+
+def test_a_difference_takes_a_quarter_of_the_bytes(cluster: LocalCluster) -> None:
+    def train(session: Session) -> list[float]:
+        parameter = nn.Parameter(torch.zeros(100_000))
+        optimizer = RemoteOptimizer(torch.optim.SGD([("w", parameter)], lr=0.1), session=session)
+        pulled = session.client.metrics.pulled_bytes
+        sizes = []
+        for step in range(4):
+            parameter.grad = torch.randn(100_000, generator=torch.Generator().manual_seed(step))
+            before = pulled._value.get()
+            optimizer.step()
+            sizes.append(pulled._value.get() - before)
+        return sizes
+
+    for sizes in run_trainers(cluster.address, [train, train], pull_type="int8"):
+        assert sizes[1:] == pytest.approx([100_000 * (1 + 4 / GROUP)] * 3, abs=1000)
+
+
+def test_what_a_script_does_to_a_parameter_is_lost_and_spoils_nothing(cluster: LocalCluster) -> None:
+    """`p.data` leaves no trace that we could see."""
+
+    def train(session: Session) -> list[Tensor]:
+        parameter = nn.Parameter(torch.zeros(1000))
+        optimizer = RemoteOptimizer(torch.optim.SGD([("w", parameter)], lr=0.1), session=session)
+        found = []
+        for step in range(4):
+            parameter.grad = torch.randn(1000, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+            found.append(parameter.detach().clone())
+            if session.rank == 1:
+                parameter.data.clamp_(-0.01, 0.01)
+        return found
+
+    one, other = run_trainers(cluster.address, [train, train], pull_type="int8")
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

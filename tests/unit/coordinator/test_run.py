@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from ps_protocol.consistency import Consistency
 from ps_protocol.errors import (
     BadModel,
     ModelMismatch,
@@ -20,7 +21,7 @@ from ps_protocol.errors import (
 from ps_protocol.vocabulary import LossPolicy
 from services.coordinator.run import Run
 
-from .support import LEASE, SGD_FLAGS, alive, joining, leaving, make_run, model
+from .support import LEASE, SGD_FLAGS, alive, defaults, joining, leaving, make_run, model
 
 
 def joined(num_trainers: int = 2) -> Run:
@@ -145,6 +146,27 @@ def test_a_model_that_cannot_be_planned_is_refused_before_anybody_waits_for_it(c
     with pytest.raises(error):
         run.declare(0, model(**changes))
     assert run.missing_ranks == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("rules", "changes", "why"),
+    [
+        ({"mode": "async"}, {"pull_type": "int8"}, "belongs to the synchronous mode without max_delay"),
+        ({"mode": "ssp"}, {"pull_type": "int8"}, "belongs to the synchronous mode without max_delay"),
+        ({"max_delay": 1}, {"pull_type": "int8"}, "Take bfloat16"),
+        ({}, {"pull_type": "int8", "local_steps": 4}, "with local_steps"),
+    ],
+)
+def test_differences_are_pulled_where_all_have_the_round_before(
+    rules: dict[str, Any], changes: dict[str, Any], why: str
+) -> None:
+    run = Run("run1", defaults(consistency=Consistency(**rules)), {})
+    for rank in range(2):
+        run.join(joining(str(rank), rank), 0)
+    with pytest.raises(BadModel, match=why):
+        run.declare(0, model(**changes))
+    assert run.missing_ranks == [0, 1]
+    run.declare(0, model(**{**changes, "pull_type": "bfloat16"}))
 
 
 def test_a_model_may_change_until_the_plan_is_made_and_not_after():

@@ -21,8 +21,16 @@ from ps_protocol.fence import Fence
 from ps_protocol.frames import FrameLimits, encode_header, parse_frame
 from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRun, PserverRegistered
 from ps_protocol.plan import SlicePlan, make_plan
-from ps_protocol.routes import BARRIER_HEADER, COMPUTED_ON_KEY, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY, WAIT_HEADER
-from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec
+from ps_protocol.routes import (
+    BARRIER_HEADER,
+    COMPUTED_ON_KEY,
+    HAVE_HEADER,
+    HYPER_PARAMETERS_KEY,
+    NUM_BLOCKS_KEY,
+    WAIT_HEADER,
+)
+from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec, Round
+from ps_protocol.wire_types import AS_THEY_ARE, WireTypes
 from services.pserver.durable.disk import Disk
 from services.pserver.endpoints import TensorEndpoints
 from services.pserver.metrics import PserverMetrics
@@ -187,9 +195,12 @@ class Bench:
         *,
         names: Sequence[str] = (),
         with_barrier: bool = False,
+        have: Round | None = None,
         **changes: Any,
     ) -> bytes:
         headers = {WAIT_HEADER: str(wait_seconds), **({BARRIER_HEADER: "batch"} if with_barrier else {})}
+        if have is not None:
+            headers[HAVE_HEADER] = str(have)
         body = json.dumps(list(names)).encode() if names else b""
         return await self.call("get", self.fence(rank, round_, **changes), body, headers=headers)
 
@@ -257,6 +268,7 @@ async def bench(
     optimizer: str = "SGD",
     state_dir: Path | None = None,
     incarnation: int = 1,
+    wire: WireTypes = AS_THEY_ARE,
     **install: Any,
 ) -> AsyncIterator[Bench]:
     """A pserver with a run. At the end nothing may be left: no task, no job.
@@ -269,7 +281,7 @@ async def bench(
     pserver = Pserver(compute, PserverMetrics(registry, compute), LIMITS, disk=disk)
     held = await pserver.look_into_folder(0)
     await pserver.registered(PserverRegistered(index=0, incarnation=incarnation, lease_seconds=10))
-    plan = make_plan(PARAMETERS, 1, optimizer=make_spec(optimizer, groups))
+    plan = make_plan(PARAMETERS, 1, optimizer=make_spec(optimizer, groups), wire=wire)
     message = InstallRun(
         **{
             "run": "run1",

@@ -47,3 +47,30 @@ def test_strangers_cannot_make_it_keep_frames() -> None:
     for have in range(1, 8):
         assert versioned.parts(have) is not versioned.parts(have)
     assert versioned.parts(8) is versioned.parts(8)
+
+
+def test_a_difference_is_for_who_has_the_round_before() -> None:
+    data = {name: bytes(4 * size) for name, size in SIZES.items()}
+    blocks = [((name, "F32", (size,)), data[name]) for name, size in SIZES.items()]
+    difference = [
+        (("large", "I8", (SIZES["large"],)), bytes(SIZES["large"])),
+        (("large.scales", "F32", (1,)), bytes(4)),
+    ]
+    changed = {"small": 9, "large": 9, "other": 8, "larger": 3}
+    versioned = VersionedBlocks(blocks, changed, {"round": "9"}, 8, {"large": difference})
+
+    def tensors(have: int | None) -> list[tuple[str, str]]:
+        return [(entry.name, entry.dtype) for entry in parse_frame(b"".join(versioned.parts(have))).tensors]
+
+    assert tensors(8) == [("small", "F32"), ("large", "I8"), ("large.scales", "F32")]
+    assert tensors(7) == [("small", "F32"), ("large", "F32"), ("other", "F32")]
+    assert tensors(9) == []
+    assert tensors(None) == [(name, "F32") for name in SIZES]
+
+
+def test_a_frame_of_differences_says_to_what_though_all_blocks_are_in_it() -> None:
+    blocks = [(("w", "F32", (3,)), bytes(12))]
+    difference = {"w": [(("w", "I8", (3,)), bytes(3)), (("w.scales", "F32", (1,)), bytes(4))]}
+    versioned = VersionedBlocks(blocks, {"w": 5}, {}, 4, difference)
+    assert parse_frame(b"".join(versioned.parts(4))).metadata == {SINCE_KEY: "4"}
+    assert SINCE_KEY not in parse_frame(b"".join(versioned.parts(3))).metadata
