@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -98,3 +99,9 @@ def test_addresses_are_base_urls() -> None:
     assert ServiceSettings(coordinator="http://c:7070/").coordinator == "http://c:7070"
     with pytest.raises(ValidationError, match="base URL"):
         ServiceSettings(coordinator="c:7070")
+
+
+@pytest.mark.parametrize("rules", [{"mode": "async"}, {"mode": "ssp"}, {"max_delay": 1}], ids=str)
+def test_a_pull_type_that_the_mode_cannot_have_is_refused_at_the_start(rules: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="pull_type int8 belongs to the synchronous mode without max_delay"):
+        CoordinatorSettings(pull_type="int8", **rules)
