@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from ps_protocol.errors import MalformedFrame
-from ps_protocol.quantisation import add_difference
+from ps_protocol.quantisation import PIECE, add_difference
 from ps_protocol.wire_types import SCALES, quantised
 
 from .tensors import TORCH_DTYPES, writable_bytes
@@ -34,11 +34,15 @@ class Differences:
     async def add(self, received: Collection[str]) -> None:
         """Add what has been received (names of tensors) to the values; on an error some are added, and some are not.
 
-        Others of the loop have their turn between blocks. Raises MalformedFrame, before anything is added.
+        Others of the loop have their turn now and then. Raises MalformedFrame, before anything is added.
         """
         names = [name for name in received if name in self._blocks]
         if set(received) != {*names, *(name + SCALES for name in names)}:
             raise MalformedFrame("a difference has integers and scales", actual=sorted(received)[:8])
+        num_elements = 0
         for name in names:
             add_difference(*self._blocks[name])
-            await asyncio.sleep(0)
+            num_elements += len(self._blocks[name][0])
+            if num_elements >= PIECE:
+                num_elements = 0
+                await asyncio.sleep(0)
