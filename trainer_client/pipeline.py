@@ -89,7 +89,10 @@ class Pipeline:
         """Begin after this version: pull it into its landing set. Nothing may be under way."""
         self._give_up()
         self.forget_versions()
-        self._io.run(self._client.pull(version, self._destinations[self.slot(version)], with_batch_barrier=False))
+        slot = self.slot(version)
+        versions = self._io.run(self._client.pull(version, self._destinations[slot], with_batch_barrier=False))
+        if self._differences[slot] is not None:  # into memory that no script writes to, until its first step
+            self._have[slot] = versions
         self.newest = version
 
     def begin(
