@@ -26,7 +26,7 @@ def describe_hardware() -> str:
     return f"{os.cpu_count()} cores, {cpu}, {platform.system()} {platform.machine()}"
 
 
-def make_head(title: str, text: str, packages: Sequence[str], *notes: str) -> str:
+def make_head(title: str, text: str, packages: Sequence[str], *notes: str, where: str = "on loopback") -> str:
     """Title, what was measured, where and with what; `notes` are further points. The program was run by `python -m`."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
@@ -34,7 +34,7 @@ def make_head(title: str, text: str, packages: Sequence[str], *notes: str) -> st
     assert spec is not None
     points = (
         f"date: {datetime.date.today()}, commit {commit.stdout.strip()}",
-        f"hardware: {describe_hardware()}; all processes on this machine, on loopback",
+        f"hardware: {describe_hardware()}; all processes on this machine, {where}",
         f"versions: Python {platform.python_version()}, {versions}",
         *notes,
         f"command: `{' '.join(['python -m', spec.name.removesuffix('.__main__'), *sys.argv[1:]])}`",
