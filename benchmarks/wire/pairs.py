@@ -1,0 +1,40 @@
+"""What is compared: what gradients are on the wire, and what parameters are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Types of a run."""
+
+    push: str
+    pull: str
+
+    def __str__(self) -> str:
+        return f"{self.push} / {self.pull}"
+
+
+FLOAT32 = Pair("float32", "float32")
+EIGHT_BITS = Pair("int8", "int8")  # what the targets are about
+
+PAIRS = (
+    FLOAT32,
+    Pair("bfloat16", "bfloat16"),
+    Pair("float16", "float16"),
+    Pair("int8", "bfloat16"),
+    EIGHT_BITS,
+    Pair("topk", "float32"),
+    Pair("topk", "int8"),
+)
+
+
+def parse_pair(text: str) -> Pair:
+    """The pair that is called so.
+
+    >>> parse_pair("int8/bfloat16")
+    Pair(push='int8', pull='bfloat16')
+    """
+    push, _, pull = text.partition("/")
+    return Pair(push.strip(), pull.strip())
