@@ -111,7 +111,7 @@ def main() -> None:
     options.pairs = [FLOAT32, *(pair for pair in options.pairs if pair != FLOAT32)]
     clean_up_when_told_to_end()
     measured = {}
-    with LocalCluster(pservers=PSERVERS, trainers=TRAINERS, durability="none", lease_seconds=60) as cluster:
+    with LocalCluster(pservers=PSERVERS, trainers=TRAINERS, durability="none", on_trainer_loss="fail") as cluster:
         for optimizer in options.optimizers:
             measured[optimizer] = measure(optimizer, options, cluster)
     text = TEXT.format(
