@@ -1,0 +1,87 @@
+"""The programs of `benchmarks/wire` still measure; what they print here means nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.wire.machines import TOOLS
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(240)]
+
+
+def command(program: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", f"benchmarks.wire.{program}", *arguments]
+
+
+def run(program: str, *arguments: str) -> str:
+    done = subprocess.run(command(program, *arguments), stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=230)
+    assert done.returncode == 0
+    return done.stdout
+
+
+def is_trainer(process: psutil.Process) -> bool:
+    try:
+        return "benchmarks.wire.trainer" in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def can_have_machines() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+        pytest.skip(f"{' and '.join(missing)} are not installed (Debian packages iproute2, util-linux)")
+
+
+def test_accuracy(tmp_path: Path) -> None:
+    arguments = ["--folds", "1", "--seeds", "1", "--epochs", "3", "--pairs", "int8/int8", "--optimizers", "AdamW"]
+    report = run("accuracy", *arguments, "--json", str(tmp_path / "found.json"))
+    [accuracies] = json.loads((tmp_path / "found.json").read_text()).values()
+    assert len(accuracies) == 3
+    assert all(85 < accuracy < 100 for [accuracy] in accuracies.values())
+    assert re.search(r"\| int8 / int8 \| [\d.]+ \|", report)
+    assert re.search(r"at most 0\.5 points: [+-][\d.]+ \[.*\], (met|missed)", report)
+
+
+@pytest.mark.usefixtures("can_have_machines")
+def test_links(tmp_path: Path) -> None:
+    arguments = ["--megabits", "50", "--elements", "200000", "--compute-seconds", "0", "--steps", "2"]
+    report = run("links", *arguments, "--pairs", "int8/int8", "--json", str(tmp_path / "found.json"))
+    [rate] = json.loads((tmp_path / "found.json").read_text())
+    assert all(40 < megabits < 50 for megabits in rate["plain"].values())
+    [plain], [eight_bits], [frozen] = rate["runs"].values()
+    assert all(second > 8 * 1.6 / 50 for second in plain["seconds"])  # 800 kB, there and back
+    for way in ("sent_bytes", "received_bytes"):
+        assert all(800_000 < count < 900_000 for count in plain[way])
+        assert all(200_000 < count < 250_000 for count in eight_bits[way])
+        assert all(400_000 < count < 450_000 for count in frozen[way])
+    assert rate["times_as_fast"]["int8 / int8"] > 1.5
+    assert "## 50 Mbit/s" in report
+
+
+@pytest.mark.usefixtures("can_have_machines")
+def test_links_that_are_told_to_end_leave_nothing_behind() -> None:
+    arguments = ["--megabits", "20", "--elements", "1000000", "--steps", "1000"]
+    with subprocess.Popen(command("links", *arguments), stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        assert "a plain transfer" in process.stdout.readline().lower()
+        children: list[psutil.Process] = []
+        while not any(map(is_trainer, children)):
+            children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert alive == []

@@ -1,0 +1,95 @@
+"""The arithmetic of `benchmarks/wire`: links, intervals, batches, what is said of targets."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import re
+
+import pytest
+import torch
+
+from benchmarks.wire.digits import BATCH_SIZE, TRAINERS, load_folds, make_batches
+from benchmarks.wire.machines import MIN_BURST_BYTES, token_bucket
+from benchmarks.wire.paired import Difference
+from benchmarks.wire.pairs import EIGHT_BITS, FLOAT32
+from benchmarks.wire.results import Rate, Run, judge, make_table
+from benchmarks.wire.trainer import LEARNING_RATE, make_parameters, relative_error
+
+
+@pytest.mark.parametrize("name", ["machines", "paired", "pairs"])
+def test_doctests(name: str) -> None:
+    done = doctest.testmod(importlib.import_module(f"benchmarks.wire.{name}"))
+    assert done.attempted > 0
+    assert done.failed == 0
+
+
+@pytest.mark.parametrize("megabits", [1, 10, 100, 1000, 10_000])
+def test_a_packet_of_tcp_fits_into_the_bucket_and_several_into_the_queue(megabits: int) -> None:
+    found = re.fullmatch(r"tbf rate (\d+)bit burst (\d+) limit (\d+)", token_bucket(megabits * 1_000_000))
+    assert found
+    rate, burst, limit = map(int, found.groups())
+    assert rate == megabits * 1_000_000
+    assert burst >= MIN_BURST_BYTES > 64 * 1024
+    assert limit - burst >= 4 * MIN_BURST_BYTES
+
+
+def test_pairs_that_all_differ_alike_leave_no_doubt() -> None:
+    baseline = [97.0, 95.5, 98.25]
+    assert str(Difference.between([value - 0.5 for value in baseline], baseline)) == "-0.50 [-0.50, -0.50]"
+    assert str(Difference.between(baseline, baseline)) == "+0.00 [+0.00, +0.00]"
+
+
+def test_an_interval_is_as_wide_as_that_of_a_normal_mean() -> None:
+    values = torch.randn(400, generator=torch.Generator().manual_seed(0)).tolist()
+    difference = Difference.between(values, [0.0] * 400)
+    assert difference.low < difference.mean < difference.high
+    assert difference.high - difference.low == pytest.approx(2 * 1.96 / 20, rel=0.1)
+    assert difference.num_worse + difference.num_better == 400
+    assert difference == Difference.between(values, [0.0] * 400)
+
+
+def test_each_image_is_held_out_once() -> None:
+    folds = load_folds()
+    assert sum(len(held_out) for _, _, held_out, _ in folds) == 1797
+    assert all(len(inputs) + len(held_out) == 1797 for inputs, _, held_out, _ in folds)
+
+
+def test_trainers_share_each_epoch() -> None:
+    batches = [list(make_batches(200, 0, rank, epochs=2)) for rank in range(TRAINERS)]
+    steps_per_epoch = 200 // (TRAINERS * BATCH_SIZE)
+    assert [len(own) for own in batches] == [2 * steps_per_epoch] * TRAINERS
+    first = torch.cat([batch for own in batches for batch in own[:steps_per_epoch]])
+    assert len(first.unique()) == len(first) == steps_per_epoch * TRAINERS * BATCH_SIZE
+    assert not torch.equal(batches[0][0], batches[0][steps_per_epoch])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_where_steps_lead_is_known(rank: int) -> None:
+    (_, frozen), (_, trained) = make_parameters(1001, rank, is_half_frozen=True)
+    assert (frozen.grad, len(frozen), len(trained)) == (None, 500, 501)
+    parameters = [torch.nn.Parameter(torch.zeros(501)) for _ in range(2)]
+    gradients = [make_parameters(1001, other, is_half_frozen=True)[1][1].grad for other in range(2)]
+    parameters[rank].grad = gradients[rank]
+    with torch.no_grad():
+        for _ in range(4):
+            parameters[rank] -= LEARNING_RATE * (gradients[0] + gradients[1]) / 2
+    assert relative_error(parameters[rank], rank, num_trainers=2, num_steps=4) < 1e-6
+    assert relative_error(parameters[rank], rank, num_trainers=2, num_steps=5) == pytest.approx(0.2)
+
+
+def run(seconds: float, moved_bytes: int) -> Run:
+    return Run([seconds] * 3, [moved_bytes] * 3, [moved_bytes] * 3, 0.0)
+
+
+def test_a_target_is_judged_where_it_was_measured() -> None:
+    runs = {
+        str(FLOAT32): [run(17.0, 100_000_000), run(18.0, 100_000_000)],
+        str(EIGHT_BITS): [run(5.0, 25_000_000), run(4.5, 25_000_000)],
+    }
+    rate = Rate(100, {"trainer to pserver": 96.0, "pserver to trainer": 95.0}, runs)
+    assert rate.times_as_fast(str(EIGHT_BITS)) == pytest.approx((3.4 + 4.0) / 2)
+    assert rate.least_seconds(str(EIGHT_BITS)) == pytest.approx(8 * 50 / 95)
+    assert judge([rate]).endswith("as float32: 3.70, met.\n")
+    assert judge([Rate(1000, rate.plain, runs)]) == ""
+    assert "| int8 / int8 | 4.750 | 4.500 – 5.000 | 4.211 | 3.70 | 25.00 | 25.00 |" in make_table(rate)
