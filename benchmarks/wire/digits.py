@@ -19,12 +19,12 @@ from .pairs import Pair
 FOLDS = 5
 TRAINERS = 2
 EPOCHS = 15
-BATCH_SIZE = 32  # of each trainer
+BATCH_SIZE = 64  # of each trainer
 
 OptimizerName: TypeAlias = Literal["AdamW", "SGD"]
-OPTIMIZERS = {  # chosen once, for float32; class, peak of the rate, the rest
-    "AdamW": (torch.optim.AdamW, 3e-3, {"weight_decay": 0.01}),
-    "SGD": (torch.optim.SGD, 0.1, {"momentum": 0.9}),
+OPTIMIZERS = {  # class, peak of the rate, the rest; of three rates the best for float32 in one process
+    "AdamW": (torch.optim.AdamW, 0.01, {"weight_decay": 0.01}),
+    "SGD": (torch.optim.SGD, 0.3, {"momentum": 0.9}),
 }
 
 

@@ -46,7 +46,7 @@ def check_requirements() -> None:
     if os.geteuid() != 0:
         raise OSError("network namespaces need root")
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
-        raise OSError(f"{' and '.join(missing)} are not installed (Debian packages iproute2, util-linux)")
+        raise OSError(f"not installed: {', '.join(missing)} (Debian packages iproute2, util-linux)")
 
 
 class Namespace:

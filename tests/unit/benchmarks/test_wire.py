@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.wire.digits import BATCH_SIZE, TRAINERS, load_folds, make_batches
-from benchmarks.wire.machines import MIN_BURST_BYTES, token_bucket
+from benchmarks.wire.machines import MIN_BURST_BYTES, check_requirements, token_bucket
 from benchmarks.wire.paired import Difference
 from benchmarks.wire.pairs import EIGHT_BITS, FLOAT32
 from benchmarks.wire.results import Rate, Run, judge, make_table
@@ -32,6 +32,16 @@ def test_a_packet_of_tcp_fits_into_the_bucket_and_several_into_the_queue(megabit
     assert rate == megabits * 1_000_000
     assert burst >= MIN_BURST_BYTES > 64 * 1024
     assert limit - burst >= 4 * MIN_BURST_BYTES
+
+
+def test_what_is_missing_for_machines_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with pytest.raises(OSError, match="need root"):
+        check_requirements()
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr("shutil.which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
+    with pytest.raises(OSError, match="^not installed: tc "):
+        check_requirements()
 
 
 def test_pairs_that_all_differ_alike_leave_no_doubt() -> None:
