@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from .consistency import Consistency
+from .local_sockets import NAME_PATTERN
 from .vocabulary import (
     Durability,
     Incarnation,
@@ -38,6 +39,7 @@ def _check_base_url(value: str) -> str:
 
 
 BaseUrl = Annotated[str, AfterValidator(_check_base_url)]
+LocalName = Annotated[str, Field(pattern=NAME_PATTERN)]  # nobody is sent to another program's socket
 
 RunState = Literal["gathering", "training", "finished", "failed"]
 
@@ -74,6 +76,7 @@ class Link(Message):
     the first byte of the answer to its last.
     """
 
+    is_local: bool = Field(default=False, description="over a Unix socket, on the host that both are on")
     round_trip_seconds: float | None = Field(default=None, description="of a small request, when it was connected")
     pushes: Traffic = Traffic()
     pulls: Traffic = Traffic()
@@ -128,6 +131,7 @@ class RegisterPserver(Message):
     instance: str = Field(min_length=8, max_length=64)
     address: BaseUrl = Field(description="base URL under which trainers reach it")
     http2: bool = Field(description="whether trainers are to send it tensors over HTTP/2, with prior knowledge")
+    local: LocalName | None = Field(default=None, description="abstract Unix socket for trainers on its host")
     index: PserverIndex | None = Field(default=None, ge=0, description="None: the coordinator chooses")
     previous: Incarnation = Field(default=0, description="the life that it follows, whose folder it has locked")
     held: HeldRun | None = None
@@ -200,6 +204,7 @@ class PserverInfo(Message):
     address: str
     incarnation: Incarnation
     http2: bool
+    local: LocalName | None = Field(default=None, description="to be tried first, if `address` is without TLS")
 
 
 class JoinTrainer(Message):

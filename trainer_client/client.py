@@ -77,7 +77,7 @@ class ParameterClient:
         self._token = None if token is None else TokenPair(token, self._warn)
         self._auth = None if self._token is None else BearerAuth(self._token)
         self._control = make_control_client(self.settings.client_tls, self._auth)
-        self._bulk: dict[bool, Exchange] = {}
+        self._bulk: dict[tuple[bool, str | None], Exchange] = {}
         self.start: Round = 1  # the first round that this trainer pushes for
         self.nonfinite: NonfinitePolicy = "reject"  # of the run
         self.must_upload = False  # the initial values are this trainer's to push
@@ -196,17 +196,22 @@ class ParameterClient:
                     max_delay=self.joined.consistency.max_delay,
                 )
             )
-        self.membership.links = {pserver.info.index: pserver.link for pserver in self.pservers}
+        links = self.membership.links = {pserver.info.index: pserver.link for pserver in self.pservers}
+        self.metrics.local_pservers.set_function(lambda: sum(link.is_local for link in links.values()))
         self.is_declared = True
         with contextlib.suppress(RolledBack):  # what is done next meets it again
             await self._on_all(lambda pserver: pserver.warm_up())
         return self.plan
 
     def _bulk_client(self, info: PserverInfo) -> Exchange:
-        """The connections for tensors: one kind for pservers with HTTP/2, another for those without."""
-        if info.http2 not in self._bulk:
-            self._bulk[info.http2] = Exchange(self.settings.client_tls, self._token, http2=info.http2)
-        return self._bulk[info.http2]
+        """The connections for tensors: one kind for pservers with HTTP/2, another for those without.
+
+        A life of a pserver that has a Unix socket has its own, which are closed with the others in the end.
+        """
+        kind = info.http2, info.local if self.settings.local_transport else None
+        if kind not in self._bulk:
+            self._bulk[kind] = Exchange(self.settings.client_tls, self._token, http2=kind[0], local=kind[1])
+        return self._bulk[kind]
 
     async def go_back(self) -> Round:
         """After RolledBack: follow the run to its newest attempt; returns the version to pull, which comes next.

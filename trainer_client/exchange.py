@@ -16,10 +16,13 @@ from .transport import make_bulk_transport
 
 
 class Exchange:
-    """Sends a token with every request; if that is refused, the one that it replaced (as `BearerAuth`)."""
+    """Sends a token with every request; if that is refused, the one that it replaced (as `BearerAuth`).
 
-    def __init__(self, tls: TlsFiles, tokens: TokenPair | None, *, http2: bool) -> None:
-        self._transport = make_bulk_transport(tls, http2=http2)
+    One with `local` is for the pserver of that Unix socket alone.
+    """
+
+    def __init__(self, tls: TlsFiles, tokens: TokenPair | None, *, http2: bool, local: str | None = None) -> None:
+        self._transport = make_bulk_transport(tls, http2=http2, local=local)
         self._tokens = tokens
 
     async def begin(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
@@ -18,8 +19,9 @@ from ps_http2.connection import Connection
 from ps_http2.frames import PREFACE, Code
 from ps_http2.stream import Headers, Inbox, Sink, Stream, StreamResetError, content_length
 from ps_protocol.certificates import TlsFiles, WatchedFiles, client_context
+from ps_protocol.local_sockets import connect_locally
 
-from .extensions import BODY_EXTENSION, SINK_EXTENSION
+from .extensions import BODY_EXTENSION, LOCAL_EXTENSION, SINK_EXTENSION
 
 CONNECT_SECONDS = 5.0
 PING_SECONDS = 5.0
@@ -33,11 +35,15 @@ class Http2Transport(httpx.AsyncBaseTransport):
 
     Ignores httpx's timeouts: a request is bounded by its caller, and dead peers are found by pings. When a file of
     `tls` has changed, what is sent from then on goes over new connections.
+
+    With `local`, the name of a Unix socket, it is for the one origin that listens there: each new connection to it is
+    tried there first, and made over TCP if it is on another host or uses TLS.
     """
 
-    def __init__(self, tls: TlsFiles = TlsFiles()) -> None:  # noqa: B008 - frozen
+    def __init__(self, tls: TlsFiles = TlsFiles(), local: str | None = None) -> None:  # noqa: B008 - frozen
         self._origins: dict[str, _Origin] = {}
         self._tls = tls
+        self._local = local
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send one request and wait for its answer's headers. Raises httpx.TransportError and its children."""
@@ -49,7 +55,7 @@ class Http2Transport(httpx.AsyncBaseTransport):
         name = f"{url.scheme}://{url.netloc.decode('ascii')}"
         origin = self._origins.get(name)
         if origin is None:
-            origin = self._origins[name] = _Origin(name, self._tls)
+            origin = self._origins[name] = _Origin(name, self._tls, self._local)
         try:
             connection = await origin.connect()
             stream = await connection.begin(request.extensions.get(SINK_EXTENSION))
@@ -74,7 +80,7 @@ class Http2Transport(httpx.AsyncBaseTransport):
             int(status),
             headers=[header for header in stream.headers if header[0] != b":status"],
             stream=_Answer(stream, request),
-            extensions={"http_version": b"HTTP/2"},
+            extensions={"http_version": b"HTTP/2", LOCAL_EXTENSION: connection.is_local},
         )
 
     async def aclose(self) -> None:
@@ -110,10 +116,11 @@ class _Answer(httpx.AsyncByteStream):
 class _Origin:
     """One server, and the connection to it."""
 
-    def __init__(self, name: str, tls: TlsFiles) -> None:
+    def __init__(self, name: str, tls: TlsFiles, local: str | None) -> None:
         url = urlsplit(name)
         self._host, self._port = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
         self._is_secure = url.scheme == "https"
+        self._local = None if self._is_secure else local  # nobody shows a certificate there
         self._tls = tls
         self._files = WatchedFiles(tls.paths)
         self._context: ssl.SSLContext | None = None
@@ -128,17 +135,32 @@ class _Origin:
         async with self._lock:
             if (connection := self._usable()) is not None:
                 return connection
-            loop = asyncio.get_running_loop()
-            async with asyncio.timeout(CONNECT_SECONDS):
-                transport, connection = await loop.create_connection(
-                    ClientConnection, self._host, self._port, ssl=self._make_context()
-                )
-            if self._is_secure and transport.get_extra_info("ssl_object").selected_alpn_protocol() != "h2":
-                transport.abort()
-                raise ConnectionError("the server does not speak HTTP/2")
+            connection = await self._connect_locally() or await self._connect_over_tcp()
             self._connection = connection
             self._connections.add(connection)
             return connection
+
+    async def _connect_locally(self) -> ClientConnection | None:
+        if self._local is None:
+            return None
+        with suppress(OSError):  # it is on another host, or gone
+            connected = connect_locally(self._local)
+            loop = asyncio.get_running_loop()
+            _, connection = await loop.create_unix_connection(ClientConnection, sock=connected)
+            connection.is_local = True
+            return connection
+        return None
+
+    async def _connect_over_tcp(self) -> ClientConnection:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(CONNECT_SECONDS):
+            transport, connection = await loop.create_connection(
+                ClientConnection, self._host, self._port, ssl=self._make_context()
+            )
+        if self._is_secure and transport.get_extra_info("ssl_object").selected_alpn_protocol() != "h2":
+            transport.abort()
+            raise ConnectionError("the server does not speak HTTP/2")
+        return connection
 
     def close(self) -> None:
         """End all connections and what is under way."""
@@ -172,6 +194,7 @@ class ClientConnection(Connection):
 
     def __init__(self) -> None:
         super().__init__({frames.ENABLE_PUSH: 0}, STREAM_WINDOW)
+        self.is_local = False  # over a Unix socket
         self.looks_again = False  # at the files of TLS; true every now and then
         self._room = asyncio.Event()
         self._seen_bytes = 0

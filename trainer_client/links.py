@@ -54,6 +54,7 @@ class TrafficMeter:
 class LinkMeter:
     """Of one pserver."""
 
+    is_local: bool = False  # the newest answer came over a Unix socket
     round_trip_seconds: float | None = None  # of a small request over a connection that is open
     pushes: TrafficMeter = field(default_factory=TrafficMeter)
     pulls: TrafficMeter = field(default_factory=TrafficMeter)
@@ -61,5 +62,8 @@ class LinkMeter:
     def describe(self) -> Link:
         """As it travels."""
         return Link(
-            round_trip_seconds=self.round_trip_seconds, pushes=self.pushes.describe(), pulls=self.pulls.describe()
+            is_local=self.is_local,
+            round_trip_seconds=self.round_trip_seconds,
+            pushes=self.pushes.describe(),
+            pulls=self.pulls.describe(),
         )

@@ -53,6 +53,11 @@ class TrainerMetrics:
             "From asking a pserver for a round, with the batch barrier, to the first byte of its answer: the wait for "
             "the other trainers and the apply.",
         )
+        self.local_pservers = Gauge(
+            "gradpost_trainer_local_pservers",
+            "Pservers on the trainer's own host, which it reaches over Unix sockets.",
+            registry=registry,
+        )
         self.requests = Counter(
             "gradpost_trainer_requests", "Requests to pservers, tries included.", ["route"], registry=registry
         )

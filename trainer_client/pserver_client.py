@@ -48,6 +48,7 @@ from ps_protocol.vocabulary import Incarnation, Rank, Round
 from .buckets import Payload
 from .differences import Differences
 from .exchange import Exchange
+from .extensions import LOCAL_EXTENSION
 from .frame_sink import NO_DIFFERENCES, FrameSink
 from .links import LinkMeter
 from .membership import read_problem
@@ -111,8 +112,9 @@ class PserverClient:
         async def attempt() -> None:
             await self._http.send("GET", self._url(HEALTH), {})
             asked = perf_counter()
-            await self._http.send("GET", self._url(HEALTH), {})
+            response = await self._http.send("GET", self._url(HEALTH), {})
             self.link.round_trip_seconds = perf_counter() - asked
+            self.link.is_local = response.extensions.get(LOCAL_EXTENSION, False)
 
         await self._repeat(HEALTH, attempt)
 
@@ -146,6 +148,7 @@ class PserverClient:
             with self.link.pushes.transfer():
                 response = await self._http.send("POST", self._url(path), headers, body=body)
             _raise_for_problem(response)
+            self.link.is_local = response.extensions.get(LOCAL_EXTENSION, False)
             self.link.pushes.add(num_bytes)
             return PushAnswer.model_validate_json(response.content)
 

@@ -96,6 +96,11 @@ class TrainerSettings(BaseSettings):
         ge=1,
         description="about how many bytes of blocks travel in one request; a block is never cut",
     )
+    local_transport: bool = Field(
+        default=True,
+        description="whether it reaches pservers on its own host over Unix sockets, if they offer that and run as the "
+        "same user",
+    )
     retry_seconds: float = Field(default=60.0, gt=0, description="how long a service that does not answer is tried")
     metrics_host: str = Field(
         default="127.0.0.1",

@@ -32,9 +32,9 @@ class _ControlTransport(httpx.AsyncHTTPTransport):
             raise httpx.ConnectError(str(error), request=request) from error
 
 
-def make_bulk_transport(tls: TlsFiles, *, http2: bool) -> httpx.AsyncBaseTransport:
-    """What carries tensors."""
-    return Http2Transport(tls) if http2 else Http1Transport(tls)
+def make_bulk_transport(tls: TlsFiles, *, http2: bool, local: str | None = None) -> httpx.AsyncBaseTransport:
+    """What carries tensors; with `local`, of HTTP/2 alone, to the one pserver that has this Unix socket."""
+    return Http2Transport(tls, local) if http2 else Http1Transport(tls)
 
 
 def make_bulk_client(tls: TlsFiles, auth: httpx.Auth | None, *, http2: bool) -> httpx.AsyncClient:

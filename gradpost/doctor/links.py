@@ -94,10 +94,12 @@ def links_table(status: ClusterStatus) -> Table | None:
 def _cell(link: Link | None) -> str:
     if link is None:
         return "not connected"
-    parts = [] if link.round_trip_seconds is None else [f"{link.round_trip_seconds * 1e3:.1f} ms"]
+    parts = ["Unix socket"] if link.is_local else []
+    if link.round_trip_seconds is not None:
+        parts.append(f"{link.round_trip_seconds * 1e3:.1f} ms")
     for verb, traffic in (("push", link.pushes), ("pull", link.pulls)):
         if (speed := _speed(traffic)) is not None:
             parts.append(f"{verb} {speed / 1e6:.0f} MB/s")
-    if len(parts) < 2 and link.pushes.num_requests:
+    if not any("MB/s" in part for part in parts) and link.pushes.num_requests:
         parts.append(f"{link.pushes.num_bytes / link.pushes.num_requests / 1e3:.0f} kB a push: no speed")
     return ", ".join(parts)

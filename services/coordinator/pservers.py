@@ -67,6 +67,7 @@ class PserverRegistry:
             address=request.address.rstrip("/"),
             incarnation=self.incarnations[index],
             http2=request.http2,
+            local=request.local,
         )
         self.members[index] = PserverMember(info, request.instance, now, held=request.held, here_since=now)
         return PserverRegistered(index=index, incarnation=info.incarnation, lease_seconds=self.lease_seconds)

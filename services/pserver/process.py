@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 
 import torch
 
+from ps_protocol.local_sockets import bind_locally, local_name
 from services.runtime.compute import ComputeExecutor
 from services.runtime.failpoints import arm_failpoints
 from services.runtime.logs import configure_logs, get_logger
@@ -41,12 +43,15 @@ async def _serve(settings: PserverSettings, stop: asyncio.Event) -> int:
     in_flight = InFlight(settings.max_inflight_bytes or usable_memory_bytes() // 4)
     pserver = Pserver(compute, PserverMetrics(metrics.registry, compute), settings.frame_limits, in_flight, disk)
     app = make_pserver_app(pserver, metrics, limits=settings.request_limits)
-    async with make_peer_client(settings) as http, asyncio.TaskGroup() as tasks:
-        registration = Registration(pserver, settings, http)
+    local = bind_locally() if settings.listens_locally else None
+    with local or nullcontext():
+        async with make_peer_client(settings) as http, asyncio.TaskGroup() as tasks:
+            name = None if local is None else local_name(local)
+            registration = Registration(pserver, settings, http, local=name)
 
-        def stay_registered(address: str) -> None:
-            tasks.create_task(registration.run(address, stop))
+            def stay_registered(address: str) -> None:
+                tasks.create_task(registration.run(address, stop))
 
-        await serve(app, settings, stop=stop, on_started=stay_registered)
+            await serve(app, settings, stop=stop, on_started=stay_registered, local=local)
     compute.close()
     return registration.exit_code

@@ -35,8 +35,11 @@ LAST_CHECKPOINT_SECONDS = 60.0  # for a place that hangs; what was acknowledged 
 class Registration:
     """One background task; ends when `stop` is set, and sets it when the coordinator says that the run is over."""
 
-    def __init__(self, pserver: Pserver, settings: PserverSettings, http: httpx.AsyncClient) -> None:
+    def __init__(
+        self, pserver: Pserver, settings: PserverSettings, http: httpx.AsyncClient, *, local: str | None = None
+    ) -> None:
         self._pserver = pserver
+        self._local = local  # the name of its Unix socket
         self._settings = settings
         self._http = http
         self._coordinator = settings.coordinator.rstrip("/")
@@ -66,6 +69,7 @@ class Registration:
             instance=self._pserver.instance,
             address=address,
             http2=self._settings.http2,
+            local=self._local,
             index=self._settings.pserver_index if disk is None or disk.index is None else disk.index,
             previous=0 if disk is None else disk.previous,
             held=held,

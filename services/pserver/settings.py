@@ -18,6 +18,11 @@ class PserverSettings(ServiceSettings):
         description="whether trainers are to send tensors over HTTP/2; switch it off where a proxy between them and "
         "this pserver speaks HTTP/1.1 alone",
     )
+    local_transport: bool = Field(
+        default=True,
+        description="whether trainers on the pserver's own host may send tensors over a Unix socket. On Linux, on "
+        "uvicorn over HTTP/2 without TLS, and without `advertise_address`, which may be a proxy's",
+    )
     max_inflight_bytes: int | None = Field(
         default=None,
         ge=1,
@@ -30,3 +35,9 @@ class PserverSettings(ServiceSettings):
         ge=1,
         description="torch's threads for aggregating and stepping; the result does not depend on them",
     )
+
+    @property
+    def listens_locally(self) -> bool:
+        """Whether there is a Unix socket, too: not where certificates or a proxy have a word in who gets through."""
+        is_possible = self.server == "uvicorn" and self.http2
+        return self.local_transport and is_possible and self.tls_cert is None and self.advertise_address is None

@@ -90,8 +90,18 @@ def _make_granian(app: ASGIApp, settings: ServiceSettings, bound: socket.socket)
     return _Granian(server, paced)
 
 
-def make_uvicorn(app: ASGIApp, settings: ServiceSettings, bound: socket.socket, *, grace_seconds: int) -> Backend:
-    """HTTP/1.1 only. It listens on `bound` itself and, once stopped, gives up on what takes over `grace_seconds`."""
+def make_uvicorn(
+    app: ASGIApp,
+    settings: ServiceSettings,
+    bound: socket.socket,
+    local: socket.socket | None = None,
+    *,
+    grace_seconds: int,
+) -> Backend:
+    """HTTP/1.1, and HTTP/2 of ours. It listens on `bound` itself, and on the Unix socket `local` if there is one.
+
+    Once stopped, it gives up on what takes over `grace_seconds`.
+    """
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # else a line for whatever is no HTTP
     max_connections = bound_connections(settings.max_connections)
     config = uvicorn.Config(
@@ -111,7 +121,9 @@ def make_uvicorn(app: ASGIApp, settings: ServiceSettings, bound: socket.socket, 
         if settings.tls_cert
         else None,
     )
-    return _Uvicorn(config, bound, header_seconds=settings.header_timeout_seconds, max_connections=max_connections)
+    return _Uvicorn(
+        config, bound, local, header_seconds=settings.header_timeout_seconds, max_connections=max_connections
+    )
 
 
 def _offer_http2(context: ssl.SSLContext) -> ssl.SSLContext:
@@ -137,10 +149,17 @@ class _Granian:
 
 class _Uvicorn(uvicorn.Server):
     def __init__(
-        self, config: uvicorn.Config, bound: socket.socket, *, header_seconds: float, max_connections: int
+        self,
+        config: uvicorn.Config,
+        bound: socket.socket,
+        local: socket.socket | None,
+        *,
+        header_seconds: float,
+        max_connections: int,
     ) -> None:
         super().__init__(config)
-        self._bound = bound
+        # In this order: who finds somebody at the port may tell others of the Unix socket.
+        self._sockets = [bound] if local is None else [local, bound]
         self._period = header_seconds / SWEEPS
         self._connections = Connections(bound.getsockname()[1])
         self._strangers = Strangers(
@@ -154,12 +173,15 @@ class _Uvicorn(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         sweeping = asyncio.create_task(self._sweep_forever(), name="sweep connections")
         try:
-            await super().serve(sockets or [self._bound])
+            await super().serve(sockets or self._sockets)
         finally:
             sweeping.cancel()
 
     async def _sweep_forever(self) -> None:
-        """Protocols are made when a TLS handshake is over; then they have limits of their own."""
+        """Protocols are made when a TLS handshake is over; then they have limits of their own.
+
+        On a Unix socket there is no TLS, so that nobody is a stranger there.
+        """
         while True:
             await asyncio.sleep(self._period)
             protocols: set[Any] = set(self.server_state.connections)

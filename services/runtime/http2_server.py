@@ -14,6 +14,7 @@ from ps_http2.connection import Connection
 from ps_http2.frames import Code, ViolationError
 from ps_http2.reader import MAX_HEADER_BYTES
 from ps_http2.stream import Headers, Stream, content_length
+from ps_protocol.local_sockets import enlarge_buffer
 
 from .http2_requests import read_scope, start_request
 from .logs import get_logger
@@ -80,6 +81,9 @@ class ServerConnection(Connection):
         self._connections.add(self)
         self._loop = asyncio.get_running_loop()
         peer, own = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
+        if isinstance(own, bytes):  # an abstract Unix socket, whose clients have no names
+            peer = own = None
+            enlarge_buffer(transport.get_extra_info("socket"))
         self.client = (str(peer[0]), int(peer[1])) if peer else None
         self._facts = {
             "client": self.client,
@@ -169,7 +173,8 @@ class ServerConnection(Connection):
         elif now - self._partial[1] >= limits.header_timeout_seconds:
             self.abort(Code.ENHANCE_YOUR_CALM, "headers came too slowly")
         elif now - self._reply.seconds >= limits.body_timeout_seconds:
-            log.warning("a client that takes nothing of its replies is cut off", client=self.client and self.client[0])
+            client = self.client[0] if self.client else "a process on this host"
+            log.warning("a client that takes nothing of its replies is cut off", client=client)
             self._transport.abort()
         elif self._pinged_at is not None and now - self._pinged_at >= PING_TIMEOUT_SECONDS:
             self._transport.abort()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -39,12 +40,14 @@ async def serve(
     *,
     stop: asyncio.Event,
     on_started: Callable[[str], Awaitable[None] | None] | None = None,
+    local: socket.socket | None = None,
 ) -> None:
     """Serve `app` until `stop` is set, then end within about `GRACE_SECONDS`.
 
     In order: wait for the token file, take the port, enter the app's lifespan, listen, write the advertised address to
     `ready_fd`, call `on_started` with it. On stop: cancel `on_started` if it still waits, refuse new connections, let
-    requests in flight finish, answer those that take longer with `try_again`, leave the lifespan. Raises SettingsError
+    requests in flight finish, answer those that take longer with `try_again`, leave the lifespan. uvicorn listens on
+    `local`, too, a bound Unix socket; what comes there is under the same limits and checks. Raises SettingsError
     if the token file does not come, ListenError, what the lifespan or `on_started` raises, and RuntimeError if the HTTP
     server ends by itself.
     """
@@ -60,7 +63,7 @@ async def serve(
             if is_granian:
                 backend = make_granian(requests, settings, bound)
             else:
-                backend = make_uvicorn(requests, settings, bound, grace_seconds=int(GRACE_SECONDS) + 1)
+                backend = make_uvicorn(requests, settings, bound, local, grace_seconds=int(GRACE_SECONDS) + 1)
             serving = asyncio.create_task(backend.serve())
             try:
                 await _while_serving(serving, wait_until_listening(bound))

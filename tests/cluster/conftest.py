@@ -2,6 +2,9 @@
 
 The others are granian and HTTP/1.1, in one more pass of `make test-all`; what only that runs is not repeated there,
 unless it is marked `both_servers`: it would take too long.
+
+All of them go over TCP, as between machines; tests that name no carrier have what users have on one host by default,
+Unix sockets.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ class Carrier(TypedDict):
 
     server: str
     http2: bool
+    local_transport: bool
 
 
 CARRIERS: dict[str, Carrier] = {
-    "uvicorn": {"server": "uvicorn", "http2": True},
-    "granian": {"server": "granian", "http2": False},
+    "uvicorn": {"server": "uvicorn", "http2": True, "local_transport": False},
+    "granian": {"server": "granian", "http2": False, "local_transport": False},
 }
 
 

@@ -31,13 +31,13 @@ def pserver(
     )  # fmt: skip
 
 
-def link(pushes: float = 0.0, pulls: float = 0.0, request_bytes: int = 4_000_000) -> Link:
+def link(pushes: float = 0.0, pulls: float = 0.0, request_bytes: int = 4_000_000, is_local: bool = False) -> Link:
     """At so many MB a second."""
 
     def traffic(speed: float) -> Traffic:
         return Traffic(num_requests=10, num_bytes=10 * request_bytes, seconds=request_bytes / speed / 1e5)
 
-    return Link(round_trip_seconds=0.002, pushes=traffic(pushes or 100), pulls=traffic(pulls or 100))
+    return Link(is_local=is_local, round_trip_seconds=0.002, pushes=traffic(pushes or 100), pulls=traffic(pulls or 100))
 
 
 def trainer(rank: int, **told: object) -> TrainerStatus:
@@ -158,13 +158,16 @@ def test_links() -> None:
 
 
 def test_the_matrix() -> None:
-    trainers = (trainer(0, links={0: link(), 1: link(request_bytes=5000)}), trainer(1, links={1: link(50, 80)}))
+    trainers = (
+        trainer(0, links={0: link(), 1: link(request_bytes=5000)}),
+        trainer(1, links={1: link(50, 80, is_local=True)}),
+    )
     table = links_table(status(trainers=trainers))
     assert table is not None
     assert table.lines() == [
         "from / to  pserver 0                             pserver 1",
         "trainer 0  2.0 ms, push 100 MB/s, pull 100 MB/s  2.0 ms, 5 kB a push: no speed",
-        "trainer 1  not connected                         2.0 ms, push 50 MB/s, pull 80 MB/s",
+        "trainer 1  not connected                         Unix socket, 2.0 ms, push 50 MB/s, pull 80 MB/s",
     ]
     assert links_table(status(trainers=())) is None
 

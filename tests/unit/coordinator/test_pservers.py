@@ -119,3 +119,14 @@ def test_nobody_is_cut_off_from_a_pserver_that_came_a_moment_ago_stops_or_has_di
     assert not registry.was_here(0, 1, since=9, now=20)
     registry.heartbeat(0, beat(), 20)
     assert not registry.was_here(0, 1, since=19.5, now=29.9)  # its lease ends at 30, and will not be renewed
+
+
+def test_trainers_are_told_of_the_unix_socket_of_the_life_that_has_it():
+    registry = make_registry()
+    names = ["gradpost-" + 32 * digit for digit in "01"]
+    registry.register(registration("a", index=0, local=names[0]), 0)
+    assert registry.members[0].info.local == names[0]
+    registry.register(registration("b", index=0, previous=1, local=names[1]), 1)
+    assert registry.members[0].info.local == names[1]
+    registry.register(registration("c", index=0, previous=2), 2)
+    assert registry.members[0].info.local is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Self, TypeVar
@@ -167,8 +168,12 @@ async def serving(
     *,
     settings: dict[int, int] | None = None,
     tls: ssl.SSLContext | None = None,
+    local: socket.socket | None = None,
 ) -> AsyncIterator[str]:
-    """A server whose every connection is served by this; yields its address. What it raises is raised here."""
+    """A server whose every connection is served by this; yields its address. What it raises is raised here.
+
+    With `local` it listens on that Unix socket alone.
+    """
     connections: list[asyncio.Task[Any]] = []
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -182,8 +187,11 @@ async def serving(
             talker.flush()
             await serve(talker)
 
-    server = await asyncio.start_server(accept, "127.0.0.1", 0, ssl=tls)
-    port = server.sockets[0].getsockname()[1]
+    if local is None:
+        server = await asyncio.start_server(accept, "127.0.0.1", 0, ssl=tls)
+        port = server.sockets[0].getsockname()[1]
+    else:
+        server, port = await asyncio.start_unix_server(accept, sock=local), 0
     try:
         yield f"{'http' if tls is None else 'https'}://localhost:{port}" if tls else f"http://127.0.0.1:{port}"
     finally:

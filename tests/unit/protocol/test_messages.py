@@ -5,7 +5,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from ps_protocol.messages import JoinTrainer, RegisterPserver, RunSummary, TrainerHeartbeat
+from ps_protocol.messages import JoinTrainer, PserverInfo, RegisterPserver, RunSummary, TrainerHeartbeat
 
 
 def test_a_loss_that_is_not_a_number_survives_the_wire() -> None:
@@ -63,3 +63,13 @@ def test_an_address_that_nobody_could_call_is_refused(address: str) -> None:
 @pytest.mark.parametrize("address", ["http://a", "https://[::1]:7071/prefix/", "http://10.0.0.7:80"])
 def test_an_address_may_have_a_path(address: str) -> None:
     assert RegisterPserver(protocol=1, instance="a process", address=address, http2=True).address == address
+
+
+@pytest.mark.parametrize(
+    "name", ["", "gradpost-", "gradpost-" + 31 * "0", "gradpost-" + 32 * "0" + "\n", "/tmp/.X11-unix/X0", 41 * "0"]
+)
+def test_a_name_that_may_be_of_another_programs_socket_is_refused(name: str) -> None:
+    with pytest.raises(ValidationError):
+        PserverInfo(index=0, address="http://a", incarnation=1, http2=True, local=name)
+    with pytest.raises(ValidationError):
+        RegisterPserver(protocol=1, instance="a process", address="http://a", http2=True, local=name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -137,11 +138,13 @@ class Running:
 
 
 @asynccontextmanager
-async def running(app: FastAPI, **settings: Any) -> AsyncIterator[Running]:
+async def running(app: FastAPI, *, local: socket.socket | None = None, **settings: Any) -> AsyncIterator[Running]:
     """Serve for as long as the block lasts; raises what `serve` raises."""
     stop = asyncio.Event()
     started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(serve(app, ServiceSettings(**settings), stop=stop, on_started=started.set_result))
+    task = asyncio.create_task(
+        serve(app, ServiceSettings(**settings), stop=stop, on_started=started.set_result, local=local)
+    )
     task.add_done_callback(lambda _: started.cancel())
     try:
         address = await started

@@ -1,0 +1,101 @@
+"""Trainers on the host of their pservers: blocks travel over Unix sockets, and the bits stay the same."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+from torch import Tensor
+
+from trainer_client import Session
+from trainer_client.testing import LocalCluster
+
+from .parity_model import assert_identical, run_trainers, train_locally, train_remotely
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets are Linux's"),
+]
+
+OPTIMIZER = "Adam"
+LOOK_AT = 5  # in the middle
+SHARDS = (0, 1)
+
+
+def count_connections(session: Session, tcp: list[int]) -> None:
+    """To the ports of the pservers, of this process, in which the trainers are threads."""
+    ports = {int(pserver.info.address.rpartition(":")[2]) for pserver in session.client.pservers}
+    connections = psutil.Process().net_connections("tcp")
+    tcp.append(sum(bool(one.raddr) and one.raddr.port in ports for one in connections))
+
+
+def local_connections(names: set[str]) -> int:
+    """That pservers have accepted."""
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return sum(line.split()[5] == "03" and line.rpartition("@")[2] in names for line in lines)
+
+
+def train(session: Session, look: Callable[[Session], None]) -> dict[str, Tensor]:
+    def look_in_the_middle(step: int) -> None:
+        if step == LOOK_AT and session.rank == 0:
+            look(session)
+
+    return train_remotely(OPTIMIZER, session, before_step=look_in_the_middle)
+
+
+@pytest.mark.parametrize(
+    ("offered", "wanted"), [(True, True), (True, False), (False, True)], ids=["both", "pservers", "trainers"]
+)
+def test_blocks_travel_over_unix_sockets_if_both_sides_want_that(offered: bool, wanted: bool) -> None:
+    tcp: list[int] = []
+    local: list[int] = []
+
+    def look(session: Session) -> None:
+        infos = [pserver.info for pserver in session.client.pservers]
+        assert all((info.local is not None) == offered for info in infos)
+        count_connections(session, tcp)
+        local.append(local_connections({info.local for info in infos if info.local is not None}))
+        links = [pserver.link.describe() for pserver in session.client.pservers]
+        assert all(link.is_local == (offered and wanted) and link.pushes.num_bytes > 0 for link in links)
+        local_pservers = session.client.metrics.registry.get_sample_value("gradpost_trainer_local_pservers")
+        assert local_pservers == (len(links) if offered and wanted else 0)
+
+    with LocalCluster(pservers=2, trainers=2, on_trainer_loss="fail", local_transport=offered) as cluster:
+        trained = run_trainers(cluster.address, [partial(train, look=look)] * 2, local_transport=wanted)
+    # Each of two trainers has one connection to each of two pservers.
+    assert (local, tcp) == (([4], [0]) if offered and wanted else ([0], [4]))
+    for actual in trained:
+        assert_identical(actual, train_locally(OPTIMIZER))
+
+
+@pytest.mark.parametrize("offers", [True, False])
+def test_the_next_life_of_a_pserver_is_reached_as_it_says(offers: bool) -> None:
+    tcp: list[int] = []
+    names: list[str | None] = []
+
+    def kill(session: Session) -> None:
+        names.append(session.client.pservers[0].info.local)
+        cluster.pservers[0].signal(9)
+        cluster.pservers[0].wait(10)
+        cluster.start_pserver(0, GRADPOST_LOCAL_TRANSPORT=str(offers))
+
+    def after(session: Session) -> dict[str, Tensor]:
+        trained = train(session, kill)
+        if session.rank == 0:
+            names.append(session.client.pservers[0].info.local)
+            count_connections(session, tcp)
+            assert [pserver.link.is_local for pserver in session.client.pservers] == [offers, True]
+        return trained
+
+    with LocalCluster(pservers=2, trainers=2, on_trainer_loss="fail", lease_seconds=2) as cluster:
+        trained = run_trainers(cluster.address, [after, after])
+    assert names[0] is not None
+    assert names[1] != names[0]
+    assert (names[1] is not None) == offers
+    assert (tcp == [0]) == offers  # the other trainer may have left before that was counted
+    for actual in trained:
+        assert_identical(actual, train_locally(OPTIMIZER))
