@@ -112,6 +112,11 @@ CASES = (
         },
     ),
     Case(
+        "local_transport", "25 M parameters in one tensor, SGD, over Unix sockets, beside HTTP/2 over TCP",
+        Variant(WORK_100MB, {"local_transport": True}), num_rounds=5, peers=(RPC,),
+        variants={"sync_100mb_fp32": Variant(WORK_100MB)},
+    ),
+    Case(
         "durability", "25 M parameters in one tensor, SGD, nothing kept, beside a log",
         Variant(WORK_100MB), num_rounds=5,
         variants={name: Variant(WORK_100MB, {"durability": name}) for name in ("log", "fsync")},

@@ -33,9 +33,9 @@ Start: TypeAlias = Callable[[Work], Any]  # a context manager of a Contestant
 
 @contextmanager
 def start_ours(variant: Variant, name: str = OURS) -> Iterator[Contestant]:
-    """A local cluster with these settings of the services, over HTTP/2 unless they say otherwise."""
+    """A local cluster with these settings of the services, over HTTP/2 and TCP unless they say otherwise."""
     work = variant.work
-    settings = {"durability": "none", "lease_seconds": 60, **variant.settings}
+    settings = {"durability": "none", "lease_seconds": 60, "local_transport": False, **variant.settings}
     command = [sys.executable, "-m", "benchmarks.comparison.trainer", "--work", work.dump()]
 
     def processes() -> list[psutil.Process]:

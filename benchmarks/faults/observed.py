@@ -46,7 +46,10 @@ class ObservedCluster:
         self.entries: list[Entry] = []
         self._command = [sys.executable, str(TRAINER), *arguments]
         self._heard = threading.Condition()
-        self.cluster = LocalCluster(pservers=pservers, trainers=trainers, on_line=self._line, **settings)
+        # Over TCP, as between machines.
+        self.cluster = LocalCluster(
+            pservers=pservers, trainers=trainers, on_line=self._line, **{"local_transport": False, **settings}
+        )
 
     def __enter__(self) -> ObservedCluster:
         self.cluster.start()
