@@ -9,6 +9,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from typing import TypeAlias
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
@@ -26,6 +27,8 @@ from .extensions import BODY_EXTENSION, LOCAL_EXTENSION, SINK_EXTENSION
 CONNECT_SECONDS = 5.0
 PING_SECONDS = 5.0
 STREAM_WINDOW = 1 << 30  # whatever comes has a place to go to
+
+_Failure: TypeAlias = tuple[type[httpx.TransportError], str]
 
 _OF_HTTP1 = frozenset({b"host", b"connection", b"transfer-encoding", b"keep-alive", b"content-length"})
 
@@ -57,14 +60,10 @@ class Http2Transport(httpx.AsyncBaseTransport):
         if origin is None:
             origin = self._origins[name] = _Origin(name, self._tls, self._local)
         try:
-            connection = await origin.connect()
+            connection = await origin.connect(request)
             stream = await connection.begin(request.extensions.get(SINK_EXTENSION))
         except StreamResetError as reset:
             raise _translate(reset, request) from reset
-        except TimeoutError as error:
-            raise httpx.ConnectTimeout(f"no connection within {CONNECT_SECONDS:g} s", request=request) from error
-        except OSError as error:
-            raise httpx.ConnectError(str(error), request=request) from error
         try:
             stream.send_headers(_headers_of(request, num_bytes), is_last=not num_bytes)
             stream.lend(*body)
@@ -126,19 +125,42 @@ class _Origin:
         self._context: ssl.SSLContext | None = None
         self._connection: ClientConnection | None = None
         self._connections: WeakSet[ClientConnection] = WeakSet()  # those that were replaced, too
-        self._lock = asyncio.Lock()
+        self._connecting: asyncio.Task[ClientConnection | _Failure] | None = None
 
-    async def connect(self) -> ClientConnection:
-        """The connection, a new one if there is none that takes requests. Raises OSError and TimeoutError."""
+    async def connect(self, request: httpx.Request) -> ClientConnection:
+        """The connection; if there is none that takes requests, a new one that all requests wait for.
+
+        Raises httpx.ConnectError and httpx.ConnectTimeout.
+        """
         if (connection := self._usable()) is not None:
             return connection
-        async with self._lock:
-            if (connection := self._usable()) is not None:
-                return connection
+        if self._connecting is None:
+            self._connecting = asyncio.create_task(self._connect(), name=f"connect to {self._host}:{self._port}")
+            self._connecting.add_done_callback(self._has_connected)
+        outcome = await asyncio.shield(self._connecting)
+        if isinstance(outcome, ClientConnection):
+            return outcome
+        kind, text = outcome
+        raise kind(text, request=request)
+
+    async def _connect(self) -> ClientConnection | _Failure:
+        """What is wrong is returned: an error that many raise would hold what each of them wanted to send."""
+        try:
             connection = await self._connect_locally() or await self._connect_over_tcp()
-            self._connection = connection
-            self._connections.add(connection)
-            return connection
+        except TimeoutError:
+            return httpx.ConnectTimeout, f"no connection within {CONNECT_SECONDS:g} s"
+        except OSError as error:
+            return httpx.ConnectError, str(error)
+        except asyncio.CancelledError:
+            return httpx.ConnectError, "closed while it was connecting"
+        self._connection = connection
+        self._connections.add(connection)
+        return connection
+
+    def _has_connected(self, task: asyncio.Task[ClientConnection | _Failure]) -> None:
+        self._connecting = None
+        if not task.cancelled():
+            task.exception()  # maybe nobody waits for it any more
 
     async def _connect_locally(self) -> ClientConnection | None:
         if self._local is None:
@@ -164,6 +186,8 @@ class _Origin:
 
     def close(self) -> None:
         """End all connections and what is under way."""
+        if self._connecting is not None:
+            self._connecting.cancel()
         for connection in [*self._connections]:
             connection.close()
 

@@ -293,15 +293,66 @@ async def test_nobody_listens(client: httpx.AsyncClient) -> None:
         await client.get("http://no-such-host.invalid/")
 
 
-async def test_nobody_answers_the_telephone(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2_transport, "CONNECT_SECONDS", 0.05)
+class Hanging:
+    """A host whose connections are never made."""
 
-    async def hang(*_: Any, **__: Any) -> Any:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_calls = 0
+        self.is_called = asyncio.Event()
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", self._connect)
+
+    async def _connect(self, *_: Any, **__: Any) -> Any:
+        self.num_calls += 1
+        self.is_called.set()
         await asyncio.sleep(60)
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", hang)
+
+async def test_all_requests_wait_for_one_connection_that_is_not_made(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http2_transport, "CONNECT_SECONDS", 0.05)
+    host = Hanging(monkeypatch)
+    asked = [client.get("http://127.0.0.1:1/") for _ in range(5)]
+    errors = await asyncio.gather(*asked, return_exceptions=True)
+    assert {type(error) for error in errors} == {httpx.ConnectTimeout}
+    assert len({id(error) for error in errors}) == 5, "one that is shared would hold the bodies of all"
+    assert host.num_calls == 1
     with pytest.raises(httpx.ConnectTimeout):
         await client.get("http://127.0.0.1:1/")
+    assert host.num_calls == 2
+
+
+async def test_who_does_not_wait_any_more_ends_nobody_elses_connection(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(answering(2)) as address:
+        begun = asyncio.Event()
+        may_connect = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        connect = loop.create_connection
+
+        async def connect_later(*args: Any, **kwargs: Any) -> Any:
+            begun.set()
+            await may_connect.wait()
+            return await connect(*args, **kwargs)
+
+        monkeypatch.setattr(loop, "create_connection", connect_later)
+        impatient, patient = (asyncio.create_task(client.get(address)) for _ in range(2))
+        await begun.wait()
+        impatient.cancel()
+        await asyncio.wait([impatient])
+        may_connect.set()
+        assert (await patient).text == "fine"
+
+
+async def test_closing_ends_a_connection_that_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = Http2Transport()
+    host = Hanging(monkeypatch)
+    asked = asyncio.create_task(transport.handle_async_request(httpx.Request("GET", "http://127.0.0.1:1/")))
+    await host.is_called.wait()
+    await transport.aclose()
+    with pytest.raises(httpx.ConnectError, match="closed"):
+        await asyncio.wait_for(asked, 5)
 
 
 @pytest.mark.parametrize("in_body", [False, True])
