@@ -190,6 +190,11 @@ def test_it_is_in_copies_and_files_and_moves_with_its_elements() -> None:
     restored.load_state(state)
     assert restored.digest() == shard.digest()
     assert restored.lend_differences() == {}  # nobody is known to have the round before
+    other, _ = ShardState.decode(memoryview(bytearray(data)))
+    other.published = None
+    off = Shard(PLAN, 0)
+    off.load_state(other)
+    assert off.digest() != shard.digest()
     for each in (shard, restored):
         move(each, NAMES, 2)
         each.publish(NAMES)
