@@ -28,7 +28,9 @@ def describe_hardware() -> str:
 
 def make_head(title: str, text: str, packages: Sequence[str], *notes: str, where: str = "on loopback") -> str:
     """Title, what was measured, where and with what; `notes` are further points. The program was run by `python -m`."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty=, changed", "--exclude=*"], capture_output=True, text=True, cwd=HERE
+    )
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
     spec = sys.modules["__main__"].__spec__
     assert spec is not None

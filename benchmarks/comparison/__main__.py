@@ -5,6 +5,9 @@
 All systems of a case are started, warmed up, and wait; then each takes some rounds in turn, so that a change of the
 machine's speed hits all of them alike. A repetition's figure is the median of its rounds; a ratio is one of two figures
 of the same repetition. The table has medians over the repetitions and their 95 % bootstrap intervals.
+
+MB on the wire are those that cross the loopback interface, so none of a Unix socket or of shared memory; MB a second
+are reckoned in float32, whatever is on the wire.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ def main() -> None:
         if options.peers is not None:
             peers = tuple(name for name in peers if name in options.peers)
         results.append(measure(case, peers, options.repetitions))
-    publish(results, __doc__ or "", options.results)
+    publish(results, __doc__ or "", options.results, is_quick=options.quick)
 
 
 if __name__ == "__main__":

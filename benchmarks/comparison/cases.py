@@ -17,6 +17,7 @@ RAW, RPC_TCP, RPC, GLOO, RAY = "raw_sockets", "torch_rpc_tcp", "torch_rpc", "glo
 ALL = (RAW, RPC_TCP, RPC, GLOO, RAY)
 
 WORK_100MB = Work((25 * MILLION,))
+WORK_100MB_BF16 = Work((25 * MILLION,), rounding=2**-8)
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Case:
     num_rounds: int  # of a repetition
     peers: tuple[str, ...] = ()
     variants: Mapping[str, Variant] = field(default_factory=dict)
-    quick_peers: tuple[str, ...] | None = None  # with --quick, where variants that do the same work are left out
+    quick_peers: tuple[str, ...] | None = None  # with --quick; None: the whole case is left out
 
 
 BFLOAT16 = {"push_type": "bfloat16", "pull_type": "bfloat16"}
@@ -59,7 +60,7 @@ CASES = (
     ),
     Case(
         "sync_100mb_bf16", "the same in bfloat16 on the wire, both ways",
-        Variant(WORK_100MB, BFLOAT16), num_rounds=5, peers=(GLOO,),
+        Variant(WORK_100MB_BF16, BFLOAT16), num_rounds=5, peers=(GLOO,),
         variants={"sync_100mb_fp32": Variant(WORK_100MB)}, quick_peers=(GLOO,),
     ),
     Case(
@@ -106,8 +107,10 @@ CASES = (
         "wire_types", "25 M parameters in one tensor, SGD, as they are, beside fewer bytes",
         Variant(WORK_100MB), num_rounds=5,
         variants={
-            "bfloat16": Variant(WORK_100MB, BFLOAT16),
+            "bfloat16": Variant(WORK_100MB_BF16, BFLOAT16),
+            "float16": Variant(WORK_100MB_BF16, {"push_type": "float16", "pull_type": "float16"}),
             "int8_push": Variant(WORK_100MB, {"push_type": "int8"}),
+            "int8": Variant(Work((25 * MILLION,), rounding=1e-2), {"push_type": "int8", "pull_type": "int8"}),
             "topk_push": Variant(Work((25 * MILLION,), is_exact=False), {"push_type": "topk"}),
         },
     ),

@@ -30,7 +30,8 @@ _MARKS = {  # in a command line, by what a process does
 class Repetition:
     """Some rounds of one system."""
 
-    seconds: float  # a round, the median
+    seconds: float  # a round, the median of all trainers' rounds
+    contributions_per_second: float  # of all trainers, from the first one's beginning to the last one's end
     cpu_seconds: dict[str, float]  # a round, by what the processes do
     wire_bytes: float  # a round, on the loopback interface
 
@@ -96,20 +97,20 @@ class Contestant:
         spent = {role: seconds - cpu.get(role, 0.0) for role, seconds in self._cpu_seconds().items()}
         wire = _loopback_bytes() - wire
         self._rest()
-        [of_first] = [answer["seconds"] for answer in answers if answer["rank"] == 0]
+        elapsed = max(answer["ended"] for answer in answers) - min(answer["begun"] for answer in answers)
         return Repetition(
-            seconds=statistics.median(of_first),
+            seconds=statistics.median(seconds for answer in answers for seconds in answer["seconds"]),
+            contributions_per_second=num_rounds * len(answers) / elapsed,
             cpu_seconds={role: seconds / num_rounds for role, seconds in spent.items()},
             wire_bytes=wire / num_rounds,
         )
 
-    def peak_bytes(self) -> dict[str, int]:
-        """The most memory that one process of each kind has had resident until now."""
-        most: dict[str, int] = {}
+    def peak_bytes(self) -> dict[str, list[int]]:
+        """The most memory that each process has had resident until now, by what it does."""
+        peaks: dict[str, list[int]] = {}
         for process in self._processes():
-            role = role_of(process)
-            most[role] = max(most.get(role, 0), peak_of(process.pid))
-        return most
+            peaks.setdefault(role_of(process), []).append(peak_of(process.pid))
+        return peaks
 
     def note_idle(self) -> None:
         """What its processes take now is what they take before there is anything to do."""

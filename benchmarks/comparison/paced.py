@@ -15,29 +15,38 @@ CONTROL = "COMPARISON_CONTROL"  # the environment variable with the port of the 
 WARM_UP_ROUNDS = 10
 
 
-def take_rounds(rank: int, one_round: Callable[[], object], check: Callable[[int], None]) -> None:
+def take_rounds(
+    rank: int,
+    one_round: Callable[[], object],
+    check: Callable[[int], None],
+    prepare: Callable[[], object] = lambda: None,
+) -> None:
     """Warm up, then take as many rounds as each line says, until there are no more lines.
 
-    Raises whatever `check` raises when the result of so many rounds is wrong.
+    `prepare` comes before each round, and is not counted. Raises whatever `check` raises when the result of so many
+    rounds is wrong.
     """
     with (
         socket.create_connection(("127.0.0.1", int(os.environ[CONTROL]))) as connection,
         connection.makefile("r") as lines,
         connection.makefile("w") as answers,
     ):
-        num_rounds = len(_take(WARM_UP_ROUNDS, one_round))
+        num_rounds = len(_take(WARM_UP_ROUNDS, one_round, prepare))
         check(num_rounds)
         print(json.dumps({"rank": rank}), file=answers, flush=True)
         for line in lines:
-            seconds = _take(int(line), one_round)
+            begun = time.monotonic()  # the same clock for all processes of the machine
+            seconds = _take(int(line), one_round, prepare)
+            ended = time.monotonic()
             num_rounds += len(seconds)
             check(num_rounds)
-            print(json.dumps({"rank": rank, "seconds": seconds}), file=answers, flush=True)
+            print(json.dumps({"seconds": seconds, "begun": begun, "ended": ended}), file=answers, flush=True)
 
 
-def _take(num_rounds: int, one_round: Callable[[], object]) -> list[float]:
+def _take(num_rounds: int, one_round: Callable[[], object], prepare: Callable[[], object]) -> list[float]:
     seconds = []
     for _ in range(num_rounds):
+        prepare()
         begin = time.perf_counter()
         one_round()
         seconds.append(time.perf_counter() - begin)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,14 @@ import numpy as np
 from scipy.stats import bootstrap
 
 from ..report import HERE, PACKAGES, make_head
-from .cases import GLOO, RAW, RAY, RPC_TCP, Case
+from .cases import GLOO, RAW, RAY, RPC, RPC_TCP, Case
 from .contestant import SERVER, TRAINER, Repetition
 from .systems import OURS
 from .work import Work
 
 RESULTS = HERE / "results"
 GIGABYTE, MEGABYTE = 1e9, 1e6
+PEER_PACKAGES = ("numpy", "granian", "ray")  # besides torch
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class CaseResult:
     case: Case
     works: Mapping[str, Work]
     figures: Mapping[str, Sequence[Repetition]]
-    peak_bytes: Mapping[str, Mapping[str, int]]
+    peak_bytes: Mapping[str, Mapping[str, Sequence[int]]]
     above_idle_bytes: Mapping[str, int]
 
     @property
@@ -79,6 +82,15 @@ class CaseResult:
         moved = self.works[name].moved_bytes / GIGABYTE
         return statistics.median(done.cpu_seconds.get(role, 0.0) for done in self.figures[name]) / moved
 
+    def contributions_per_second(self, name: str) -> float:
+        """Of all trainers together."""
+        return statistics.median(done.contributions_per_second for done in self.figures[name])
+
+    def bytes_per_second(self, name: str) -> float:
+        """What all trainers push and pull, in float32."""
+        work = self.works[name]
+        return self.contributions_per_second(name) * work.moved_bytes / work.num_trainers
+
     def describe(self, name: str) -> dict[str, Any]:
         seconds, done = self.seconds(name), self.figures[name]
         return {
@@ -86,20 +98,28 @@ class CaseResult:
             "interval_s": [seconds.low, seconds.high],
             "repetitions_s": [one.seconds for one in done],
             "cpu_s_per_gb": {role: self.cpu_seconds_a_gigabyte(name, role) for role in (SERVER, TRAINER)},
+            "contributions_per_s": self.contributions_per_second(name),
+            "bytes_per_s": self.bytes_per_second(name),
             "wire_bytes": statistics.median(one.wire_bytes for one in done),
-            "peak_bytes": dict(self.peak_bytes[name]),
+            "peak_bytes": {role: list(peaks) for role, peaks in self.peak_bytes[name].items()},
             "server_peak_above_idle_bytes": self.above_idle_bytes[name],
         }
 
     def to_json(self) -> dict[str, Any]:
-        ratios = {name: self.ratio(name) for name in (*self.peers, *self.variants)}
         return {
             "case": self.case.name,
             "ours": self.describe(OURS),
             "peers": {peer: self.describe(peer) for peer in self.peers},
             "variants": {name: self.describe(name) for name in self.variants},
-            "ratio": {name: ratio.median for name, ratio in ratios.items()},
-            "ratio_interval": {name: [ratio.low, ratio.high] for name, ratio in ratios.items()},
+            **self._ratios_to_json("ratio", self.peers),
+            **self._ratios_to_json("variant_ratio", self.variants),
+        }
+
+    def _ratios_to_json(self, key: str, others: Sequence[str]) -> dict[str, Any]:
+        ratios = {name: self.ratio(name) for name in others}
+        return {
+            key: {name: ratio.median for name, ratio in ratios.items()},
+            f"{key}_interval": {name: [ratio.low, ratio.high] for name, ratio in ratios.items()},
         }
 
     def to_markdown(self) -> str:
@@ -114,16 +134,16 @@ class CaseResult:
         ]
         for name in self.figures:
             wire = statistics.median(done.wire_bytes for done in self.figures[name]) / MEGABYTE
-            seconds, work = self.seconds(name), self.works[name]
+            peaks = self.peak_bytes[name]
             cells = [
                 name,
-                str(seconds),
+                str(self.seconds(name)),
                 "" if name == OURS else str(self.ratio(name)),
-                f"{work.num_trainers / seconds.median:.3g}",
-                f"{work.moved_bytes / MEGABYTE / seconds.median:.0f}",
+                f"{self.contributions_per_second(name):.3g}",
+                f"{self.bytes_per_second(name) / MEGABYTE:.0f}",
                 *(f"{self.cpu_seconds_a_gigabyte(name, role):.2f}" for role in (SERVER, TRAINER)),
                 f"{wire:.3g}",
-                *(f"{self.peak_bytes[name].get(role, 0) / MEGABYTE:.0f}" for role in (SERVER, TRAINER)),
+                *(f"{max(peaks.get(role, [0])) / MEGABYTE:.0f}" for role in (SERVER, TRAINER)),
             ]
             lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines) + "\n"
@@ -148,6 +168,7 @@ TARGETS = (
     Target("tiny", RPC_TCP, 1.0, 0.5),
     Target("sync_100mb_adam", "sync_100mb_fp32", 1.15),
     Target("scale_trainers", "2_trainers", 1.15),
+    Target("local_transport", RPC, 1.0, 0.6),
 )
 
 
@@ -173,15 +194,24 @@ def judge(results: Sequence[CaseResult]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def publish(results: Sequence[CaseResult], text: str, folder: Path) -> None:
-    """Print the tables; write `latest.json` and a report with today's date there."""
+def publish(results: Sequence[CaseResult], text: str, folder: Path, *, is_quick: bool) -> None:
+    """Print the tables; write `latest.json` and a report with today's date there, a quick one beside a whole one."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()
     folder.mkdir(exist_ok=True)
     entries = [{**result.to_json(), "commit": commit} for result in results]
     (folder / "latest.json").write_text(json.dumps(entries, indent=2) + "\n")
     summary = text.partition("\n\n")[2].partition("\n\n")[2]
-    head = make_head("Gradpost beside its peers", summary.strip(), PACKAGES)
+    head = make_head("Gradpost beside its peers", summary.strip(), (*PACKAGES, *_installed(*PEER_PACKAGES)))
     report = "\n".join([head, judge(results), *(result.to_markdown() for result in results)])
-    path = folder / f"comparison_{datetime.date.today():%Y%m%d}.md"
+    path = folder / f"comparison{'_quick' if is_quick else ''}_{datetime.date.today():%Y%m%d}.md"
     path.write_text(report)
     print(f"\n{report}\nwritten: {path} and latest.json beside it")
+
+
+def _installed(*packages: str) -> list[str]:
+    found = []
+    for package in packages:
+        with contextlib.suppress(PackageNotFoundError):
+            version(package)
+            found.append(package)
+    return found

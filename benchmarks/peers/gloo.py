@@ -20,15 +20,17 @@ def main() -> None:
     values = [torch.zeros_like(gradient) for gradient in gradients]
     averages = [torch.empty_like(gradient) for gradient in gradients]
 
+    def prepare() -> None:
+        """They are reduced in place, and a trainer has new ones in each round."""
+        torch._foreach_copy_(averages, gradients)
+
     def one_round() -> None:
-        for average, gradient in zip(averages, gradients, strict=True):
-            average.copy_(gradient)  # it is reduced in place, and a trainer has a new one in each round
         pending = [dist.all_reduce(average, async_op=True) for average in averages]
         for work_ in pending:
             work_.wait()
         torch._foreach_add_(values, averages, alpha=-LEARNING_RATE / work.num_trainers)
 
-    take_rounds(options.index, one_round, lambda num_rounds: work.check(values, num_rounds))
+    take_rounds(options.index, one_round, lambda num_rounds: work.check(values, num_rounds), prepare)
     dist.destroy_process_group()
 
 

@@ -29,7 +29,11 @@ def test_ours_beside_its_peers(tmp_path: Path) -> None:
         assert 0 < described["median_s"] < 5
         assert case["ratio_interval"][peer][0] <= case["ratio"][peer] <= case["ratio_interval"][peer][1]
     assert case["ours"]["cpu_s_per_gb"]["server"] > 0
+    assert case["variant_ratio"] == case["variant_ratio_interval"] == {}
+    assert case["ours"]["contributions_per_s"] > 2
+    assert case["ours"]["bytes_per_s"] == pytest.approx(case["ours"]["contributions_per_s"] * 2 * 40_000)
     assert case["ours"]["wire_bytes"] > 2 * 2 * 40_000  # all parameters, up and down, for both trainers
-    assert 0 < case["ours"]["server_peak_above_idle_bytes"] < case["ours"]["peak_bytes"]["server"]
+    assert [len(case["ours"]["peak_bytes"][role]) for role in ("server", "trainer")] == [2, 2]
+    assert 0 < case["ours"]["server_peak_above_idle_bytes"] < max(case["ours"]["peak_bytes"]["server"])
     [report] = tmp_path.glob("comparison_*.md")
     assert "| tiny / torch_rpc_tcp | 1.0 | 0.5 |" in report.read_text()
