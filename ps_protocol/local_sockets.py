@@ -11,6 +11,7 @@ import secrets
 import socket
 import struct
 import sys
+from contextlib import ExitStack, suppress
 
 NAME_PATTERN = r"^gradpost-[0-9a-f]{32}$"
 SEND_BUFFER_BYTES = 4 * 1024 * 1024  # to which TCP's grows by itself; the kernel gives net.core.wmem_max at most
@@ -22,12 +23,12 @@ def bind_locally() -> socket.socket | None:
     """A socket with a new name that does not listen yet; None where there can be none."""
     if sys.platform != "linux":
         return None
-    try:
-        bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    except OSError:  # a sandbox without Unix sockets
-        return None
-    bound.bind(f"\0gradpost-{secrets.token_hex(16)}")
-    return bound
+    with ExitStack() as stack, suppress(OSError):  # in a sandbox there may be no Unix sockets, or no names for them
+        bound = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        bound.bind(f"\0gradpost-{secrets.token_hex(16)}")
+        stack.pop_all()
+        return bound
+    return None
 
 
 def local_name(bound: socket.socket) -> str:

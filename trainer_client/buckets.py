@@ -17,7 +17,7 @@ from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import DTYPE_BYTES, Block, PserverIndex
 from ps_protocol.wire_types import PushType, WireTensor
 
-from .encoding import ErrorFeedback, encode_gradient
+from .encoding import ErrorFeedback, Remainder, encode_gradient
 from .tensors import TORCH_DTYPES, lands_directly, writable_bytes
 
 Payload: TypeAlias = tuple[memoryview, ...]  # of one request: its parts, one behind the other
@@ -34,7 +34,7 @@ class BlockSlot:
 
     block: Block
     tensors: list[WireTensor]
-    error: Tensor | None  # what these tensors lack
+    remainder: Remainder | None  # what these tensors lack
     own: tuple[Tensor, ...] = ()  # memory of the bucket's, made when it is first needed
     lent: Tensor | None = None  # the caller's, if it is sent as it lies there
 
@@ -51,7 +51,7 @@ class BlockSlot:
         self.lent = None
         if not self.own:
             self.place_in(bytearray(self.num_bytes), 0)
-        encode_gradient(kind, source, self.error, self.own)
+        encode_gradient(kind, source, self.remainder, self.own)
 
     def place_in(self, buffer: bytearray, offset: int) -> None:
         """Keep its tensors there, from this offset on."""
@@ -136,8 +136,8 @@ def make_buckets(
                 continue
             values: list[WireTensor] = [(block.name, plan.parameter[block.parameter].dtype, (block.num_elements,))]
             tensors = values if feedback is None else plan.pushed(block)
-            error = feedback.of(block) if feedback is not None and len(tensors) > 1 else None
-            slot = BlockSlot(block, tensors, error)
+            remainder = feedback.of(block) if feedback is not None and len(tensors) > 1 else None
+            slot = BlockSlot(block, tensors, remainder)
             num_bytes = slot.num_bytes
             header = sum(len(name) + ENTRY_HEADER_BYTES for name, _, _ in tensors)
             if groups[-1] and (size + num_bytes > bucket_bytes or header_size + header > MAX_HEADER_BYTES):

@@ -29,7 +29,7 @@ from .encoding import ErrorFeedback
 from .exchange import Exchange
 from .membership import Membership
 from .metrics import MetricsServer, TrainerMetrics
-from .pserver_client import PserverClient
+from .pserver_client import PserverClient, Pulled
 from .settings import TrainerSettings, read_settings
 from .tensors import TORCH_DTYPES, writable_bytes
 from .transport import make_control_client
@@ -323,13 +323,17 @@ class ParameterClient:
                 if wanted or names is None
             )
         )
-        self._note_skipped(round_, [one.skipped_for for one in pulled])
+        self._settle(round_, pulled)
         if names is None:
             self.membership.round = max(self.membership.round, round_)
         return {spec.name: values[spec.name].to(TORCH_DTYPES[spec.dtype]) for spec in specs}
 
-    def _note_skipped(self, round_: Round, skipped_for: Sequence[Sequence[Rank]]) -> None:
-        if culprits := sorted({rank for ranks in skipped_for for rank in ranks}):
+    def _settle(self, round_: Round, pulled: Sequence[Pulled]) -> None:
+        """What was pushed for a round has been applied, or was skipped."""
+        culprits = sorted({rank for one in pulled for rank in one.skipped_for})
+        if not self.joined.consistency.max_delay and round_ >= self._begun_round:  # else the next one is on its way
+            self.feedback.settle(is_applied=not culprits)
+        if culprits:
             self.metrics.skipped.inc()
             names = ", ".join(f"trainer {rank}" for rank in culprits)
             self.log.warning(f"round {round_} was skipped on all pservers: NaN or infinity in gradients of {names}")
@@ -409,7 +413,7 @@ class ParameterClient:
                 for index, (pserver, wanted) in enumerate(zip(self.pservers, destinations, strict=True))
             )
         )
-        self._note_skipped(round_, [one.skipped_for for one in pulled])
+        self._settle(round_, pulled)
         self.membership.round = round_
         return [one.version for one in pulled]
 

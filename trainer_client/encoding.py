@@ -18,51 +18,83 @@ from ps_protocol.vocabulary import Block
 from ps_protocol.wire_types import PushType
 
 
+class Remainder:
+    """What has not been pushed yet of one block: two flat float32 tensors, the one that counts and the one that will.
+
+    A push that is not applied, because it was refused or its round skipped, has changed nothing, so that the same
+    gradient pushed again is the same bytes.
+    """
+
+    def __init__(self, num_elements: int) -> None:
+        self.kept = torch.zeros(num_elements)
+        self.next = torch.zeros(num_elements)  # what is left once the newest push has been applied
+        self.is_pending = False  # there is such a push
+
+    def settle(self, *, is_applied: bool) -> None:
+        """The newest push counts, or never did."""
+        if self.is_pending and is_applied:
+            self.kept, self.next = self.next, self.kept
+        self.is_pending = False
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.kept.zero_()
+        self.is_pending = False
+
+
 class ErrorFeedback:
-    """What has not been pushed yet of each block, flat float32 tensors; for one trainer."""
+    """The remainders of all blocks, for one trainer; they are its own alone, and end with it."""
 
     def __init__(self) -> None:
-        self._errors: dict[str, Tensor] = {}
+        self._remainders: dict[str, Remainder] = {}
 
-    def of(self, block: Block) -> Tensor:
-        """Shape (num_elements,), zeros at first."""
-        error = self._errors.get(block.name)
-        if error is None:
-            error = self._errors[block.name] = torch.zeros(block.num_elements)
-        return error
+    def of(self, block: Block) -> Remainder:
+        """Zeros at first."""
+        remainder = self._remainders.get(block.name)
+        if remainder is None:
+            remainder = self._remainders[block.name] = Remainder(block.num_elements)
+        return remainder
+
+    def settle(self, *, is_applied: bool) -> None:
+        """See Remainder."""
+        for remainder in self._remainders.values():
+            remainder.settle(is_applied=is_applied)
 
     def forget(self) -> None:
         """Begin anew: the run has gone back."""
-        for error in self._errors.values():
-            error.zero_()
+        for remainder in self._remainders.values():
+            remainder.forget()
 
 
-def encode_gradient(kind: PushType, source: Tensor, error: Tensor | None, destinations: Sequence[Tensor]) -> None:
+def encode_gradient(
+    kind: PushType, source: Tensor, remainder: Remainder | None, destinations: Sequence[Tensor]
+) -> None:
     """Write a flat gradient to the tensors that it is on the wire (`SlicePlan.pushed`).
 
-    `error`, without which it is only converted, is added to it first, and holds the rest afterwards. A gradient that
-    is not finite is pushed as such, and leaves no error.
+    What is kept of `remainder`, without which it is only converted, is added to it first; what is left then is the
+    next one. A gradient that is not finite is pushed as such, and leaves nothing.
     """
-    if error is None:
+    if remainder is None:
         destinations[0].copy_(source)
-    elif kind == "int8":
-        _quantise(source, error, *destinations)
-    else:
-        _sparsify(source, error, *destinations)
+        return
+    encode = _quantise if kind == "int8" else _sparsify
+    encode(source, remainder.kept, remainder.next, *destinations)
+    remainder.is_pending = True
 
 
-def _quantise(source: Tensor, error: Tensor, integers: Tensor, scales: Tensor) -> None:
+def _quantise(source: Tensor, kept: Tensor, left: Tensor, integers: Tensor, scales: Tensor) -> None:
     for elements, groups in pieces(len(source)):
-        quantise(error[elements].add_(source[elements]), integers[elements], scales[groups])
+        torch.add(kept[elements], source[elements], out=left[elements])
+        quantise(left[elements], integers[elements], scales[groups])
     if not scales.sum().isfinite():
-        error.zero_()
+        left.zero_()
 
 
-def _sparsify(source: Tensor, error: Tensor, values: Tensor, indices: Tensor) -> None:
-    error.add_(source)
-    largest = torch.topk(error.abs(), len(values), sorted=False).indices.sort().values
+def _sparsify(source: Tensor, kept: Tensor, left: Tensor, values: Tensor, indices: Tensor) -> None:
+    torch.add(kept, source, out=left)
+    largest = torch.topk(left.abs(), len(values), sorted=False).indices.sort().values
     indices.copy_(largest)
-    torch.index_select(error, 0, largest, out=values)
-    error[largest] = 0.0
+    torch.index_select(left, 0, largest, out=values)
+    left[largest] = 0.0
     if not values.sum().isfinite():
-        error.zero_()
+        left.zero_()

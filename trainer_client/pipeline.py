@@ -28,6 +28,7 @@ from .differences import Differences
 from .io_thread import IoThread
 from .tensors import writable_bytes
 
+END_SECONDS = 5.0  # for requests that are given up; they end at once
 MAX_KEPT_LAYOUTS = 4  # which parameters have a gradient seldom changes
 
 
@@ -109,24 +110,30 @@ class Pipeline:
         `is_finite` is the trainer's own verdict on them; the pservers have one each, too.
         """
         layout = self._layout(step, frozenset(gradients))
+        if self.max_delay:  # nobody waits for what becomes of the step before
+            self._client.feedback.settle(is_applied=True)
         is_async = self._client.joined.consistency.is_async
         before, pushed = self._pushed, _Acknowledged()
         pushes: list[Future[bool]] = []
+        pushing: set[asyncio.Task[Any]] = set()
         try:
             # Bucket by bucket, so that the network works while the next one is being copied.
             for bucket, shard in _interleave(layout):
                 bucket.fill(gradients, borrow=self.max_delay == 0)  # then nobody computes before it is pulled
                 last = bucket is shard[-1]
                 frame = bucket.frame(completion(shard, numbers, computed_on if is_async else None) if last else None)
-                pushes.append(self._io.start(self._push(step, bucket, frame, before)))
+                pushes.append(self._io.start(self._push(step, bucket, frame, before, pushing)))
         except BaseException:
             _cancel(pushes)
             raise
         self._pushed = pushed  # from here on: a step that could not begin is not waited for
-        pull = self._io.start(self._pull(step, pushes, pushed, self._newest_pull, perf_counter(), is_finite))
+        pull = self._io.start(self._pull(step, pushes, pushing, pushed, self._newest_pull, perf_counter(), is_finite))
         self._pulls[step] = self._newest_pull = pull
 
-    async def _push(self, step: Round, bucket: Bucket, frame: Payload, before: _Acknowledged) -> bool:
+    async def _push(
+        self, step: Round, bucket: Bucket, frame: Payload, before: _Acknowledged, pushing: set[asyncio.Task[Any]]
+    ) -> bool:
+        _note_task(pushing)
         if not await before.wait():
             raise GradpostError(f"step {step} was not pushed, because the one before it failed")
         return await self._client.push(step, bucket, frame)
@@ -135,18 +142,19 @@ class Pipeline:
         self,
         step: Round,
         pushes: Sequence[Future[bool]],
+        pushing: set[asyncio.Task[Any]],
         pushed: _Acknowledged,
         before: Future[None] | None,
         begun: float,
         is_finite: bool,
     ) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._client.unfinished.add(task)
-        task.add_done_callback(self._client.unfinished.discard)
+        _note_task(self._client.unfinished)
         try:
             verdicts = await asyncio.gather(*map(asyncio.wrap_future, pushes))
             pushed.succeeded = True
+        except BaseException:
+            await _end(pushing)  # they read the caller's gradients, which may change once this has failed
+            raise
         finally:
             pushed.event.set()
         acknowledged = perf_counter()
@@ -211,6 +219,21 @@ def _interleave(layout: list[list[Bucket]]) -> list[tuple[Bucket, list[Bucket]]]
     """Buckets in the order in which they leave: one of each pserver in turn, so that all of them are busy."""
     longest = max(map(len, layout), default=0)
     return [(shard[i], shard) for i in range(longest) for shard in layout if i < len(shard)]
+
+
+def _note_task(tasks: set[asyncio.Task[Any]]) -> None:
+    """Add the running task until it is done."""
+    task = asyncio.current_task()
+    assert task is not None
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+
+
+async def _end(tasks: set[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=END_SECONDS)
 
 
 def _cancel(futures: Iterable[Future[Any]]) -> None:

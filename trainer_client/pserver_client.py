@@ -152,7 +152,11 @@ class PserverClient:
             self.link.pushes.add(num_bytes)
             return PushAnswer.model_validate_json(response.content)
 
-        answer = await self._repeat(path, attempt)
+        try:
+            answer = await self._repeat(path, attempt)
+        except BaseException:
+            self._kept[round_] = [frame for frame in self._kept.get(round_, ()) if frame is not body]
+            raise
         self._metrics.pushed_bytes.inc(num_bytes)
         return answer
 

@@ -28,13 +28,15 @@ class VersionedBlocks:
         before: Round = 0,
         differences: Mapping[str, Sequence[Tensor]] = NOTHING,
     ) -> None:
-        """`changed` says of each block in which round it changed last; `differences` are to the round `before`."""
+        """`changed` says of each block in which round it changed last; `differences` are to the round `before`.
+
+        That is what most trainers have.
+        """
         self._blocks = blocks
         self._changed = changed
         self._metadata = metadata
         self._before = before
         self._differences = differences
-        self._newest = max(changed.values(), default=0)
         self._frames: dict[Round | None, Parts] = {None: _join(blocks, metadata)}
 
     def parts(self, have: Round | None = None) -> Parts:
@@ -52,7 +54,7 @@ class VersionedBlocks:
             else:
                 tensors = [tensor for block in newer for tensor in differences.get(block[0][0], (block,))]
                 frame = _join(tensors, {**self._metadata, SINCE_KEY: str(have)})
-            if have + 1 >= self._newest:  # others ask seldom, and whoever asks decides what they ask for
+            if have == self._before:  # others ask seldom, and whoever asks decides what they ask for
                 self._frames[have] = frame
         return frame
 

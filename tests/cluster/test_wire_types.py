@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import textwrap
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from ps_protocol.wire_types import GROUP, WireTypes
 from trainer_client import RemoteOptimizer, Session
-from trainer_client.encoding import encode_gradient
+from trainer_client.encoding import Remainder, encode_gradient
 from trainer_client.tensors import TORCH_DTYPES
 from trainer_client.testing import LocalCluster
 
@@ -32,12 +34,13 @@ def cluster(carrier: Carrier) -> Iterator[LocalCluster]:
         yield cluster
 
 
-def round_gradient(push: str, gradient: Tensor, error: Tensor) -> Tensor:
+def round_gradient(push: str, gradient: Tensor, remainder: Remainder) -> Tensor:
     """What a pserver makes of a gradient, by the definition of the type."""
     flat = gradient.reshape(-1)
     tensors = WireTypes(push=push, topk=TOPK).pushed("w", "F32", len(flat))
     sent = [torch.empty(count, dtype=TORCH_DTYPES[dtype]) for _, dtype, (count,) in tensors]
-    encode_gradient(push, flat, error if len(sent) > 1 else None, sent)
+    encode_gradient(push, flat, remainder if len(sent) > 1 else None, sent)
+    remainder.settle(is_applied=True)
     if push == "int8":
         decoded = sent[0].float() * sent[1].repeat_interleave(GROUP)[: len(flat)]
     elif push == "topk":
@@ -68,7 +71,7 @@ def train_in_one_process(push: str, pull: str) -> list[dict[str, Tensor]]:
     """What trainers have after each step; two trainers' gradients are rounded one by one, then averaged."""
     parameters = make_parameters()
     optimizer = make_optimizer(OPTIMIZER, parameters, local=True)
-    errors = [{name: torch.zeros(p.numel()) for name, p in parameters.items()} for _ in range(2)]
+    remainders = [{name: Remainder(p.numel()) for name, p in parameters.items()} for _ in range(2)]
     publisher = OnePublisher(parameters)
     history = []
     for step in range(STEPS):
@@ -77,7 +80,7 @@ def train_in_one_process(push: str, pull: str) -> list[dict[str, Tensor]]:
             set_gradients(parameters, step, rank)
             for name, parameter in parameters.items():
                 if parameter.grad is not None:
-                    rounded = round_gradient(push, parameter.grad, errors[rank][name])
+                    rounded = round_gradient(push, parameter.grad, remainders[rank][name])
                     sums[name] = rounded if rank == 0 else sums[name] + rounded
         for name, parameter in parameters.items():
             parameter.grad = sums[name] * 0.5 if name in sums else None
@@ -119,6 +122,66 @@ def test_training_gives_the_bits_of_one_process_that_rounds_alike(cluster: Local
     for actual in run_trainers(cluster.address, [train, train], **arguments):
         for step in range(STEPS):
             assert_identical(actual[step], expected[step])
+
+
+# ---------------------------------------------------------------------- pushes that are not applied
+
+STEPS_WITH_FATES = """
+    import sys, torch
+    from ps_protocol.errors import NonFiniteGradient
+    from trainer_client import RemoteOptimizer, connect
+    torch.set_num_threads(1)
+    session = connect()
+    parameters = [(name, torch.nn.Parameter(torch.ones(5000))) for name in ("a", "b")]
+    optimizer = RemoteOptimizer(torch.optim.SGD(parameters, lr=1.0), bucket_bytes=4096)
+    for step, has_trouble in enumerate({troubles}):
+        generator = torch.Generator().manual_seed(100 * step + session.rank)
+        gradients = [torch.randn(5000, generator=generator) for _ in parameters]
+        for _, parameter in parameters:
+            parameter.grad = gradients.pop()
+        if {is_left_out} and has_trouble:
+            continue
+        if has_trouble and session.rank == 1:
+            good = parameter.grad[7].item()
+            parameter.grad[7] = float("nan")
+            try:
+                optimizer.step()
+            except NonFiniteGradient:
+                parameter.grad[7] = good
+                optimizer.step()
+        else:
+            optimizer.step()
+    for name, parameter in parameters:
+        print("value", name, parameter.detach().double().sum().item().hex(), parameter[17].item().hex(), flush=True)
+"""
+
+
+def values_after(folder: Path, troubles: list[bool], *, push: str, policy: str, is_left_out: bool = False) -> set[str]:
+    """What both trainers print in the end."""
+    script = folder / f"{policy}_{sum(troubles)}_{is_left_out}.py"
+    script.write_text(textwrap.dedent(STEPS_WITH_FATES.format(troubles=troubles, is_left_out=is_left_out)))
+    settings = {"push_type": push, "topk": TOPK, "nonfinite": policy, "slice_parameters": False}
+    with LocalCluster(pservers=2, trainers=2, **settings) as cluster:
+        assert cluster.run_trainers([sys.executable, str(script)], timeout=60) == [0, 0], list(cluster.output)
+        return {line.partition("] ")[2] for line in cluster.output if "] value" in line}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("push", ["int8", "topk"])
+def test_a_gradient_that_was_refused_and_mended_leaves_no_trace(tmp_path: Path, push: str) -> None:
+    troubles = [False, True, False, True, True, False]
+    refused = values_after(tmp_path, troubles, push=push, policy="reject")
+    assert len(refused) == 2, "one line of each parameter, the same from both"
+    assert refused == values_after(tmp_path, [False] * 6, push=push, policy="reject")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("push", ["int8", "topk"])
+def test_a_round_that_was_skipped_leaves_no_trace(tmp_path: Path, push: str) -> None:
+    troubles = [False, True, False, True, True, False]
+    skipped = values_after(tmp_path, troubles, push=push, policy="skip_round")
+    assert len(skipped) == 2
+    assert skipped == values_after(tmp_path, troubles, push=push, policy="reject", is_left_out=True)
 
 
 # ---------------------------------------------------------------------- differences, and processes that die

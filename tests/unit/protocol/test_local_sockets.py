@@ -76,3 +76,12 @@ def test_elsewhere_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bind_locally() is None
     with pytest.raises(OSError, match="Linux"):
         connect_locally("gradpost-" + 32 * "0")
+
+
+@pytest.mark.parametrize("what", ["__init__", "bind"])
+def test_where_there_can_be_none_there_is_none(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("the sandbox does not like it")
+
+    monkeypatch.setattr(socket.socket, what, refuse, raising=False)
+    assert bind_locally() is None

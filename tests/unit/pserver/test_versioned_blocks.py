@@ -16,7 +16,7 @@ SIZES = {"small": 3, "large": LARGE_BYTES // 4 + 1, "other": 5, "larger": LARGE_
 def make(changed: dict[str, int]) -> tuple[VersionedBlocks, dict[str, bytes]]:
     data = {name: torch.randn(size).numpy().tobytes() for name, size in SIZES.items()}
     blocks = [((name, "F32", (size,)), memoryview(data[name])) for name, size in SIZES.items()]
-    return VersionedBlocks(blocks, changed, {"round": "9"}), data
+    return VersionedBlocks(blocks, changed, {"round": "9"}, 8), data
 
 
 @given(
@@ -44,7 +44,7 @@ def test_large_blocks_are_sent_from_where_they_lie() -> None:
 
 def test_strangers_cannot_make_it_keep_frames() -> None:
     versioned, _ = make({**dict.fromkeys(SIZES, 1), "small": 9})
-    for have in range(1, 8):
+    for have in (*range(1, 8), *range(9, 20)):
         assert versioned.parts(have) is not versioned.parts(have)
     assert versioned.parts(8) is versioned.parts(8)
 

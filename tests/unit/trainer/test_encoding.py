@@ -11,16 +11,26 @@ from torch import Tensor
 from ps_protocol.quantisation import PIECE
 from ps_protocol.vocabulary import Block
 from ps_protocol.wire_types import GROUP, WireTypes
-from trainer_client.encoding import ErrorFeedback, encode_gradient
+from trainer_client.encoding import ErrorFeedback, Remainder, encode_gradient
 from trainer_client.tensors import TORCH_DTYPES
 
 SIZES = st.sampled_from([1, 2, GROUP - 1, GROUP, GROUP + 1, 5 * GROUP + 3, PIECE, PIECE + GROUP + 5])
 
 
 def encode(kind: str, gradient: Tensor, error: Tensor, topk: float = 0.1) -> list[Tensor]:
+    """`error` holds what is kept, and afterwards what is left."""
+    remainder = Remainder(len(gradient))
+    remainder.kept.copy_(error)
+    found = encode_with(kind, gradient, remainder, topk)
+    remainder.settle(is_applied=True)
+    error.copy_(remainder.kept)
+    return found
+
+
+def encode_with(kind: str, gradient: Tensor, remainder: Remainder, topk: float = 0.1) -> list[Tensor]:
     tensors = WireTypes(push=kind, topk=topk).pushed("w.block0", "F32", len(gradient))
     found = [torch.full((count,), 77).to(TORCH_DTYPES[dtype]) for _, dtype, (count,) in tensors]
-    encode_gradient(kind, gradient, error, found)
+    encode_gradient(kind, gradient, remainder, found)
     return found
 
 
@@ -88,6 +98,26 @@ def test_zeros_are_pushed_as_zeros() -> None:
 
 def test_going_back_forgets_what_was_kept() -> None:
     feedback, block = ErrorFeedback(), Block("w", 0, 0, 4, 0)
-    feedback.of(block).fill_(3.0)
+    feedback.of(block).kept.fill_(3.0)
     feedback.forget()
-    assert feedback.of(block).tolist() == [0.0] * 4
+    assert feedback.of(block).kept.tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("kind", ["int8", "topk"])
+@given(fates=st.lists(st.sampled_from(["applied", "skipped", "refused"]), max_size=12), seed=st.integers(0, 99))
+@settings(deadline=None)
+def test_a_push_that_is_not_applied_has_never_been(kind: str, fates: list[str], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    feedback, block, size = ErrorFeedback(), Block("w", 0, 0, 1000, 0), 1000
+    undisturbed = Remainder(size)
+    for fate in fates:
+        gradient = torch.randn(size, generator=generator)
+        pushed = encode_with(kind, gradient, feedback.of(block))
+        if fate == "refused":  # and pushed again: what is staged already has to be the same
+            again = encode_with(kind, gradient, feedback.of(block))
+            assert all(map(torch.equal, pushed, again))
+        feedback.settle(is_applied=fate != "skipped")
+        if fate != "skipped":
+            assert all(map(torch.equal, pushed, encode_with(kind, gradient, undisturbed)))
+            undisturbed.settle(is_applied=True)
+    assert torch.equal(feedback.of(block).kept, undisturbed.kept)
