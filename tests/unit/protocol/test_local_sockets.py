@@ -4,7 +4,6 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,19 +12,11 @@ from ps_protocol.local_sockets import NAME_PATTERN, bind_locally, connect_locall
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets are Linux's")
 
 
-@pytest.fixture
-def bound() -> Iterator[socket.socket]:
-    found = bind_locally()
-    assert found is not None
-    with found:
-        yield found
-
-
-def test_who_knows_the_name_is_connected(bound: socket.socket) -> None:
-    name = local_name(bound)
+def test_who_knows_the_name_is_connected(local: socket.socket) -> None:
+    name = local_name(local)
     assert re.match(NAME_PATTERN, name)
-    bound.listen()
-    with connect_locally(name) as client, bound.accept()[0] as server:
+    local.listen()
+    with connect_locally(name) as client, local.accept()[0] as server:
         client.sendall(b"hello")
         assert server.recv(5) == b"hello"
         with socket.socket(socket.AF_UNIX) as plain:
@@ -35,34 +26,34 @@ def test_who_knows_the_name_is_connected(bound: socket.socket) -> None:
             )
 
 
-def test_every_socket_has_a_name_of_its_own(bound: socket.socket) -> None:
+def test_every_socket_has_a_name_of_its_own(local: socket.socket) -> None:
     other = bind_locally()
     assert other is not None
     with other:
-        assert local_name(other) != local_name(bound)
+        assert local_name(other) != local_name(local)
 
 
-def test_a_name_goes_with_its_socket(bound: socket.socket) -> None:
-    bound.listen()
-    name = local_name(bound)
-    bound.close()
+def test_a_name_goes_with_its_socket(local: socket.socket) -> None:
+    local.listen()
+    name = local_name(local)
+    local.close()
     with pytest.raises(ConnectionRefusedError):
         connect_locally(name)
 
 
-def test_a_process_of_another_user_is_not_spoken_to(bound: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    bound.listen()
+def test_a_process_of_another_user_is_not_spoken_to(local: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    local.listen()
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(PermissionError, match="another user"):
-        connect_locally(local_name(bound))
-    with bound.accept()[0] as server:
+        connect_locally(local_name(local))
+    with local.accept()[0] as server:
         assert server.recv(1) == b""  # nothing was said, and it is closed
 
 
-def test_a_listener_that_accepts_nobody_is_not_waited_for(bound: socket.socket) -> None:
-    bound.listen(0)
-    with connect_locally(local_name(bound)), pytest.raises(BlockingIOError):
-        connect_locally(local_name(bound))
+def test_a_listener_that_accepts_nobody_is_not_waited_for(local: socket.socket) -> None:
+    local.listen(0)
+    with connect_locally(local_name(local)), pytest.raises(BlockingIOError):
+        connect_locally(local_name(local))
 
 
 def test_elsewhere_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import structlog
 from starlette.types import Receive, Scope, Send
 
-from ps_protocol.local_sockets import bind_locally, connect_locally, enlarge_buffer, local_name
+from ps_protocol.local_sockets import connect_locally, enlarge_buffer, local_name
 from services.runtime import guarded_protocol
 from services.runtime.app import add_raw_route
 from services.runtime.http2_server import ServerConnection
@@ -28,14 +27,6 @@ pytestmark = [
 ]
 
 LARGE = 64 * 1024 * 1024
-
-
-@pytest.fixture
-def local() -> Iterator[socket.socket]:
-    bound = bind_locally()
-    assert bound is not None
-    with bound:
-        yield bound
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -15,7 +15,7 @@ import pytest_asyncio
 from h2.events import StreamEnded
 
 from ps_protocol.certificates import TlsFiles
-from ps_protocol.local_sockets import bind_locally, local_name
+from ps_protocol.local_sockets import local_name
 from trainer_client.extensions import LOCAL_EXTENSION
 from trainer_client.http2_transport import Http2Transport
 
@@ -32,16 +32,8 @@ HERE, THERE = (b"local", True), (b"tcp", False)
 
 
 @pytest.fixture
-def bound() -> Iterator[socket.socket]:
-    found = bind_locally()
-    assert found is not None
-    with found:
-        yield found
-
-
-@pytest.fixture
-def transport(bound: socket.socket) -> Http2Transport:
-    return Http2Transport(local=local_name(bound))
+def transport(local: socket.socket) -> Http2Transport:
+    return Http2Transport(local=local_name(local))
 
 
 @pytest_asyncio.fixture
@@ -71,22 +63,22 @@ async def answer_once(talker: Talker) -> None:
     talker.flush()
 
 
-async def test_the_unix_socket_comes_first(bound: socket.socket, client: httpx.AsyncClient) -> None:
-    async with serving(answering(body=b"tcp")) as address, serving(answering(body=b"local"), local=bound):
+async def test_the_unix_socket_comes_first(local: socket.socket, client: httpx.AsyncClient) -> None:
+    async with serving(answering(body=b"tcp")) as address, serving(answering(body=b"local"), local=local):
         assert [await ask(client, address) for _ in range(2)] == [HERE, HERE]
 
 
-async def test_where_nobody_listens_tcp_does(bound: socket.socket, client: httpx.AsyncClient) -> None:
+async def test_where_nobody_listens_tcp_does(local: socket.socket, client: httpx.AsyncClient) -> None:
     """As on another host."""
     async with serving(answering(body=b"tcp")) as address:
         assert await ask(client, address) == THERE
 
 
 async def test_a_lost_connection_is_tried_in_the_same_order(
-    bound: socket.socket, client: httpx.AsyncClient, transport: Http2Transport
+    local: socket.socket, client: httpx.AsyncClient, transport: Http2Transport
 ) -> None:
     async with serving(answering(body=b"tcp")) as address:
-        async with serving(answer_once, local=bound):
+        async with serving(answer_once, local=local):
             for _ in range(3):
                 assert await ask(client, address) == HERE
                 await lose_connection(transport)
@@ -94,28 +86,28 @@ async def test_a_lost_connection_is_tried_in_the_same_order(
 
 
 async def test_another_users_process_is_not_spoken_to(
-    bound: socket.socket, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+    local: socket.socket, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A token would be told to it."""
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    async with serving(answering(body=b"tcp")) as address, serving(answering(body=b"local"), local=bound):
+    async with serving(answering(body=b"tcp")) as address, serving(answering(body=b"local"), local=local):
         assert await ask(client, address) == THERE
 
 
-async def test_where_nobody_listens_at_all(bound: socket.socket, client: httpx.AsyncClient) -> None:
+async def test_where_nobody_listens_at_all(local: socket.socket, client: httpx.AsyncClient) -> None:
     async with serving(answering()) as address:
         pass
     with pytest.raises(httpx.ConnectError):
         await client.get(address)
 
 
-async def test_never_with_tls(bound: socket.socket, tmp_path: Path) -> None:
+async def test_never_with_tls(local: socket.socket, tmp_path: Path) -> None:
     authority = Authority(tmp_path / "authority")
     files = authority.issue("service")
-    transport = Http2Transport(TlsFiles(files.ca), local_name(bound))
+    transport = Http2Transport(TlsFiles(files.ca), local_name(local))
     async with (
         httpx.AsyncClient(transport=transport, timeout=5) as client,
         serving(answering(body=b"tcp"), tls=secure(files, "h2")) as address,
-        serving(answering(body=b"local"), local=bound),
+        serving(answering(body=b"local"), local=local),
     ):
         assert await ask(client, address) == THERE

@@ -1,0 +1,19 @@
+"""What tests of several packages need."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from ps_protocol.local_sockets import bind_locally
+
+
+@pytest.fixture
+def local() -> Iterator[socket.socket]:
+    """A Unix socket with a name that nobody listens on yet."""
+    bound = bind_locally()
+    assert bound is not None
+    with bound:
+        yield bound
