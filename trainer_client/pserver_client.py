@@ -155,7 +155,7 @@ class PserverClient:
         try:
             answer = await self._repeat(path, attempt)
         except BaseException:
-            self._kept[round_] = [frame for frame in self._kept.get(round_, ()) if frame is not body]
+            self._drop(round_, body)
             raise
         self._metrics.pushed_bytes.inc(num_bytes)
         return answer
@@ -166,6 +166,12 @@ class PserverClient:
         frames = self._kept.setdefault(round_, [])
         if not any(frame is body for frame in frames):
             frames.append(body)
+
+    def _drop(self, round_: Round, body: Payload) -> None:
+        """It was refused or given up: whoever tries again brings a frame of its own."""
+        frames = [frame for frame in self._kept.pop(round_, ()) if frame is not body]
+        if frames:
+            self._kept[round_] = frames
 
     def _forget(self, round_: Round) -> None:
         """It is in the parameters that were pulled."""
