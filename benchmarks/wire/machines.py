@@ -4,22 +4,17 @@
                           ═══ tbf ═ veth ═ tbf ═══ 10.213.80.11, another …
 
 Whoever sends, a machine or the switch to it, is held to the rate by a token bucket (tc-tbf). The switch has a namespace
-of its own, so that nothing of this is seen on the real machine. A namespace lives as long as a process in it; the one
-that keeps it ends when its standard input does, which the kernel sees to even after `kill -9`.
+of its own, so that nothing of this is seen on the real machine.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
-import subprocess
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
 
-T = TypeVar("T")
+from ..namespaces import Namespace, run
 
 INTERFACE = "eth0"  # of a machine
 TOOLS = ("ip", "nsenter", "tc", "unshare")
@@ -27,7 +22,6 @@ BURST_SECONDS = 0.002  # so much may pass at once; the kernel's timers are finer
 MIN_BURST_BYTES = 64 * 1024 + 1500  # a packet of TCP before it is cut for the wire passes whole
 QUEUE_SECONDS = 0.05  # what waits; beyond that packets are lost, as in a switch
 MIN_QUEUE_BYTES = 4 * MIN_BURST_BYTES
-_CLONE_NEWNET = 0x40000000
 
 
 def token_bucket(bits_per_second: int) -> str:
@@ -49,50 +43,6 @@ def check_requirements() -> None:
         raise OSError(f"not installed: {', '.join(missing)} (Debian packages iproute2, util-linux)")
 
 
-class Namespace:
-    """A network namespace and the process that keeps it; what `prefix` starts runs in it."""
-
-    def __init__(self) -> None:
-        self._keeper = subprocess.Popen(
-            ["unshare", "--net", "sh", "-c", "echo; exec cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C on the terminal is not for it
-        )  # fmt: skip
-        assert self._keeper.stdout is not None
-        if not self._keeper.stdout.readline():
-            self.close()
-            raise OSError("there can be no network namespace here")
-        self.pid = self._keeper.pid
-        self.prefix = ["nsenter", f"--net=/proc/{self.pid}/ns/net"]
-
-    def run(self, command: str) -> None:
-        """Run `ip` or `tc` in it. Raises OSError with what that said."""
-        _run([*self.prefix, *command.split()])
-
-    def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """What a function returns on a thread in this namespace. A socket stays where it was made."""
-        outcome: list[T | BaseException] = []
-
-        def work() -> None:
-            try:
-                with open(f"/proc/{self.pid}/ns/net") as namespace:
-                    if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET) != 0:
-                        raise OSError(ctypes.get_errno(), "setns")
-                outcome.append(function(*arguments))
-            except BaseException as error:
-                outcome.append(error)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        [found] = outcome
-        if isinstance(found, BaseException):
-            raise found
-        return found
-
-    def close(self) -> None:
-        self._keeper.communicate()  # closes its input
-
-
 class Machine(Namespace):
     """A namespace that has an address, once it is on the switch."""
 
@@ -103,7 +53,7 @@ class Machine(Namespace):
 
     def plug_in(self, switch: Namespace, bits_per_second: int) -> None:
         port, bucket = f"port{self.number}", token_bucket(bits_per_second)
-        _run(f"ip link add {port} netns {switch.pid} type veth peer name {INTERFACE} netns {self.pid}".split())
+        run(f"ip link add {port} netns {switch.pid} type veth peer name {INTERFACE} netns {self.pid}".split())
         switch.run(f"ip link set {port} master switch up")
         switch.run(f"tc qdisc add dev {port} root {bucket}")
         for command in (
@@ -130,9 +80,3 @@ def connected_machines(num_machines: int, bits_per_second: int) -> Iterator[list
             stack.callback(machines[-1].close)
             machines[-1].plug_in(switch, bits_per_second)
         yield machines
-
-
-def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")

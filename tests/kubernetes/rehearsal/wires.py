@@ -3,45 +3,36 @@
     the node: a bridge, 10.213.78.1  ═══ veth ═══ 10.213.78.10, a pod
                                      ═══ veth ═══ 10.213.78.11, another …
 
-The bridge is in a namespace of its own, so that nothing of this is seen on the machine. Namespaces live as long as a
-process in them, which is not long even if the test is killed.
+The bridge is in a namespace of its own, so that nothing of this is seen on the machine.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import socket
 import subprocess
-import threading
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import pytest
 
-from ...cluster.namespaces import run
+from benchmarks import namespaces
 
-T = TypeVar("T")
+from ...cluster.namespaces import run
 
 NODE = "10.213.78.1"  # where the kubelet's probes come from
 NOBODY = "10.213.78.2"  # the node's, too; nothing listens there, as on a Service without a pod that is ready
 CONNECT_SECONDS = 0.5  # the kernels answer
-_LIFE_SECONDS = 600
-_CLONE_NEWNET = 0x40000000
 
 
-class Namespace:
-    """A network namespace, kept by a process that sleeps."""
+class Namespace(namespaces.Namespace):
+    """One whose own loopback is up."""
 
     def __init__(self) -> None:
-        command = ["unshare", "--net", "sh", "-c", f"echo; exec sleep {_LIFE_SECONDS}"]
-        self._keeper = subprocess.Popen(command, stdout=subprocess.PIPE)
-        assert self._keeper.stdout is not None
-        if not self._keeper.stdout.readline():
-            pytest.skip("there can be no network namespace here")
-        self.pid = self._keeper.pid
-        self.prefix = ["nsenter", f"--net=/proc/{self.pid}/ns/net"]
+        try:
+            super().__init__()
+        except OSError as error:
+            pytest.skip(str(error))
         self.ip("link set lo up")
 
     def ip(self, arguments: str) -> None:
@@ -50,30 +41,6 @@ class Namespace:
     def nft(self, rules: str) -> None:
         done = subprocess.run([*self.prefix, "nft", "-f", "-"], input=rules, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-
-    def enter(self) -> None:
-        """Take the calling thread, and no other, into this namespace for good."""
-        with open(f"/proc/{self.pid}/ns/net") as namespace:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), "setns")
-
-    def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """What a function returns, or raises, on a thread in this namespace."""
-        outcome: list[Any] = []
-
-        def work() -> None:
-            try:
-                self.enter()
-                outcome.append(function(*arguments))
-            except BaseException as error:
-                outcome.append(error)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        if isinstance(outcome[0], BaseException):
-            raise outcome[0]
-        return outcome[0]  # type: ignore[no-any-return]
 
     def try_to_connect(self, address: str, port: int) -> Literal["open", "refused", "blocked"]:
         """What becomes of a connection from here. Who is refused has got through."""
@@ -84,11 +51,6 @@ class Namespace:
         except TimeoutError:
             return "blocked"
         return "open"
-
-    def close(self) -> None:
-        self._keeper.kill()
-        with self._keeper:
-            pass
 
 
 class Wires:
