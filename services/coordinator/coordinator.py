@@ -258,7 +258,8 @@ class Coordinator:
                 log.info("members installed", trainers=sorted(members))
             await self._tell_waiters()
             said = self._say_news(said)
-            if self.cluster.run.is_deserted and self._recording is None:
+            run = self.cluster.run
+            if run.is_deserted and self._recorded is not run and self._recording is None:
                 self._recording = asyncio.create_task(self._record_run(), name="record the run")
             if self.cluster.may_exit:
                 stop.set()
@@ -302,10 +303,8 @@ class Coordinator:
 
     async def _record_run(self) -> None:
         """Take the summary of a run that is over, and a checkpoint of what it has trained; then pservers may exit."""
-        run = self.cluster.run
         try:
-            if self._recorded is not run:
-                await self._keep_summary_and_result(run)
+            await self._keep_summary_and_result(self.cluster.run)
         finally:
             self._recording = None
             self.changed()
@@ -370,8 +369,13 @@ class Coordinator:
                 if len(rounds) < self.cluster.registry.num_pservers:
                     return f"{len(rounds)} of {self.cluster.registry.num_pservers} pservers have the run"
                 round_ = max(rounds)
-                while (newer := await self._write_result(run, round_)) is not None:
-                    round_ = newer
+                try:
+                    while (newer := await self._write_result(run, round_)) is not None:
+                        round_ = newer
+                except NotReady:
+                    if round_ == 0:
+                        return None  # it ended before there were initial values: there is nothing to keep
+                    raise
                 async with self._condition:  # they tell of it in their heartbeats
                     await self._condition.wait_for(lambda: round_ in self.cluster.complete_checkpoints)
         except (TimeoutError, httpx.HTTPError, GradpostError, ValueError) as error:

@@ -9,6 +9,7 @@ import pytest
 
 from ps_protocol.errors import NotReady, StaleRound
 from services.coordinator.checkpointing import create_checkpoint
+from services.coordinator.run import Run
 
 from .coordinating import FakePservers, begin, coordinating, eventually
 from .support import beat, join_all, leaving, registration
@@ -92,3 +93,34 @@ async def test_a_place_that_hangs_holds_up_no_change_of_members(monkeypatch):
         await eventually(lambda: all(taken[-1].members == {0: 1, 1: 1} for taken in pservers.taken.values()))
     assert not is_let_go.is_set()
     is_let_go.set()
+
+
+async def test_what_a_run_leaves_is_recorded_once(monkeypatch):
+    """Else a coordinator that waits for the next run would be busy with the last one for ever."""
+    async with coordinating(FakePservers(), lease_seconds=0.4) as coordinator:
+        cluster, recorded = coordinator.cluster, []
+        keep = coordinator._keep_summary_and_result
+
+        async def keep_and_note(run: Run) -> None:
+            await keep(run)
+            recorded.append(run)
+
+        monkeypatch.setattr(coordinator, "_keep_summary_and_result", keep_and_note)
+        trainers = begin(coordinator)
+        await eventually(lambda: cluster.run.state == "training")
+        for rank, run, incarnation in trainers:
+            cluster.leave_trainer(rank, leaving("done", run=run, incarnation=incarnation), coordinator.now())
+        coordinator.changed()
+        await eventually(lambda: bool(recorded))
+        looks = 0
+
+        def look() -> None:
+            nonlocal looks
+            looks += 1
+
+        monkeypatch.setattr(cluster, "start_run_if_complete", lambda now: look())
+        for _ in range(5):
+            coordinator.changed()
+            await asyncio.sleep(0.05)
+        assert len(recorded) == 1
+        assert looks < 20  # those five, and some for leases and heartbeats
