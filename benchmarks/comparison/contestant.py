@@ -31,7 +31,7 @@ class Repetition:
     """Some rounds of one system."""
 
     seconds: float  # a round, the median of all trainers' rounds
-    contributions_per_second: float  # of all trainers, from the first one's beginning to the last one's end
+    contributions_per_second: float  # of all trainers, each at its own pace
     cpu_seconds: dict[str, float]  # a round, by what the processes do
     wire_bytes: float  # a round, on the loopback interface
 
@@ -97,10 +97,9 @@ class Contestant:
         spent = {role: seconds - cpu.get(role, 0.0) for role, seconds in self._cpu_seconds().items()}
         wire = _loopback_bytes() - wire
         self._rest()
-        elapsed = max(answer["ended"] for answer in answers) - min(answer["begun"] for answer in answers)
         return Repetition(
             seconds=statistics.median(seconds for answer in answers for seconds in answer["seconds"]),
-            contributions_per_second=num_rounds * len(answers) / elapsed,
+            contributions_per_second=sum(num_rounds / sum(answer["seconds"]) for answer in answers),
             cpu_seconds={role: seconds / num_rounds for role, seconds in spent.items()},
             wire_bytes=wire / num_rounds,
         )

@@ -185,18 +185,21 @@ def judge(results: Sequence[CaseResult]) -> str:
         stretch = "" if target.stretch is None else f"{target.stretch}"
         lines.append(f"| {target.case} / {target.other} | {target.limit} | {stretch} | {ratio} | {verdict} |")
     for result in results:
-        work = result.works[OURS]
-        slots = 2 if work.optimizer == "adam" else 0
-        limit = work.num_bytes / work.num_servers * (2 + slots + work.num_trainers) / MEGABYTE + 64
-        peak = result.above_idle_bytes[OURS] / MEGABYTE
-        verdict = "met" if peak <= limit else "missed"
-        lines.append(f"| MB of a pserver above idle, {result.case.name} | {limit:.0f} | | {peak:.0f} | {verdict} |")
+        for name in (OURS, *result.variants):
+            work = result.works[name]
+            slots = 2 if work.optimizer == "adam" else 0
+            limit = work.num_bytes / work.num_servers * (2 + slots + work.num_trainers) / MEGABYTE + 64
+            peak = result.above_idle_bytes[name] / MEGABYTE
+            verdict = "met" if peak <= limit else "missed"
+            case = result.case.name if name == OURS else f"{result.case.name}: {name}"
+            lines.append(f"| MB of a pserver above idle, {case} | {limit:.0f} | | {peak:.0f} | {verdict} |")
     return "\n".join(lines) + "\n"
 
 
 def publish(results: Sequence[CaseResult], text: str, folder: Path, *, is_quick: bool) -> None:
     """Print the tables; write `latest.json` and a report with today's date there, a quick one beside a whole one."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()
+    describe = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    commit = subprocess.run(describe, capture_output=True, text=True, cwd=HERE).stdout.strip()
     folder.mkdir(exist_ok=True)
     entries = [{**result.to_json(), "commit": commit} for result in results]
     (folder / "latest.json").write_text(json.dumps(entries, indent=2) + "\n")

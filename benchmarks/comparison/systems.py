@@ -26,6 +26,7 @@ from .work import Work
 ROOT = Path(__file__).parents[2]
 OURS = "ours"
 STOP_SECONDS = 20.0
+KEEPING_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 LAST_LINES = 30  # of what a system printed, when it fails
 
 Start: TypeAlias = Callable[[Work], Any]  # a context manager of a Contestant
@@ -64,9 +65,12 @@ def start_ours(variant: Variant, name: str = OURS) -> Iterator[Contestant]:
 
 @contextmanager
 def start_peer(
-    work: Work, name: str, module: str, *roles: str, transport: str = "", spins: bool = False
+    work: Work, name: str, module: str, *roles: str, transport: str = "", spins: bool = False, keeps: bool = False
 ) -> Iterator[Contestant]:
-    """The program of a peer: `roles` says once for each kind of process that it starts."""
+    """The program of a peer: `roles` says once for each kind of process that it starts.
+
+    With `keeps` their malloc gives nothing back to the kernel, as that of our services.
+    """
     with ExitStack() as stack:
         output = stack.enter_context(tempfile.TemporaryFile("w+"))
         started: list[subprocess.Popen[bytes]] = []
@@ -79,6 +83,7 @@ def start_peer(
         stack.callback(_end, started)
         stack.callback(contestant.close)
         env = {**os.environ, CONTROL: str(contestant.port), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        env |= KEEPING_MALLOC if keeps else {}
         command = [sys.executable, "-m", f"benchmarks.peers.{module}", "--port", str(_free_ports(work.num_servers))]
         command += ["--work", work.dump(), "--transport", transport]
         for role in roles:
@@ -105,6 +110,12 @@ PEERS: dict[str, Start] = {
     "torch_rpc_tcp": lambda work: start_peer(work, "torch_rpc_tcp", "torch_rpc", "server", "trainer", transport="tcp"),
     # Its shared memory is looked at by a thread that never sleeps, one in each process.
     "torch_rpc": lambda work: start_peer(work, "torch_rpc", "torch_rpc", "server", "trainer", spins=True),
+    "torch_rpc_tcp_keeping": lambda work: start_peer(
+        work, "torch_rpc_tcp_keeping", "torch_rpc", "server", "trainer", transport="tcp", keeps=True
+    ),
+    "torch_rpc_keeping": lambda work: start_peer(
+        work, "torch_rpc_keeping", "torch_rpc", "server", "trainer", spins=True, keeps=True
+    ),
     "gloo": lambda work: start_peer(work, "gloo", "gloo", "trainer"),
     "ray": lambda work: start_peer(work, "ray", "ray_actors", "all"),
 }

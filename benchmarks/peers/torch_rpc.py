@@ -55,15 +55,22 @@ _server: Server
 
 
 def part_of(tensors: Values, index: int, num_servers: int) -> Values:
-    """One tensor is cut, of several each server has some, whole ones."""
-    return [tensors[0].chunk(num_servers)[index]] if len(tensors) == 1 else tensors[index::num_servers]
+    """One tensor is cut, of several each server has some, whole ones.
+
+    Each part has memory of its own: of a view of half a tensor or less, rpc would make a copy in each round.
+    """
+    return [tensors[0].chunk(num_servers)[index].clone()] if len(tensors) == 1 else tensors[index::num_servers]
 
 
 def train(work: Work, rank: int) -> None:
     gradients = work.make_gradients(rank)
     values = [torch.zeros_like(gradient) for gradient in gradients]
     parts = [part_of(gradients, index, work.num_servers) for index in range(work.num_servers)]
-    into = [part_of(values, index, work.num_servers) for index in range(work.num_servers)]
+    whole = len(values) == 1
+    into = [
+        [values[0].chunk(work.num_servers)[index]] if whole else part_of(values, index, work.num_servers)
+        for index in range(work.num_servers)
+    ]
 
     def one_round() -> None:
         replies = [rpc.rpc_async(f"server{i}", Server.step, args=(part,), timeout=0) for i, part in enumerate(parts)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ def test_ours_beside_its_peers(tmp_path: Path) -> None:
     )  # fmt: skip
     [case] = json.loads((tmp_path / "latest.json").read_text())
     assert case["case"] == "tiny"
-    assert len(case["commit"]) == 40
+    assert re.fullmatch("[0-9a-f]{40}(-dirty)?", case["commit"])
     assert sorted(case["peers"]) == sorted(case["ratio"]) == sorted(PEERS)
     for peer, described in case["peers"].items():
         assert 0 < described["median_s"] < 5
