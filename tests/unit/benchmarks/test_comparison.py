@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("psutil")
-
 from benchmarks.comparison.cases import CASES
 from benchmarks.comparison.contestant import Repetition
 from benchmarks.comparison.results import OURS, CaseResult, judge
