@@ -8,6 +8,7 @@ Nothing is trained and no model is downloaded; the shapes follow from the archit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import PLACEMENTS, ParameterSpec, Placement
@@ -64,6 +65,15 @@ def resnet(depths: tuple[int, ...], *, bottleneck: bool) -> Named:
                 yield from norm(f"{block}.downsample.1", num_outputs)
             num_inputs = num_outputs
     yield from linear("fc", (1000, num_inputs))
+
+
+def vgg16() -> Named:
+    """Torchvision's vgg16: most of its bytes are in the first linear layer, late in the model."""
+    sizes = (3, 64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
+    for i, (num_inputs, num_outputs) in enumerate(pairwise(sizes)):
+        yield from linear(f"features.{i}", (num_outputs, num_inputs, 3, 3))
+    for i, shape in enumerate(((4096, 512 * 7 * 7), (4096, 4096), (1000, 4096))):
+        yield from linear(f"classifier.{i}", shape)
 
 
 def gpt2_small() -> Named:
@@ -131,6 +141,7 @@ MODELS: dict[str, Callable[[], Named]] = {
     "small CNN": small_cnn,
     "ResNet-18": resnet18,
     "ResNet-50": resnet50,
+    "VGG-16": vgg16,
     "GPT-2 small": gpt2_small,
     "BERT-base": bert_base,
     "ViT-B/16": vit_b_16,

@@ -124,6 +124,13 @@ class NonFiniteGradient(BadInput):
     status = 422
 
 
+class GradientChanged(BadInput):
+    """With `overlap`, a gradient was changed after it had left; raised by a trainer in its own script."""
+
+    code = "gradient_changed"
+    status = 422
+
+
 class BadModel(BadInput):
     """The list of parameters cannot be planned."""
 

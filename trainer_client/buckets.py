@@ -5,7 +5,7 @@ A bucket is only packaging and may differ between tries; what counts is the bloc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -71,7 +71,7 @@ class BlockSlot:
 
 
 class Bucket:
-    """One frame: filled from tensors, then handed to the network.
+    """One frame of what is there: filled from tensors, then handed to the network.
 
     What was handed out by `frame()` must not change until the request has ended and the round was pulled everywhere;
     only then may the bucket be filled again. Small blocks lie together in memory of its own.
@@ -80,6 +80,8 @@ class Bucket:
     def __init__(self, pserver: PserverIndex, slots: list[BlockSlot], kind: PushType) -> None:
         self.pserver = pserver
         self.slots = slots
+        self.parameters = frozenset(slot.block.parameter for slot in slots)
+        self.present = slots  # those that were filled
         self._kind = kind
         is_small = [slot.num_bytes < MIN_LENT_BYTES for slot in slots]
         self._small = bytearray(sum(slot.num_bytes for slot, small in zip(slots, is_small, strict=True) if small))
@@ -95,45 +97,41 @@ class Bucket:
         self._segments.append(memoryview(self._small)[begin:offset])
 
     def fill(self, flat: Mapping[str, Tensor], *, borrow: bool = False) -> None:
-        """Encode the blocks of flattened parameters or gradients (parameter name -> shape (numel,)).
+        """Encode the blocks of flattened parameters or gradients (parameter name -> shape (numel,)) that there are.
 
         With `borrow` large ones that are on the wire as they are in memory are not copied: then these tensors must not
         change as long as the bucket's own memory must not.
         """
-        for slot in self.slots:
+        self.present = [slot for slot in self.slots if slot.block.parameter in flat]
+        for slot in self.present:
             block = slot.block
             source = flat[block.parameter][block.begin : block.end]
             slot.fill(self._kind, source, borrow=borrow and slot.num_bytes >= MIN_LENT_BYTES)
 
     def frame(self, metadata: Mapping[str, str] | None = None) -> Payload:
-        """The encoded frame with this metadata, in parts."""
-        header = encode_header([tensor for slot in self.slots for tensor in slot.tensors], metadata)
+        """The encoded frame of what was filled with this metadata, in parts."""
+        header = encode_header([tensor for slot in self.present for tensor in slot.tensors], metadata)
         parts = [memoryview(header)]
-        for segment in self._segments:
+        for segment in self._segments if len(self.present) == len(self.slots) else self.present:
             parts += segment.parts() if isinstance(segment, BlockSlot) else [segment]
         if sum(map(len, parts)) < MIN_LENT_BYTES:  # not worth a write for each
             return (memoryview(b"".join(parts)),)
         return tuple(part for part in parts if len(part))
 
 
-def make_buckets(
-    plan: SlicePlan, parameters: Iterable[str], *, bucket_bytes: int, feedback: ErrorFeedback | None = None
-) -> list[list[Bucket]]:
-    """Buckets of each pserver that together carry the blocks of `parameters`, about `bucket_bytes` each.
+def make_buckets(plan: SlicePlan, *, bucket_bytes: int, feedback: ErrorFeedback | None = None) -> list[list[Bucket]]:
+    """Buckets of each pserver for all blocks, about `bucket_bytes` each, the last layers first, as backward makes them.
 
     With `feedback` they carry gradients, as the plan has them on the wire, without it values as they are. Every
     pserver has at least one bucket, maybe an empty one, because every pserver must learn that a contribution is
     complete.
     """
-    wanted = set(parameters)
     kind = plan.wire.push if feedback is not None else "float32"
     result = []
     for pserver, shard in enumerate(plan.shards):
         groups: list[list[BlockSlot]] = [[]]
         size = header_size = 0
-        for block in shard:
-            if block.parameter not in wanted:
-                continue
+        for block in reversed(shard):
             values: list[WireTensor] = [(block.name, plan.parameter[block.parameter].dtype, (block.num_elements,))]
             tensors = values if feedback is None else plan.pushed(block)
             remainder = feedback.of(block) if feedback is not None and len(tensors) > 1 else None

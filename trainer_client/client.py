@@ -39,7 +39,8 @@ T = TypeVar("T")
 # Settings that a trainer states with its model, so that they may still be chosen after it has joined.
 _OF_THE_PLAN = {"min_block_size", "placement", "slice_parameters", "nonfinite", "push_type", "pull_type", "topk"}
 _OF_LOCAL_STEPS = {"local_steps", "outer_lr", "outer_momentum", "outer_nesterov"}
-DECLARED_SETTINGS = frozenset(_OF_THE_PLAN | _OF_LOCAL_STEPS | {"bucket_bytes"})
+_OF_OVERLAP = {"bucket_bytes", "overlap", "overlap_pulls", "accumulate_steps"}
+DECLARED_SETTINGS = frozenset(_OF_THE_PLAN | _OF_LOCAL_STEPS | _OF_OVERLAP)
 MAX_CONCURRENT_PUSHES = 4  # per pserver; more would only queue in the connection
 
 
@@ -268,7 +269,7 @@ class ParameterClient:
     async def send_initial(self, values: Mapping[str, Tensor]) -> None:
         """Upload the initial values of all parameters and buffers; only the elected uploader may."""
         parameters = self._flatten({name: values[name] for name in self.plan.parameter})
-        buckets = make_buckets(self.plan, self.plan.parameter, bucket_bytes=self.settings.bucket_bytes)
+        buckets = make_buckets(self.plan, bucket_bytes=self.settings.bucket_bytes)
         for bucket in (b for shard in buckets for b in shard):
             bucket.fill(parameters)
         pushes = [
@@ -292,14 +293,14 @@ class ParameterClient:
         """
         flat = self._flatten(gradients)
         self._begun_round = round_
-        buckets = make_buckets(self.plan, flat, bucket_bytes=self.settings.bucket_bytes, feedback=self.feedback)
+        buckets = make_buckets(self.plan, bucket_bytes=self.settings.bucket_bytes, feedback=self.feedback)
         pushes = []
         for pserver, shard in zip(self.pservers, buckets, strict=True):
             for bucket in shard:
                 bucket.fill(flat)
             computed_on = self.membership.round if self.joined.consistency.is_async else None
             metadata = completion(shard, hyper_parameters, computed_on)
-            frames = [b.frame() for b in shard[:-1]] + [shard[-1].frame(metadata)]
+            frames = [b.frame() for b in shard[:-1] if b.present] + [shard[-1].frame(metadata)]
             pushes.append(self._push_all(pserver, round_, frames))
         answers = await self.membership.guard(_gather(pushes))
         self._is_finite = all(answers)
@@ -393,12 +394,14 @@ class ParameterClient:
         is_finite: bool = True,
         have: Sequence[Round] | None = None,
         differences: Sequence[Differences] | None = None,
+        on_landed: Callable[[str], None] | None = None,
     ) -> list[Round]:
         """Wait for version `round_` of every shard and write it to `destinations`; the barrier may ride on it.
 
         Returns the version of each shard, which `have` may be the next time if these bytes stay as they are: what has
         not changed since is not sent then; for pulls that are differences it needs those of `make_differences`.
-        `is_finite` says whether every pserver found this trainer's gradient finite.
+        `is_finite` says whether every pserver found this trainer's gradient finite. `on_landed` is told the name of
+        each block as soon as it is there, if the run's pulls are no differences.
         """
         pulled = await self.membership.guard(
             _gather(
@@ -409,6 +412,7 @@ class ParameterClient:
                     is_finite=is_finite,
                     have=None if have is None else have[index],
                     differences=None if differences is None else differences[index],
+                    on_landed=on_landed,
                 )
                 for index, (pserver, wanted) in enumerate(zip(self.pservers, destinations, strict=True))
             )
@@ -453,7 +457,7 @@ def completion(
     In the asynchronous modes also after which step the trainer pulled what it computed the gradient on.
     """
     metadata = {
-        NUM_BLOCKS_KEY: str(sum(len(bucket.slots) for bucket in shard)),
+        NUM_BLOCKS_KEY: str(sum(len(bucket.present) for bucket in shard)),
         HYPER_PARAMETERS_KEY: json.dumps(hyper_parameters, separators=(",", ":")),
     }
     if computed_on is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ps_protocol.errors import MalformedFrame
 from ps_protocol.frames import LENGTH_BYTES, Frame, FrameLimits, parse_header, parse_length
@@ -15,7 +15,8 @@ class FrameSink:
     """Incremental reader of one frame. Writes to `destinations` (tensor name -> its writable bytes) as chunks come.
 
     A frame that breaks off leaves them half written; the same version read again repairs that. What is no value but
-    the quantised difference to one, and its scales, goes to `differences`.
+    the quantised difference to one, and its scales, goes to `differences`. `on_landed` is told of each tensor that is
+    complete, and of destinations that a frame leaves out because they hold its values already.
     """
 
     def __init__(
@@ -23,7 +24,9 @@ class FrameSink:
         destinations: Mapping[str, memoryview],
         limits: FrameLimits,
         differences: Mapping[str, memoryview] = NO_DIFFERENCES,
+        on_landed: Callable[[str], None] | None = None,
     ) -> None:
+        self._on_landed = on_landed
         self._destinations = destinations
         self._differences = differences
         self._limits = limits
@@ -64,6 +67,10 @@ class FrameSink:
         """So many have been written at the beginning of `room()`."""
         self._filled += num_bytes
         self.num_bytes += num_bytes
+        if self._on_landed is not None and self._frame is not None:
+            entry = self._frame.tensors[self._index]
+            if self._filled == entry.end - entry.begin:
+                self._on_landed(entry.name)
 
     def _feed_start(self, rest: memoryview) -> memoryview:
         rest = self._fill_start(rest, LENGTH_BYTES)
@@ -87,6 +94,9 @@ class FrameSink:
                 )
             self._places[entry.name] = destination
         self._frame = frame
+        if self._on_landed is not None and SINCE_KEY in frame.metadata:
+            for name in self._destinations.keys() - self._places.keys():
+                self._on_landed(name)
         return rest
 
     def _fill_start(self, rest: memoryview, wanted: int) -> memoryview:

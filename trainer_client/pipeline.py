@@ -10,54 +10,35 @@ that fails takes those behind it along: none of them is pushed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 from torch import Tensor
 
-from ps_protocol.errors import GradpostError
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Round
 
-from .buckets import Bucket, Payload, make_buckets
-from .client import ParameterClient, completion
+from .arrivals import Arrivals
+from .buckets import Bucket, make_buckets
+from .client import ParameterClient
 from .differences import Differences
 from .io_thread import IoThread
+from .outgoing import Outgoing, note_task, nothing_to_wait_for
 from .tensors import writable_bytes
-
-END_SECONDS = 5.0  # for requests that are given up; they end at once
-MAX_KEPT_LAYOUTS = 4  # which parameters have a gradient seldom changes
-
-
-@dataclass
-class _Acknowledged:
-    """Whether every push of a step has been acknowledged, once that is known; on the I/O loop."""
-
-    event: asyncio.Event = field(default_factory=asyncio.Event)
-    succeeded: bool = False
-
-    async def wait(self) -> bool:
-        await self.event.wait()
-        return self.succeeded
-
-
-def _nothing_to_wait_for() -> _Acknowledged:
-    acknowledged = _Acknowledged(succeeded=True)
-    acknowledged.event.set()
-    return acknowledged
 
 
 class Pipeline:
     """All methods are called by the training thread; `wait` blocks for the network.
 
-    Without a delay gradients are sent from where they lie, which nobody writes before `wait` has returned; else, and if
-    they are something else on the wire, from copies of our own, k + 1 sets of them.
+    Gradients are sent from where they lie if nobody computes meanwhile; else, and if they are something else on the
+    wire, from copies of our own, k + 1 sets of them.
     """
 
-    def __init__(self, client: ParameterClient, io: IoThread) -> None:
+    def __init__(self, client: ParameterClient, io: IoThread, *, by_parameter: bool) -> None:
+        """`by_parameter`: somebody computes with those parameters of a step that have landed, while others have not."""
+        self._is_by_parameter = by_parameter
         self.max_delay = client.joined.consistency.max_delay
         self.newest: Round = 0  # that was waited for, or was found to be there already
         self._client = client
@@ -65,9 +46,11 @@ class Pipeline:
         self._destinations: list[list[dict[str, memoryview]]] = []
         self._differences: list[list[Differences] | None] = []
         self._have: dict[int, list[Round]] = {}  # by landing set: the version of each shard in it, if that is known
-        self._layouts: list[dict[frozenset[str], list[list[Bucket]]]] = [{} for _ in range(self.max_delay + 1)]
+        self._layouts: list[_Layout | None] = [None] * (self.max_delay + 1)
+        self._outgoing: Outgoing | None = None  # of a step that has not begun, and has gradients already
         self._pulls: dict[Round, Future[None]] = {}  # those that nobody has waited for
-        self._pushed = _nothing_to_wait_for()  # of the newest step
+        self._arrivals: dict[Round, Arrivals] = {}  # of these, as long as they last
+        self._pushed = nothing_to_wait_for()  # of the newest step
         self._newest_pull: Future[None] | None = None
 
     def bind(self, landing: Sequence[Mapping[str, Tensor]]) -> None:
@@ -109,54 +92,52 @@ class Pipeline:
 
         `is_finite` is the trainer's own verdict on them; the pservers have one each, too.
         """
-        layout = self._layout(step, frozenset(gradients))
-        if self.max_delay:  # nobody waits for what becomes of the step before
-            self._client.feedback.settle(is_applied=True)
+        outgoing = self._outgoing = self._outgoing or self._begin_pushes(step)
         is_async = self._client.joined.consistency.is_async
-        before, pushed = self._pushed, _Acknowledged()
-        pushes: list[Future[bool]] = []
-        pushing: set[asyncio.Task[Any]] = set()
         try:
-            # Bucket by bucket, so that the network works while the next one is being copied.
-            for bucket, shard in _interleave(layout):
-                bucket.fill(gradients, borrow=self.max_delay == 0)  # then nobody computes before it is pulled
-                last = bucket is shard[-1]
-                frame = bucket.frame(completion(shard, numbers, computed_on if is_async else None) if last else None)
-                pushes.append(self._io.start(self._push(step, bucket, frame, before, pushing)))
+            outgoing.complete(gradients, numbers, computed_on if is_async else None)
         except BaseException:
-            _cancel(pushes)
+            self.forget_gradients()
             raise
-        self._pushed = pushed  # from here on: a step that could not begin is not waited for
-        pull = self._io.start(self._pull(step, pushes, pushing, pushed, self._newest_pull, perf_counter(), is_finite))
+        self._outgoing = None
+        self._pushed = outgoing.acknowledged  # from here on: a step that could not begin is not waited for
+        arrivals = Arrivals(self._client.plan.blocks_of) if self._is_by_parameter else None
+        pull = self._io.start(self._pull(outgoing, self._newest_pull, is_finite, arrivals))
+        if arrivals is not None:
+            self._arrivals[step] = arrivals
+            pull.add_done_callback(lambda _: arrivals.end())
         self._pulls[step] = self._newest_pull = pull
 
-    async def _push(
-        self, step: Round, bucket: Bucket, frame: Payload, before: _Acknowledged, pushing: set[asyncio.Task[Any]]
-    ) -> bool:
-        _note_task(pushing)
-        if not await before.wait():
-            raise GradpostError(f"step {step} was not pushed, because the one before it failed")
-        return await self._client.push(step, bucket, frame)
+    def add(self, step: Round, name: str, gradient: Tensor) -> None:
+        """Take a flat gradient of the step that will begin next; it may leave at once, and must not change any more."""
+        if self._outgoing is None:
+            self._outgoing = self._begin_pushes(step)
+        self._outgoing.add(name, gradient, self._layout(step).holding.get(name, ()))
+
+    def forget_gradients(self) -> None:
+        """Give up what was pushed of a step that has not begun; what is staged already stays."""
+        if self._outgoing is not None:
+            self._outgoing.cancel()
+            # A request that was given up may still be reading its buffer: leave it alone.
+            self._layouts[self.slot(self._outgoing.step)] = None
+            self._outgoing = None
+
+    @property
+    def _borrows(self) -> bool:
+        """Whether nobody computes before a step was pulled, or writes to its gradients."""
+        return self.max_delay == 0 and not self._is_by_parameter
+
+    def _begin_pushes(self, step: Round) -> Outgoing:
+        if self.max_delay:  # nobody waits for what becomes of the step before
+            self._client.feedback.settle(is_applied=True)
+        shards = self._layout(step).shards
+        return Outgoing(self._client, self._io, step, shards, self._pushed, borrow=self._borrows)
 
     async def _pull(
-        self,
-        step: Round,
-        pushes: Sequence[Future[bool]],
-        pushing: set[asyncio.Task[Any]],
-        pushed: _Acknowledged,
-        before: Future[None] | None,
-        begun: float,
-        is_finite: bool,
+        self, outgoing: Outgoing, before: Future[None] | None, is_finite: bool, arrivals: Arrivals | None
     ) -> None:
-        _note_task(self._client.unfinished)
-        try:
-            verdicts = await asyncio.gather(*map(asyncio.wrap_future, pushes))
-            pushed.succeeded = True
-        except BaseException:
-            await _end(pushing)  # they read the caller's gradients, which may change once this has failed
-            raise
-        finally:
-            pushed.event.set()
+        note_task(self._client.unfinished)
+        step, is_finite_everywhere = outgoing.step, await outgoing.join()
         acknowledged = perf_counter()
         if before is not None:
             await asyncio.wrap_future(before)
@@ -166,12 +147,13 @@ class Pipeline:
             step,
             self._destinations[slot],
             with_batch_barrier=is_sync,
-            is_finite=is_finite and all(verdicts),
+            is_finite=is_finite and is_finite_everywhere,
             have=self._have.pop(slot, None),  # what a failure leaves there is nothing that is known
             differences=self._differences[slot],
+            on_landed=arrivals.landed if arrivals is not None and self._differences[slot] is None else None,
         )
         metrics, ended = self._client.metrics, perf_counter()
-        metrics.push_seconds.observe(acknowledged - begun)
+        metrics.push_seconds.observe(acknowledged - outgoing.begun)
         metrics.pull_seconds.observe(ended - acknowledged)
         metrics.rounds.inc()
         metrics.round.set(step)
@@ -183,10 +165,16 @@ class Pipeline:
                 self._io.wait(pull)
                 self.newest += 1
                 del self._pulls[self.newest]
+                self._arrivals.pop(self.newest, None)
         except BaseException:
             self._give_up()
             raise
         return self.newest
+
+    def wait_for(self, step: Round, names: Collection[str]) -> None:
+        """Wait until some parameters of this step, which is the newest, are in its landing set. Raises as `wait`."""
+        if step > self.newest and not all(map(self._arrivals[step].wait, names)):
+            self.wait(step)
 
     def slot(self, step: Round) -> int:
         """Which landing set a step is pulled into."""
@@ -195,45 +183,30 @@ class Pipeline:
     def _give_up(self) -> None:
         _cancel(self._pulls.values())
         self._pulls.clear()
+        self._arrivals.clear()
         self._newest_pull = None
-        self._pushed = _nothing_to_wait_for()
-        for layouts in self._layouts:  # a request that was given up may still be reading its buffer: leave it alone
-            layouts.clear()
+        self._pushed = nothing_to_wait_for()
+        self.forget_gradients()
+        self._layouts = [None] * len(self._layouts)  # see there
 
-    def _layout(self, step: Round, present: frozenset[str]) -> list[list[Bucket]]:
-        layouts = self._layouts[self.slot(step)]
-        layout = layouts.get(present)
+    def _layout(self, step: Round) -> _Layout:
+        layout = self._layouts[self.slot(step)]
         if layout is None:
-            if len(layouts) >= MAX_KEPT_LAYOUTS:
-                layouts.clear()
-            layout = layouts[present] = make_buckets(
-                self._client.plan,
-                present,
-                bucket_bytes=self._client.settings.bucket_bytes,
-                feedback=self._client.feedback,
-            )
+            settings = self._client.settings
+            shards = make_buckets(self._client.plan, bucket_bytes=settings.bucket_bytes, feedback=self._client.feedback)
+            layout = self._layouts[self.slot(step)] = _Layout(shards)
         return layout
 
 
-def _interleave(layout: list[list[Bucket]]) -> list[tuple[Bucket, list[Bucket]]]:
-    """Buckets in the order in which they leave: one of each pserver in turn, so that all of them are busy."""
-    longest = max(map(len, layout), default=0)
-    return [(shard[i], shard) for i in range(longest) for shard in layout if i < len(shard)]
+class _Layout:
+    """Buckets of each pserver, and those that hold blocks of a parameter, by its name."""
 
-
-def _note_task(tasks: set[asyncio.Task[Any]]) -> None:
-    """Add the running task until it is done."""
-    task = asyncio.current_task()
-    assert task is not None
-    tasks.add(task)
-    task.add_done_callback(tasks.discard)
-
-
-async def _end(tasks: set[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks, timeout=END_SECONDS)
+    def __init__(self, shards: list[list[Bucket]]) -> None:
+        self.shards = shards
+        self.holding: dict[str, list[Bucket]] = {}
+        for bucket in (bucket for shard in shards for bucket in shard):
+            for name in bucket.parameters:
+                self.holding.setdefault(name, []).append(bucket)
 
 
 def _cancel(futures: Iterable[Future[Any]]) -> None:

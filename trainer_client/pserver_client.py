@@ -199,12 +199,14 @@ class PserverClient:
         names: Sequence[str] = (),
         have: Round | None = None,
         differences: Differences | None = None,
+        on_landed: Callable[[str], None] | None = None,
     ) -> Pulled:
         """Wait for version `round_` and write its blocks to `destinations` (block name -> its writable bytes).
 
         With `have` they hold the blocks of that version already, and those that have not changed are left as they are;
         if the run's pulls are differences, it needs `differences`, which are added to them in the end.
-        Without `names` the whole shard is fetched and every block of it needs a destination.
+        Without `names` the whole shard is fetched and every block of it needs a destination. `on_landed` is told the
+        name of each block that is there; without `differences`, which are added when all of them are.
         """
         headers = {WAIT_HEADER: f"{WAIT_SECONDS:g}"}
         if with_batch_barrier:
@@ -212,8 +214,9 @@ class PserverClient:
         if have is not None:
             headers[HAVE_HEADER] = str(have)
         asked = perf_counter()
+        memory = differences.memory if differences else NO_DIFFERENCES
         metadata, answered, differing = await self._fetch(
-            "POST", GET, round_, headers, destinations, names, differences.memory if differences else NO_DIFFERENCES
+            "POST", GET, round_, headers, destinations, names, memory, on_landed
         )
         self._metrics.barrier_wait.observe(answered - asked)
         self.applied = int(metadata.get(APPLIED_KEY, 0))
@@ -251,11 +254,12 @@ class PserverClient:
         destinations: Mapping[str, memoryview],
         names: Sequence[str],
         differences: Mapping[str, memoryview] = NO_DIFFERENCES,
+        on_landed: Callable[[str], None] | None = None,
     ) -> tuple[Mapping[str, str], float, list[str]]:
         """Metadata of the answer, when (by `perf_counter`) it began, and what of it went to `differences`."""
 
         async def attempt() -> tuple[Mapping[str, str], float, list[str]]:
-            sink = FrameSink(destinations, self._limits, differences)
+            sink = FrameSink(destinations, self._limits, differences, on_landed)
             headers = {**self._fence.at_round(round_).to_headers(), **extra}
             body = (memoryview(json.dumps(list(names)).encode()),) if names else ()
             response = await self._http.begin(method, self._url(path), headers, body=body, sink=sink)

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ps_protocol.errors import BadModel, ContributionConflict, NonFiniteGradient, PserverLost, RolledBack
+from ps_protocol.errors import BadModel, GradpostError, NonFiniteGradient
 from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import ParameterSpec, Round
 
+from .forward_waits import ForwardWaits
 from .grad_scaling import unscale_gradients
 from .local_steps import LocalSteps, check_outer
+from .model_tensors import find_aliases, name_parameters, stored_tensors
 from .optimizer_spec import describe_optimizer, read_hyper_parameters
-from .pipeline import Pipeline
+from .overlap import Overlap
 from .session import Session, connect, open_session
-from .tensors import TORCH_DTYPES, lands_directly, wire_dtype, writable_bytes
+from .steps import Steps
+from .tensors import wire_dtype
 
 
 class RemoteOptimizer(Optimizer):
@@ -44,7 +48,9 @@ class RemoteOptimizer(Optimizer):
         arguments: `local_steps` (0: none; else `optimizer` steps here, and every so many steps the difference is
             pushed, as the gradient of `outer`), `coordinator`, `mode`, `min_block_size`, `placement`,
             `slice_parameters`, `nonfinite`, `bucket_bytes`, `retry_seconds`; those that shape the plan must be the
-            same on all trainers.
+            same on all trainers. `overlap` (False): gradients leave while backward still runs, after
+            `accumulate_steps` (1) passes each; `overlap_pulls` (False): the modules of `model` wait for what they
+            compute with, instead of `step()` for everything.
 
     Raises:
         UnsupportedOptimizer, BadModel, ModelMismatch: before anything was sent to a pserver.
@@ -67,9 +73,9 @@ class RemoteOptimizer(Optimizer):
             raise BadModel("the optimizer is remote already")
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the very same list: schedulers may hold either
-        self._named, num_unnamed = _name_parameters(optimizer, model)
-        self._stored = _stored_tensors(model, self._named)
-        self._aliases = _find_aliases(model, self._named | self._stored)
+        self._named, num_unnamed = name_parameters(optimizer, model)
+        self._stored = stored_tensors(model, self._named)
+        self._aliases = find_aliases(model, self._named | self._stored)
         self._session = _use_session(session, arguments)
         self._remote, self._local = self._share_work(optimizer, outer)
         self.spec = describe_optimizer(self._remote)
@@ -80,15 +86,12 @@ class RemoteOptimizer(Optimizer):
                 f"{num_unnamed} parameters have no names and are called by their position, such as "
                 "group0.parameter0; give the optimizer model.named_parameters(), or RemoteOptimizer the model"
             )
-        self._landing: list[dict[str, Tensor]] = []  # one set for each step that may be on its way
-        self._begun: Round = 0
-        self._landed: Round = 0  # the step whose pull is in the parameters
         self._num_steps = 0
         self._applied = 0  # contributions of all trainers, when it was counted last
-        self._change_was_said = False
-        self._refused: NonFiniteGradient | None = None
-        self._has_buffers = False  # those of the run, which no round changes
-        self._start()
+        self._is_void = False  # the run has gone back since this step's forward pass began
+        self._overlap: Overlap | None = None
+        self._waits: ForwardWaits | None = None
+        self._start(model)
 
     @property
     def session(self) -> Session:
@@ -101,9 +104,9 @@ class RemoteOptimizer(Optimizer):
 
         Not 0 at the start if this trainer was started again, or the run was resumed: a script whose data and random
         state are functions of (seed, rank, round) goes on where it was. It may go down in `step()`, with a warning,
-        when the run is rolled back.
+        when the run is rolled back. With `overlap_pulls` the newest one that was begun.
         """
-        return self._session.round
+        return self._session.round if self._waits is None else self._steps.begun
 
     @property
     def num_steps(self) -> int:
@@ -130,6 +133,8 @@ class RemoteOptimizer(Optimizer):
             if outer is not None or settings.outer_is_set:
                 raise BadModel("an outer optimizer (outer, outer_lr, …) has work only with local_steps")
             return optimizer, None
+        if settings.overlap:
+            raise BadModel("local_steps with overlap: what is pushed is there only when the last step has been taken")
         if rules.max_delay:
             raise BadModel("local_steps with max_delay: what was stepped here meanwhile would be overwritten")
         if outer is None:
@@ -144,89 +149,33 @@ class RemoteOptimizer(Optimizer):
         check_outer(optimizer, outer)
         return outer, LocalSteps(optimizer, self._named, settings.local_steps)
 
-    def _start(self) -> None:
+    def _start(self, model: nn.Module | None) -> None:
         client, io = self._session.client, self._session.io
+        settings = client.settings
+        if settings.overlap_pulls:
+            self._check_overlapping_pulls(model)
         groups = {id(p): i for i, group in enumerate(self._remote.param_groups) for p in group["params"]}
         parameters = [
             ParameterSpec(name, tuple(p.shape), wire_dtype(name, p), groups[id(p)]) for name, p in self._named.items()
         ]
         stored = [(name, tuple(t.shape), wire_dtype(name, t)) for name, t in self._stored.items()]
         io.run(client.declare(parameters, self.spec, stored, self._aliases))
-        self._pipeline = Pipeline(client, io)
-        self._bind()
-        self._begin_after(client.start - 1)
-
-    def _begin_after(self, version: Round) -> None:
-        """Take the parameters of this version, or of another if the run goes back meanwhile, as those to go on with."""
-        client, io = self._session.client, self._session.io
-        while True:
-            try:
-                if client.must_upload:
-                    io.run(client.send_initial(self._initial_values()))
-                self._pipeline.pull_start(version)
-                self._land(self._named, self._landing[self._pipeline.slot(version)])
-                if self._stored and not self._has_buffers:
-                    landing = _landing_of(self._stored, {name: tensor.dtype for name, tensor in self._stored.items()})
-                    io.run(client.pull_buffers({name: writable_bytes(tensor) for name, tensor in landing.items()}))
-                    self._land(self._stored, landing)
-                    self._has_buffers = True
-            except RolledBack:
-                version = io.run(client.go_back())
-            else:
-                self._begun = self._landed = version
-                return
-
-    def _initial_values(self) -> dict[str, Tensor]:
-        """What the run begins with. Raises PserverLost if there were rounds: nobody has those values any more."""
-        if self._landed > 0:
-            text = "the pservers have lost all that was trained, and there is no checkpoint"
-            raise PserverLost(f"{text}; this trainer had round {self._landed}")
-        begun = self._named if self._local is None else self._local.starting_values
-        return {name: tensor.detach().to("cpu") for name, tensor in (begun | self._stored).items()}
-
-    def _bind(self) -> None:
-        """Find the memory that pulls are written to: the parameters' own, if nobody computes with them meanwhile.
-
-        A difference is added to what was pulled, and not to what a script may have made of that.
-        """
-        if self._pipeline.max_delay == 0 and not self._session.client.plan.wire.pulls_differences:
-            self._landing = [_landing_of(self._named, self._pulled_dtypes)]
-        elif not self._landing:
-            shapes = [(name, p.shape, self._pulled_dtypes[name]) for name, p in self._named.items()]
-            copies = range(self._pipeline.max_delay + 1)
-            self._landing = [{name: torch.empty(shape, dtype=dtype) for name, shape, dtype in shapes} for _ in copies]
-        self._pipeline.bind(self._landing)
-        self._bound = {name: _memory_of(parameter) for name, parameter in self._named.items()}
-
-    @property
-    def _pulled_dtypes(self) -> dict[str, torch.dtype]:
-        plan = self._session.client.plan
-        return {name: TORCH_DTYPES[plan.pulled(name)] for name in self._named}
-
-    def _look_for_changes(self) -> None:
-        """A script may have given a parameter other memory, as `module.to()` does, or another value."""
-        if any(_memory_of(parameter) != self._bound[name] for name, parameter in self._named.items()):
-            for name, parameter in self._named.items():
-                spec = self._session.client.plan.parameter[name]
-                if (tuple(parameter.shape), wire_dtype(name, parameter)) != (spec.shape, spec.dtype):
-                    raise BadModel(
-                        f"parameter {name!r} has become another one; the slice plan is made once, when the run starts",
-                        expected=f"{spec.dtype} {list(spec.shape)}",
-                        actual=f"{parameter.dtype} {list(parameter.shape)}",
-                    )
-            self._bind()
-        if self._local is not None:
-            self._pipeline.forget_versions()
-            return  # it is its optimizer that changes them
-        changed = [name for name, parameter in self._named.items() if parameter._version != self._versions[name]]
-        if changed:
-            self._pipeline.forget_versions()
-        if changed and not self._change_was_said:
-            self._change_was_said = True
-            self._session.client.log.warning(
-                f"the script has changed {len(changed)} parameters since the last step, such as {changed[0]!r}; "
-                "their values are the pservers', so that the change is lost. Load a model before it is wrapped"
+        self._steps = Steps(self._session, self._named, self._stored, self._local)
+        if settings.overlap_pulls and model is not None:
+            self._waits = ForwardWaits(model, self._named, self._land_in_time, self.synchronize)
+        if settings.overlap:
+            self._overlap = Overlap(
+                self._session, self._named, self._send_early, settings.accumulate_steps, self._waits
             )
+
+    def _check_overlapping_pulls(self, model: nn.Module | None) -> None:
+        settings, rules = self._session.client.settings, self._session.client.joined.consistency
+        if model is None:
+            raise BadModel("overlap_pulls needs RemoteOptimizer(…, model=model), whose modules wait for parameters")
+        if not settings.overlap:
+            raise BadModel("overlap_pulls needs overlap=True")
+        if rules.max_delay:
+            raise BadModel("overlap_pulls with max_delay: pulls come behind the computation already")
 
     # ------------------------------------------------------------------ step
 
@@ -251,7 +200,11 @@ class RemoteOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._look_for_changes()
+        if self._waits is not None and self._is_over_already():
+            return loss
+        self._steps.look_for_changes()
+        if self._overlap is not None:
+            self._check_early()
         has_overflowed = unscale_gradients(self, self._named.values())
         if has_overflowed and self._session.client.nonfinite == "reject" and not self._is_async:
             text = f"the gradients of trainer {self._session.rank} have overflowed, and nonfinite is reject"
@@ -260,13 +213,63 @@ class RemoteOptimizer(Optimizer):
             for parameter in self._named.values():
                 parameter.grad = None
         if self._local is None:
-            gradients = {name: _flat_gradient(name, p) for name, p in self._named.items() if p.grad is not None}
+            gradients = {name: _flat(name, p.grad) for name, p in self._named.items() if p.grad is not None}
             self._exchange(gradients, is_finite=not has_overflowed)
         else:
             if self._local.step():
                 self._exchange(self._local.outer_gradients())
             self._num_steps = 1  # of the inner optimizer, whose rate a schedule changes
         return loss
+
+    def _land_in_time(self, names: Collection[str]) -> None:
+        """Of the newest step, before somebody computes with them."""
+        if self._session.is_open and self._steps.take(names):
+            self._is_void = True
+
+    def _is_over_already(self) -> bool:
+        """Take what has not been waited for; whether the run has gone back, so that these gradients are of no round."""
+        self._land_in_time(self._named)
+        is_void, self._is_void = self._is_void, False
+        if is_void:
+            self._begin_watching()
+        return is_void
+
+    def _begin_watching(self) -> None:
+        if self._overlap is not None:
+            self._overlap.begin()
+        if self._waits is not None:
+            self._waits.begin()
+
+    def _send_early(self, name: str, gradient: Tensor) -> None:
+        if self._waits is not None:
+            self._land_in_time(self._named)  # what is pushed now says that the round before has been pulled
+        if not self._is_void:
+            self._steps.add(name, _flat(name, gradient))
+
+    def _check_early(self) -> None:
+        assert self._overlap is not None
+        try:
+            if getattr(self, "found_inf", None) is not None:
+                raise BadModel(
+                    "with overlap=True gradients have left before a GradScaler unscales them; use bfloat16, which "
+                    "needs no GradScaler, or overlap=False"
+                )
+            self._overlap.check()
+        except GradpostError:
+            self._steps.forget_gradients()
+            raise
+        finally:
+            self._begin_watching()
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """With `overlap`: gradients of the backward passes in the block stay here, and are added to by those after it.
+
+        with optimizer.accumulate():
+            loss(first_half).backward()
+        loss(second_half).backward()
+        optimizer.step()
+        """
+        return nullcontext() if self._overlap is None else self._overlap.accumulate()
 
     def _count_steps(self) -> None:
         rules, before = self._session.client.joined.consistency, self._applied
@@ -283,57 +286,19 @@ class RemoteOptimizer(Optimizer):
     def _exchange(self, gradients: dict[str, Tensor], *, is_finite: bool = True) -> None:
         started = time.perf_counter()
         numbers = read_hyper_parameters(self.spec, self._remote)
-        step = self._begun + 1
-        self._pipeline.begin(step, gradients, numbers, computed_on=self._landed, is_finite=is_finite)
-        self._begun = step
-        self._take(step - self._pipeline.max_delay)
+        self._steps.begin(gradients, numbers, is_finite=is_finite)
+        if self._waits is None:
+            self._steps.take_due()
         self._count_steps()
         self._session.client.metrics.step_seconds.observe(time.perf_counter() - started)
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Wait for the steps that are on their way, and take the newest parameters. Does nothing without max_delay."""
-        self._take(self._begun)
+        """Wait for the steps that are on their way, and take the newest parameters.
 
-    def _take(self, step: Round) -> None:
-        """Wait for a step's parameters, and take the newest that are there."""
-        try:
-            newest = self._pipeline.wait(step)
-        except RolledBack as error:
-            self._go_back(error)
-            return
-        except BaseException as error:
-            self._begun = self._pipeline.newest  # a step that fails takes those behind it along
-            if isinstance(error, ContributionConflict) and self._refused is not None:
-                text = "what was staged when an earlier try of this step was refused cannot be taken back; the script"
-                raise ContributionConflict(f"{text} has to end, and may be started again ({self._refused})") from error
-            self._refused = error if isinstance(error, NonFiniteGradient) else None
-            raise
-        self._refused = None
-        if newest > self._landed:
-            self._landed = newest
-            self._land(self._named, self._landing[self._pipeline.slot(newest)])
-
-    def _go_back(self, error: RolledBack) -> None:
-        client, before = self._session.client, self._begun
-        version = self._session.io.run(client.go_back())
-        client.log.warning(
-            f"{error.detail}: {before - version} steps of this trainer are lost and have to be taken again; "
-            f"the next one is {version + 1}"
-        )
-        self._begin_after(version)
-
-    def _land(self, tensors: dict[str, Tensor], landing: dict[str, Tensor]) -> None:
-        """Copy what was pulled to where it could not be written directly: other devices, other memory formats."""
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                if landing[name] is not tensor:
-                    tensor.copy_(landing[name])
-        # Autograd did not see what the network wrote: a second backward through the old graph must fail, as ever.
-        torch.autograd.graph.increment_version([tensor for name, tensor in tensors.items() if landing[name] is tensor])
-        self._versions = {name: parameter._version for name, parameter in self._named.items()}
-        if self._local is not None:
-            self._local.begin()
+        Does nothing without `max_delay` and `overlap_pulls`.
+        """
+        self._steps.take()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the numbers of the groups, as when a schedule is resumed; raises BadModel if there are slots.
@@ -358,9 +323,7 @@ def _refuse_group() -> NoReturn:
     raise BadModel("a parameter group cannot be added: the slice plan is made once, when the run starts")
 
 
-def _flat_gradient(name: str, parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
-    assert gradient is not None
+def _flat(name: str, gradient: Tensor) -> Tensor:
     if gradient.is_sparse:
         raise BadModel(f"the gradient of {name!r} is sparse; only dense gradients can be pushed")
     return gradient.detach().reshape(-1)
@@ -373,52 +336,3 @@ def _use_session(session: Session | None, arguments: dict[str, Any]) -> Session:
         return connect(**arguments)
     session.client.configure(**arguments)
     return session
-
-
-def _name_parameters(optimizer: Optimizer, model: nn.Module | None) -> tuple[dict[str, Tensor], int]:
-    """Names from the model, from `named_parameters()`, or by position; and how many are by position."""
-    from_model = {} if model is None else {id(p): name for name, p in model.named_parameters()}
-    named: dict[str, Tensor] = {}
-    by_position = 0
-    for g, group in enumerate(optimizer.param_groups):
-        for i, parameter in enumerate(group["params"]):
-            name = from_model.get(id(parameter)) or (group["param_names"][i] if "param_names" in group else None)
-            if name is None:
-                name, by_position = f"group{g}.parameter{i}", by_position + 1
-            if name in named:
-                raise BadModel(f"two parameters are called {name!r}; every parameter needs a name of its own")
-            named[name] = parameter
-    return named, by_position
-
-
-def _stored_tensors(model: nn.Module | None, trained: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What else belongs to the model: the buffers of its state_dict, and parameters that no group trains."""
-    if model is None:
-        return {}
-    in_groups = {id(parameter) for parameter in trained.values()}
-    frozen = {name: p for name, p in model.named_parameters() if id(p) not in in_groups}
-    state = model.state_dict(keep_vars=True)
-    return {**frozen, **{name: buffer for name, buffer in model.named_buffers() if name in state}}
-
-
-def _find_aliases(model: nn.Module | None, known: dict[str, Tensor]) -> dict[str, str]:
-    """Further names that the model's state_dict has for tied tensors: alias -> the name that they are known by."""
-    if model is None:
-        return {}
-    names = {id(tensor): name for name, tensor in known.items()}
-    state = model.state_dict(keep_vars=True)
-    return {alias: names[id(t)] for alias, t in state.items() if alias not in known and id(t) in names}
-
-
-def _landing_of(tensors: dict[str, Tensor], dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
-    """For each tensor where its bytes are written to, in the dtype on the wire: its own memory, or some beside it."""
-    return {
-        name: tensor
-        if lands_directly(tensor) and tensor.dtype == dtypes[name]
-        else torch.empty(tensor.shape, dtype=dtypes[name])
-        for name, tensor in tensors.items()
-    }
-
-
-def _memory_of(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -96,6 +96,19 @@ class TrainerSettings(BaseSettings):
         ge=1,
         description="about how many bytes of blocks travel in one request; a block is never cut",
     )
+    overlap: bool = Field(
+        default=False,
+        description="whether gradients leave while backward still runs; then nobody may change them before the step, "
+        "and several backward passes in a step need `accumulate_steps`, or `with optimizer.accumulate():`",
+    )
+    overlap_pulls: bool = Field(
+        default=False,
+        description="overlap: whether a step ends before its parameters are here; each module of `model` waits for its "
+        "own when it is about to compute, and whoever else looks at them calls `synchronize()` before",
+    )
+    accumulate_steps: int = Field(
+        default=1, ge=1, description="overlap: after how many backward passes a gradient is complete"
+    )
     local_transport: bool = Field(
         default=True,
         description="whether it reaches pservers on its own host over Unix sockets, if they offer that and run as the "

@@ -36,7 +36,7 @@ def main() -> None:
     torch.set_num_threads(1)
     session = connect()
     model = make_model()
-    optimizer = RemoteOptimizer(torch.optim.Adam(model.named_parameters(), lr=0.01))
+    optimizer = RemoteOptimizer(torch.optim.Adam(model.named_parameters(), lr=0.01), model=model)
     print(f"begin {optimizer.round}", flush=True)
     while optimizer.round < rounds:
         optimizer.zero_grad()
@@ -44,6 +44,8 @@ def main() -> None:
         if nan_at == f"{session.rank}:{optimizer.round + 1}":
             next(model.parameters()).grad[0, 0] = float("nan")
         optimizer.step()
+        if optimizer.round == rounds:
+            optimizer.synchronize()  # the run may go back as long as something is on its way
         print(f"round {optimizer.round}", flush=True)
         time.sleep(pause)  # stands for computation
     print(f"result {digest_of(model)} {optimizer.round}", flush=True)

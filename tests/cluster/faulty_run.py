@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
 from typing import Any
@@ -31,11 +31,13 @@ class FaultyRun:
         pservers: int = 2,
         nan_at: str = "",
         script: Path = SCRIPT,
+        environment: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> None:
         self.rounds = rounds
         self.script = script
         self.nan_at = nan_at
+        self.environment = environment or {}  # of the trainers
         self.prefix: dict[int, list[str]] = {}  # of the command of a rank
         self.lines: list[str] = []
         self._progress = threading.Condition()
@@ -72,7 +74,7 @@ class FaultyRun:
             self.nan_at,
         ]
         root = str(SCRIPT.parent.parent.parent)
-        return self.cluster.start_trainer(rank, command, {"PYTHONPATH": root})
+        return self.cluster.start_trainer(rank, command, {"PYTHONPATH": root, **self.environment})
 
     def round_of(self, rank: int) -> int:
         with self._progress:

@@ -43,6 +43,7 @@ def test_the_tables_in_the_docs_are_what_the_script_prints() -> None:
     [
         ("ResNet-18", 62, 11_689_512),
         ("ResNet-50", 161, 25_557_032),
+        ("VGG-16", 32, 138_357_544),
         ("GPT-2 small", 148, 124_439_808),
         ("BERT-base", 199, 109_482_240),
         ("ViT-B/16", 152, 86_567_656),

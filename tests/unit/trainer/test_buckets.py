@@ -18,7 +18,7 @@ LIMITS = FrameLimits()
 
 def test_many_small_tensors_travel_in_several_frames():
     plan = make_plan([ParameterSpec(f"layer{i}.with.a.long.name", ()) for i in range(20_000)], 1)
-    [buckets] = make_buckets(plan, plan.parameter, bucket_bytes=1 << 22)
+    [buckets] = make_buckets(plan, bucket_bytes=1 << 22)
     frames = [parse_frame(b"".join(bucket.frame()), LIMITS) for bucket in buckets]
     assert len(frames) > 1
     assert sum(len(frame.tensors) for frame in frames) == 20_000
@@ -26,13 +26,13 @@ def test_many_small_tensors_travel_in_several_frames():
 
 def test_a_bucket_holds_about_its_bytes():
     plan = make_plan([ParameterSpec(f"w{i}", (1000,)) for i in range(20)], 1)
-    [buckets] = make_buckets(plan, plan.parameter, bucket_bytes=10_000)
+    [buckets] = make_buckets(plan, bucket_bytes=10_000)
     assert [len(bucket.slots) for bucket in buckets] == [2] * 10
 
 
 def test_every_pserver_gets_a_bucket_even_if_it_owns_nothing():
     plan = make_plan([ParameterSpec("w", (3,))], 3)
-    assert [len(shard) for shard in make_buckets(plan, ["w"], bucket_bytes=1)] == [1, 1, 1]
+    assert [len(shard) for shard in make_buckets(plan, bucket_bytes=1)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("borrow", [False, True])
@@ -40,7 +40,7 @@ def test_what_was_filled_is_what_the_frame_holds(borrow: bool) -> None:
     sizes = {"w": 10, "large": 50_000, "v": 7, "larger": 60_000}
     plan = make_plan([ParameterSpec(name, (size,)) for name, size in sizes.items()], 2, min_block_size=5)
     flat = {name: torch.randn(size) for name, size in sizes.items()}
-    for bucket in (bucket for shard in make_buckets(plan, sizes, bucket_bytes=1 << 20) for bucket in shard):
+    for bucket in (bucket for shard in make_buckets(plan, bucket_bytes=1 << 20) for bucket in shard):
         bucket.fill(flat, borrow=borrow)
         for metadata in ({"a": "1"}, {"a": "x" * 5000}):
             body = bytearray(b"".join(bucket.frame(metadata)))
@@ -55,7 +55,7 @@ def test_what_was_filled_is_what_the_frame_holds(borrow: bool) -> None:
 
 def test_only_what_is_borrowed_is_sent_from_where_it_lies() -> None:
     plan = make_plan([ParameterSpec("w", (50_000,)), ParameterSpec("small", (3,))], 1)
-    [[bucket]] = make_buckets(plan, ["w", "small"], bucket_bytes=1 << 20, feedback=ErrorFeedback())
+    [[bucket]] = make_buckets(plan, bucket_bytes=1 << 20, feedback=ErrorFeedback())
     flat = {"w": torch.zeros(50_000), "small": torch.zeros(3)}
     for borrow in (False, True, False):
         bucket.fill(flat, borrow=borrow)
@@ -67,7 +67,7 @@ def test_only_what_is_borrowed_is_sent_from_where_it_lies() -> None:
 
 def test_a_gradient_in_another_dtype_is_copied_even_if_it_may_be_borrowed() -> None:
     plan = make_plan([ParameterSpec("w", (50_000,))], 1, wire=WireTypes(push="bfloat16"))
-    [[bucket]] = make_buckets(plan, ["w"], bucket_bytes=1 << 20, feedback=ErrorFeedback())
+    [[bucket]] = make_buckets(plan, bucket_bytes=1 << 20, feedback=ErrorFeedback())
     bucket.fill({"w": torch.ones(50_000)}, borrow=True)
     _, data = bucket.frame()
     assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.bfloat16), torch.ones(50_000).bfloat16())

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ps_protocol.errors import BodyTooLarge, GradpostError, MalformedFrame
 from ps_protocol.frames import DTYPE_BYTES, FrameLimits, encode_header
+from ps_protocol.routes import SINCE_KEY
 from trainer_client.frame_sink import FrameSink
 
 LIMITS = FrameLimits()
@@ -138,3 +139,32 @@ def test_a_header_bomb_is_refused_at_its_length():
 def test_garbage_is_refused_as_a_protocol_error(garbage, places):
     with pytest.raises(GradpostError):
         feed(make_memory(), cut(garbage, places))
+
+
+@given(st.data())
+def test_a_tensor_has_landed_once_its_last_byte_has(data: st.DataObject) -> None:
+    frame, memory = make_frame(), make_memory()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(frame)), max_size=8)))
+    told: list[str] = []
+    sink = FrameSink({name: memoryview(its) for name, its in memory.items()}, LIMITS, on_landed=told.append)
+    begin = len(frame) - sum(map(len, memory.values()))
+    for cut, end in pairwise([0, *cuts, len(frame)]):
+        sink.feed(frame[cut:end])
+        offset, expected = begin, []
+        for name, its in memory.items():
+            offset += len(its)
+            if len(its) and end >= offset:
+                expected.append(name)
+        assert told == expected
+
+
+def test_what_has_not_changed_has_landed_already() -> None:
+    memory = make_memory()
+    told: list[str] = []
+    sink = FrameSink({name: memoryview(its) for name, its in memory.items()}, LIMITS, on_landed=told.append)
+    some = [tensor for tensor in TENSORS if tensor[0] == "b"]
+    header = encode_header(some, {SINCE_KEY: "6"})
+    sink.feed(header)
+    assert sorted(told) == ["a", "empty", "last", "scalar"]
+    sink.feed(bytes(10))
+    assert told[-1] == "b"

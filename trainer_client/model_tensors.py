@@ -1,0 +1,53 @@
+"""What a model consists of: names of its parameters, what else is stored, and further names of tied tensors."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ps_protocol.errors import BadModel
+
+
+def name_parameters(optimizer: Optimizer, model: nn.Module | None) -> tuple[dict[str, Tensor], int]:
+    """Names from the model, from `named_parameters()`, or by position; and how many are by position."""
+    from_model = {} if model is None else {id(p): _plain(name) for name, p in model.named_parameters()}
+    named: dict[str, Tensor] = {}
+    by_position = 0
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            name = from_model.get(id(parameter)) or (
+                _plain(group["param_names"][i]) if "param_names" in group else None
+            )
+            if name is None:
+                name, by_position = f"group{g}.parameter{i}", by_position + 1
+            if name in named:
+                raise BadModel(f"two parameters are called {name!r}; every parameter needs a name of its own")
+            named[name] = parameter
+    if from_model:  # the order in which it computes, most likely, and not that of the groups
+        place = {identity: i for i, identity in enumerate(from_model)}
+        named = dict(sorted(named.items(), key=lambda item: place.get(id(item[1]), len(place))))
+    return named, by_position
+
+
+def stored_tensors(model: nn.Module | None, trained: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What else belongs to the model: the buffers of its state_dict, and parameters that no group trains."""
+    if model is None:
+        return {}
+    in_groups = {id(parameter) for parameter in trained.values()}
+    frozen = {_plain(name): p for name, p in model.named_parameters() if id(p) not in in_groups}
+    state = model.state_dict(keep_vars=True)
+    return {**frozen, **{_plain(name): buffer for name, buffer in model.named_buffers() if name in state}}
+
+
+def find_aliases(model: nn.Module | None, known: dict[str, Tensor]) -> dict[str, str]:
+    """Further names that the model's state_dict has for tied tensors: alias -> the name that they are known by."""
+    if model is None:
+        return {}
+    names = {id(tensor): name for name, tensor in known.items()}
+    state = {_plain(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    return {alias: names[id(t)] for alias, t in state.items() if alias not in known and id(t) in names}
+
+
+def _plain(name: str) -> str:
+    """What is called the same whether `torch.compile` wraps it or not, so that trainers agree, and checkpoints load."""
+    return name.replace("_orig_mod.", "")

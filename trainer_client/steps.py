@@ -1,0 +1,160 @@
+"""Steps as a script sees them: begun, on their way, in its parameters; and back again when the run goes back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from ps_protocol.errors import ContributionConflict, NonFiniteGradient, PserverLost, RolledBack
+from ps_protocol.optimizers import HyperParameters
+from ps_protocol.vocabulary import Round
+
+from .landing import Landing, copy_landed, landing_of
+from .local_steps import LocalSteps
+from .pipeline import Pipeline
+from .session import Session
+from .tensors import writable_bytes
+
+
+class Steps:
+    """Of one trainer, whose model has been declared. All methods block for the network unless they say otherwise."""
+
+    def __init__(
+        self,
+        session: Session,
+        parameters: Mapping[str, Tensor],
+        stored: Mapping[str, Tensor],
+        local: LocalSteps | None,
+    ) -> None:
+        """`stored` is what else belongs to the model, and is pulled once. Pulls the values that the run begins with."""
+        self._client, self._io = session.client, session.io
+        self._parameters = parameters
+        self._stored = stored
+        self._local = local
+        self._pipeline = Pipeline(self._client, self._io, by_parameter=self._client.settings.overlap_pulls)
+        self._landing = Landing(parameters, self._client.plan, self._pipeline.max_delay)
+        self._pipeline.bind(self._landing.sets)
+        self.begun: Round = 0  # the newest one
+        self.landed: Round = 0  # the step whose pull is in the parameters
+        self._pending: set[str] = set()  # parameters that the newest step's pull has not been taken into
+        self._change_was_said = False
+        self._refused: NonFiniteGradient | None = None
+        self._has_stored = False  # no round changes it
+        self._begin_after(self._client.start - 1)
+
+    def _begin_after(self, version: Round) -> None:
+        """Take the parameters of this version, or of another if the run goes back meanwhile, as those to go on with."""
+        while True:
+            try:
+                if self._client.must_upload:
+                    self._io.run(self._client.send_initial(self._initial_values()))
+                self._pipeline.pull_start(version)
+                self._pending = set(self._parameters)
+                self._land(version, self._pending)
+                if self._stored and not self._has_stored:
+                    self._pull_stored()
+            except RolledBack:
+                version = self._io.run(self._client.go_back())
+            else:
+                self.begun = self.landed = version
+                return
+
+    def _initial_values(self) -> dict[str, Tensor]:
+        """What the run begins with. Raises PserverLost if there were rounds: nobody has those values any more."""
+        if self.landed > 0:
+            text = "the pservers have lost all that was trained, and there is no checkpoint"
+            raise PserverLost(f"{text}; this trainer had round {self.landed}")
+        begun = self._parameters if self._local is None else self._local.starting_values
+        return {name: tensor.detach().to("cpu") for name, tensor in {**begun, **self._stored}.items()}
+
+    def _pull_stored(self) -> None:
+        landing = landing_of(self._stored, {name: tensor.dtype for name, tensor in self._stored.items()})
+        self._io.run(self._client.pull_buffers({name: writable_bytes(tensor) for name, tensor in landing.items()}))
+        copy_landed(self._stored, landing)
+        self._has_stored = True
+
+    def look_for_changes(self) -> None:
+        """A script may have given a parameter other memory, or another value. Does not block."""
+        if self._landing.has_moved():
+            self._pipeline.bind(self._landing.sets)
+        if self._local is not None:
+            self._pipeline.forget_versions()
+            return  # it is its optimizer that changes them
+        changed = self._landing.find_changed()
+        if changed:
+            self._pipeline.forget_versions()
+        if changed and not self._change_was_said:
+            self._change_was_said = True
+            self._client.log.warning(
+                f"the script has changed {len(changed)} parameters since the last step, such as {changed[0]!r}; "
+                "their values are the pservers', so that the change is lost. Load a model before it is wrapped"
+            )
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Take a flat gradient of the next step, before that begins. Does not block."""
+        self._pipeline.add(self.begun + 1, name, gradient)
+
+    def forget_gradients(self) -> None:
+        """Give up what was added; what is staged already stays. Does not block."""
+        self._pipeline.forget_gradients()
+
+    def begin(self, gradients: Mapping[str, Tensor], numbers: list[HyperParameters], *, is_finite: bool) -> None:
+        """Begin the next step, with all its flat gradients. Does not block."""
+        step = self.begun + 1
+        self._pipeline.begin(step, gradients, numbers, computed_on=self.landed, is_finite=is_finite)
+        self.begun = step
+        self._pending = set(self._parameters)
+
+    def take_due(self) -> None:
+        """Wait for the step that is due, `max_delay` steps behind the newest, and take the newest that is there."""
+        self._take(self.begun - self._pipeline.max_delay)
+
+    def take(self, names: Collection[str] | None = None) -> bool:
+        """Wait for the newest step's parameters, or some of them. Whether the run has gone back instead."""
+        if names is None:
+            return self._take(self.begun)
+        wanted = self._pending.intersection(names)
+        return bool(wanted) and self._take(self.begun, wanted)
+
+    def _take(self, step: Round, names: set[str] | None = None) -> bool:
+        """Wait for a step, and take the newest one that is there, or for some of its parameters."""
+        try:
+            if names is not None and names != self._pending:
+                self._pipeline.wait_for(step, names)
+                self._land(step, names)
+                return False
+            newest = self._pipeline.wait(step)
+        except RolledBack as error:
+            self._go_back(error)
+            return True
+        except BaseException as error:
+            self.begun = self._pipeline.newest  # a step that fails takes those behind it along
+            self._pending = set()
+            if isinstance(error, ContributionConflict) and self._refused is not None:
+                text = "what was staged when an earlier try of this step was refused cannot be taken back; the script"
+                raise ContributionConflict(f"{text} has to end, and may be started again ({self._refused})") from error
+            self._refused = error if isinstance(error, NonFiniteGradient) else None
+            raise
+        self._refused = None
+        if newest > self.landed:
+            self.landed = newest
+            self._land(newest, self._pending)
+        return False
+
+    def _go_back(self, error: RolledBack) -> None:
+        before = self.begun
+        version = self._io.run(self._client.go_back())
+        self._client.log.warning(
+            f"{error.detail}: {before - version} steps of this trainer are lost and have to be taken again; "
+            f"the next one is {version + 1}"
+        )
+        self._begin_after(version)
+
+    def _land(self, version: Round, names: set[str]) -> None:
+        with torch.no_grad():
+            self._landing.take(self._pipeline.slot(version), names)
+        self._pending = self._pending - names
+        if self._local is not None:
+            self._local.begin()
