@@ -46,13 +46,15 @@ class WiredCluster:
                 self._start_service(f"pserver {index}", machine, PSERVER_PORT, "services.pserver", own)
             )
 
-    def train(self, arguments: Sequence[str], seconds: float) -> list[dict[str, Any]]:
-        """Run every trainer to its end; what each has measured, in the order of ranks.
+    def train(
+        self, arguments: Sequence[str], seconds: float, module: str = "benchmarks.wire.trainer"
+    ) -> list[dict[str, Any]]:
+        """Run every trainer, which is a module, to its end; what each has measured, in the order of ranks.
 
         Raises RuntimeError, with the end of all output, if a process fails or they take longer.
         """
         self._measured.clear()
-        command = [sys.executable, "-P", "-m", "benchmarks.wire.trainer", *arguments]
+        command = [sys.executable, "-P", "-m", module, *arguments]
         children = []
         try:
             for rank, machine in enumerate(self._trainers):
