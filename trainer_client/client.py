@@ -269,7 +269,7 @@ class ParameterClient:
     async def send_initial(self, values: Mapping[str, Tensor]) -> None:
         """Upload the initial values of all parameters and buffers; only the elected uploader may."""
         parameters = self._flatten({name: values[name] for name in self.plan.parameter})
-        buckets = make_buckets(self.plan, bucket_bytes=self.settings.bucket_bytes)
+        buckets = make_buckets(self.plan, bucket_bytes=self.settings.chosen_bucket_bytes)
         for bucket in (b for shard in buckets for b in shard):
             bucket.fill(parameters)
         pushes = [
@@ -293,7 +293,7 @@ class ParameterClient:
         """
         flat = self._flatten(gradients)
         self._begun_round = round_
-        buckets = make_buckets(self.plan, bucket_bytes=self.settings.bucket_bytes, feedback=self.feedback)
+        buckets = make_buckets(self.plan, bucket_bytes=self.settings.chosen_bucket_bytes, feedback=self.feedback)
         pushes = []
         for pserver, shard in zip(self.pservers, buckets, strict=True):
             for bucket in shard:

@@ -193,7 +193,9 @@ class Pipeline:
         layout = self._layouts[self.slot(step)]
         if layout is None:
             settings = self._client.settings
-            shards = make_buckets(self._client.plan, bucket_bytes=settings.bucket_bytes, feedback=self._client.feedback)
+            shards = make_buckets(
+                self._client.plan, bucket_bytes=settings.chosen_bucket_bytes, feedback=self._client.feedback
+            )
             layout = self._layouts[self.slot(step)] = _Layout(shards)
         return layout
 

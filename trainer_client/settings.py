@@ -25,6 +25,8 @@ from ps_protocol.wire_types import PullType, PushType
 
 _EXPECTED = "refuse to train if the servers have another"
 _OF_THE_PLAN = "none: the coordinator's"
+BUCKET_BYTES = 32 * 1024 * 1024
+EARLY_BUCKET_BYTES = 4 * 1024 * 1024  # the last one leaves after backward, so nothing hides it
 
 
 def _fixed_number(value: object) -> object:
@@ -91,10 +93,11 @@ class TrainerSettings(BaseSettings):
     )
     outer_momentum: float = Field(default=0.0, ge=0, description="local steps: the momentum of that SGD")
     outer_nesterov: bool = Field(default=False, description="local steps: whether that is Nesterov's")
-    bucket_bytes: int = Field(
-        default=32 * 1024 * 1024,
+    bucket_bytes: int | None = Field(
+        default=None,
         ge=1,
-        description="about how many bytes of blocks travel in one request; a block is never cut",
+        description=f"about how many bytes of blocks travel in one request; a block is never cut. None: "
+        f"{BUCKET_BYTES >> 20} MiB, with `overlap` {EARLY_BUCKET_BYTES >> 20} MiB",
     )
     overlap: bool = Field(
         default=False,
@@ -145,6 +148,11 @@ class TrainerSettings(BaseSettings):
         default=None, description="file of the token that it sends; none: `train` in `tokens_dir`"
     )
     insecure: bool = Field(default=False, description="show metrics beyond loopback without tokens")
+
+    @property
+    def chosen_bucket_bytes(self) -> int:
+        """What `bucket_bytes` is in the end."""
+        return self.bucket_bytes or (EARLY_BUCKET_BYTES if self.overlap else BUCKET_BYTES)
 
     @property
     def client_tls(self) -> TlsFiles:

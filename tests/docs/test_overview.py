@@ -16,7 +16,7 @@ from ps_protocol.vocabulary import ParameterSpec
 from services.pserver.optimizer_rules import UPDATE_RULES
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.pserver_client import WAIT_SECONDS
-from trainer_client.settings import TrainerSettings
+from trainer_client.settings import BUCKET_BYTES, EARLY_BUCKET_BYTES
 from trainer_client.testing import LocalCluster
 
 from .conftest import NUM_PSERVERS, NUM_TRAINERS
@@ -93,7 +93,7 @@ def run_two(cluster: LocalCluster, train: Callable[[Session], None]) -> None:
 
 def test_the_constants_in_the_costs() -> None:
     costs = section(TEXT, "What a step costs")
-    assert f"({TrainerSettings.model_fields['bucket_bytes'].default >> 20} MiB)" in costs
+    assert f"({BUCKET_BYTES >> 20} MiB, with `overlap` {EARLY_BUCKET_BYTES >> 20} MiB)" in costs
     assert f"waited for {WAIT_SECONDS:g} seconds" in costs
 
 
