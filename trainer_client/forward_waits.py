@@ -20,7 +20,7 @@ from ps_protocol.errors import BadModel
 class ForwardWaits:
     """Hooks of a model, and which parameters they have waited for since the last step.
 
-    Modules that do not train wait for everything: what they compute leaves no gradient that would tell what they used.
+    Where there will be no gradients, modules wait for everything: nothing would tell what they have computed with.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ForwardWaits:
         model.register_state_dict_pre_hook(lambda *_: land_all())  # type: ignore[no-untyped-call]
 
     def _before(self, names: Collection[str], module: nn.Module, arguments: Any) -> None:
-        if not (module.training and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
             names = self._names
         self._land(names)
         self._waited_for.update(names)

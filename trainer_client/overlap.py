@@ -62,9 +62,11 @@ class Overlap:
             self._is_accumulating = before
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
+        if not self._session.is_open:
+            return
         if self._waits is not None:
             self._waits.check(name)
-        if self._is_accumulating or not self._session.is_open:
+        if self._is_accumulating:
             return
         gradient = parameter.grad
         assert gradient is not None

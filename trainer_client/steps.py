@@ -33,12 +33,13 @@ class Steps:
         self._parameters = parameters
         self._stored = stored
         self._local = local
-        self._pipeline = Pipeline(self._client, self._io, by_parameter=self._client.settings.overlap_pulls)
+        self._is_by_parameter = self._client.settings.overlap_pulls
+        self._pipeline = Pipeline(self._client, self._io, by_parameter=self._is_by_parameter)
         self._landing = Landing(parameters, self._client.plan, self._pipeline.max_delay)
         self._pipeline.bind(self._landing.sets)
         self.begun: Round = 0  # the newest one
         self.landed: Round = 0  # the step whose pull is in the parameters
-        self._pending: set[str] = set()  # parameters that the newest step's pull has not been taken into
+        self._pending: set[str] = set()  # by parameter: those that the newest step's pull has not been taken into
         self._change_was_said = False
         self._refused: NonFiniteGradient | None = None
         self._has_stored = False  # no round changes it
@@ -51,8 +52,7 @@ class Steps:
                 if self._client.must_upload:
                     self._io.run(self._client.send_initial(self._initial_values()))
                 self._pipeline.pull_start(version)
-                self._pending = set(self._parameters)
-                self._land(version, self._pending)
+                self._land(version, set(self._parameters))
                 if self._stored and not self._has_stored:
                     self._pull_stored()
             except RolledBack:
@@ -140,7 +140,7 @@ class Steps:
         self._refused = None
         if newest > self.landed:
             self.landed = newest
-            self._land(newest, self._pending)
+            self._land(newest, self._pending if self._is_by_parameter else set(self._parameters))
         return False
 
     def _go_back(self, error: RolledBack) -> None:

@@ -18,7 +18,7 @@ from trainer_client.testing import LocalCluster
 from .conftest import Carrier
 from .faulty_run import FaultyRun, expected_result
 from .parity_model import assert_identical, run_trainers
-from .test_overlap import EARLY, OPTIMIZERS, SMALL, STEPS, Net, loss_of, train, train_locally, values
+from .test_overlap import EARLY, OPTIMIZERS, SMALL, STEPS, WIDTH, Net, loss_of, train, train_locally, values
 
 pytestmark = [pytest.mark.cluster, pytest.mark.overlap]
 
@@ -88,6 +88,13 @@ def test_the_first_layer_computes_while_a_pull_goes_on(lonely: LocalCluster) -> 
     run_trainers(lonely.address, [work])
 
 
+def evaluate(model: Net) -> dict[str, Tensor]:
+    """One module is asked, and all have their values: in evaluation some compute with those of others."""
+    with torch.no_grad():
+        model.hidden(torch.zeros(WIDTH))
+    return values(model)
+
+
 def test_whoever_looks_at_a_model_as_a_whole_sees_the_newest_values(lonely: LocalCluster) -> None:
     def work(session: Session) -> None:
         model = Net()
@@ -95,7 +102,7 @@ def test_whoever_looks_at_a_model_as_a_whole_sees_the_newest_values(lonely: Loca
         for look in (
             lambda: {name: model.state_dict()[name].clone() for name, _ in model.named_parameters()},
             lambda: optimizer.synchronize() or values(model),
-            lambda: model.eval()(torch.arange(3), 1) is not None and values(model.train()),
+            partial(evaluate, model),
         ):
             loss_of(model, 1, 0).backward()
             optimizer.step()

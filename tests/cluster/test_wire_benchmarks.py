@@ -72,6 +72,21 @@ def test_links(tmp_path: Path) -> None:
     assert "## 50 Mbit/s" in report
 
 
+@pytest.mark.overlap
+@pytest.mark.usefixtures("can_have_machines")
+def test_overlap(tmp_path: Path) -> None:
+    """A network of 4.8 MB at 50 Mbit/s: 0.8 s there, 0.8 s back, and as much computation."""
+    arguments = ["--model", "small CNN", "--megabits", "50", "--forward", "0.4", "--backward", "0.4"]
+    arguments += ["--steps", "2", "--repetitions", "1", "--plot", str(tmp_path / "steps.png")]
+    report = run("overlap", *arguments)
+    [row] = re.findall(r"^\| 0\.400 \| (.*) \|$", report, re.MULTILINE)
+    push, pull, hideable, none, pushes, both, *_ = (float(cell.strip().rstrip("%")) for cell in row.split("|"))
+    assert 0.7 < push < 2 > pull > 0.7
+    assert hideable == pytest.approx(min(push, 0.4) + min(pull, 0.4), abs=0.01)
+    assert both < none > pushes
+    assert (tmp_path / "steps.png").stat().st_size > 1000
+
+
 @pytest.mark.usefixtures("can_have_machines")
 def test_links_that_are_told_to_end_leave_nothing_behind() -> None:
     arguments = ["--megabits", "20", "--elements", "1000000", "--steps", "1000"]

@@ -5,16 +5,20 @@ from __future__ import annotations
 import doctest
 import importlib
 import re
+import time
 
 import pytest
 import torch
 
 from benchmarks.wire.digits import BATCH_SIZE, TRAINERS, load_folds, make_batches
+from benchmarks.wire.emulated import GRADIENT, make_model
 from benchmarks.wire.machines import MIN_BURST_BYTES, check_requirements, token_bucket
+from benchmarks.wire.overlap import Point
 from benchmarks.wire.paired import Difference
 from benchmarks.wire.pairs import EIGHT_BITS, FLOAT32
 from benchmarks.wire.results import Rate, Run, judge, make_table
 from benchmarks.wire.trainer import LEARNING_RATE, make_parameters, relative_error
+from ps_protocol.vocabulary import ParameterSpec
 
 
 @pytest.mark.parametrize("name", ["machines", "paired", "pairs"])
@@ -103,3 +107,24 @@ def test_a_target_is_judged_where_it_was_measured() -> None:
     assert judge([rate]).endswith("as float32: 3.70, met.\n")
     assert judge([Rate(1000, rate.plain, runs)]) == ""
     assert "| int8 / int8 | 4.750 | 4.500 – 5.000 | 4.211 | 3.70 | 25.00 | 25.00 |" in make_table(rate)
+
+
+def test_what_is_hidden_is_a_share_of_what_can_be() -> None:
+    steps = {"none": 3.0, "pushes": 2.4, "both": 1.8}
+    point = Point(forward=0.4, backward=0.8, steps=steps, push=0.9, pull=0.3)
+    assert point.hideable == pytest.approx(0.8 + 0.3)
+    assert point.hidden("both") == pytest.approx(1.2 / 1.1)
+
+
+def test_an_emulated_model_waits_as_long_as_it_is_told_and_has_known_gradients() -> None:
+    parameters = [
+        ParameterSpec("a.weight", (3, 2)),
+        ParameterSpec("norm.weight", (2,)),
+        ParameterSpec("b.weight", (2, 2)),
+    ]
+    model = make_model(parameters, forward_seconds=0.06, backward_seconds=0.04)
+    begin = time.perf_counter()
+    model(torch.zeros(1, requires_grad=True)).sum().backward()
+    assert 0.1 <= time.perf_counter() - begin < 5
+    assert [tuple(parameter.shape) for parameter in model.parameters()] == [spec.shape for spec in parameters]
+    assert all(bool((parameter.grad == GRADIENT).all()) for parameter in model.parameters())
