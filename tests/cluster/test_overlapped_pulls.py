@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -88,10 +89,36 @@ def test_the_first_layer_computes_while_a_pull_goes_on(lonely: LocalCluster) -> 
     run_trainers(lonely.address, [work])
 
 
-def evaluate(model: Net) -> dict[str, Tensor]:
+def late(request: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def send(*arguments: Any, **options: Any) -> Any:
+        await asyncio.sleep(0.2)
+        return await request(*arguments, **options)
+
+    return send
+
+
+def test_gradients_may_be_reused_as_soon_as_the_step_has_ended(lonely: LocalCluster) -> None:
+    def work(session: Session) -> Tensor:
+        model = nn.Linear(200, 200, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model=model, session=session, **BOTH)
+        session.client.push = late(session.client.push)  # type: ignore[method-assign]
+        for _ in range(3):
+            model(torch.ones(200)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        optimizer.synchronize()
+        return model.weight.detach()
+
+    [weight] = run_trainers(lonely.address, [work])
+    assert torch.equal(weight, torch.full((200, 200), -3.0))
+
+
+def evaluate(model: Net, optimizer: RemoteOptimizer) -> dict[str, Tensor]:
     """One module is asked, and all have their values: in evaluation some compute with those of others."""
     with torch.no_grad():
         model.hidden(torch.zeros(WIDTH))
+    assert not optimizer._steps._pending  # so little lands in one piece
     return values(model)
 
 
@@ -99,10 +126,11 @@ def test_whoever_looks_at_a_model_as_a_whole_sees_the_newest_values(lonely: Loca
     def work(session: Session) -> None:
         model = Net()
         optimizer = overlapping(model, session)
+        session.client.pull = late(session.client.pull)  # type: ignore[method-assign]
         for look in (
             lambda: {name: model.state_dict()[name].clone() for name, _ in model.named_parameters()},
             lambda: optimizer.synchronize() or values(model),
-            partial(evaluate, model),
+            partial(evaluate, model, optimizer),
         ):
             loss_of(model, 1, 0).backward()
             optimizer.step()
