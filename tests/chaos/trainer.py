@@ -60,18 +60,19 @@ class ChaosTrainer:
     def train(self) -> None:
         """Step until the round that everybody stops at."""
         self.optimizer = RemoteOptimizer(self.local)
+        self.steps = self.optimizer._steps
         self.write_seen("start")
         while True:
             self.obey()
             attempt = self.attempt
-            if self.optimizer._begun < self.last_step():
+            if self.steps.begun < self.last_step():
                 self.step()
-            elif self.optimizer._begun > self.optimizer._landed:
+            elif self.steps.begun > self.steps.landed:
                 self.optimizer.synchronize()
             else:
                 break
             self.write_seen("end" if self.attempt == attempt else "back")
-        self.diary.write("done", round=self.optimizer._landed)
+        self.diary.write("done", round=self.steps.landed)
 
     @property
     def attempt(self) -> int:
@@ -91,7 +92,7 @@ class ChaosTrainer:
                 self.tricks.ordered[order["do"]] += order["times"]
 
     def step(self) -> None:
-        step = self.optimizer._begun + 1
+        step = self.steps.begun + 1
         with_nan, self.is_nan_ordered = self.is_nan_ordered, False
         gradient = torch.zeros_like(self.parameters[PARAMETERS[0]])
         gradient[:, 0, self.rank] = -UNIT
@@ -112,7 +113,7 @@ class ChaosTrainer:
 
     def write_seen(self, what: str) -> None:
         """Every block with its version; in asynchronous modes that is this trainer's own step."""
-        landed, blocks = self.optimizer._landed, {}
+        landed, blocks = self.steps.landed, {}
         for pserver, shard in enumerate(self.session.client.plan.shards):
             version = self.tricks.versions[pserver][landed]
             for block in shard:

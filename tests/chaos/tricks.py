@@ -59,9 +59,9 @@ class Tricks:
                 await self.barrier(round_, "batch", is_finite=options.get("is_finite", True))
             return await _get(self, round_, *arguments, **options)
 
-        def check_version(self: PserverClient, metadata: Mapping[str, str], round_: int) -> None:
-            _check_version(self, metadata, round_)
-            tricks.versions.setdefault(self.info.index, {})[round_] = int(metadata["round"])
+        def check_version(self: PserverClient, metadata: Mapping[str, str], round_: int) -> int:
+            version = tricks.versions.setdefault(self.info.index, {})[round_] = _check_version(self, metadata, round_)
+            return version
 
         PserverClient.push, PserverClient.get = push, get  # type: ignore[method-assign]
         PserverClient._check_version = check_version  # type: ignore[method-assign]
