@@ -9,6 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.bench
+ADAPTERS_STAMP := $(VENV)/.adapters
 SUITES ?= tests
 ARGS ?=
 
@@ -42,8 +43,12 @@ check: install ## format, lint, types, who may import whom
 test: check ## check, and all tests that need neither root nor Debian packages
 	$(BIN)/python -m pytest $(SUITES) -m "not extended"
 
-test-all: test ## test, then what takes longer or needs more
+test-all: test $(ADAPTERS_STAMP) ## test, then what takes longer or needs more
 	$(BIN)/python -m pytest $(SUITES) -m extended
+
+$(ADAPTERS_STAMP): requirements-adapters.lock $(STAMP)
+	$(BIN)/python -m pip install --quiet -r requirements-adapters.lock
+	@touch $@
 
 chaos: install ## disturb real clusters at random and judge what they did (ARGS="--minutes 3 --seed 1"); docs/faults.md
 	$(BIN)/python -m tests.chaos $(ARGS)

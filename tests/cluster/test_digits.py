@@ -52,8 +52,9 @@ def test_two_trainers_learn_the_digits(
     assert stderr.count(f"] trained: mode={mode} transport={transport} accuracy=") == 2
 
 
-def test_it_uses_public_names_only() -> None:
-    for node in ast.walk(ast.parse(SCRIPT.read_text())):
+@pytest.mark.parametrize("script", sorted(SCRIPT.parent.glob("*.py")), ids=lambda script: script.stem)
+def test_examples_use_public_names_only(script: Path) -> None:
+    for node in ast.walk(ast.parse(script.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module in (
             "ps_http2",
             "ps_protocol",
