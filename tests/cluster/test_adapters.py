@@ -111,7 +111,7 @@ def contents(tensors: dict[str, Tensor]) -> set[bytes]:
 
 
 def read_saved(folder: Path) -> dict[str, Tensor]:
-    """What the library has saved last; by rank 0 alone, or there would be two."""
+    """What the library has saved last."""
     [newest] = [path for path in folder.rglob("*") if re.search(rf"\b{STEPS}\b", path.name)]
     if newest.is_dir():
         optimizer = torch.load(newest / "optimizer.pt", weights_only=True)
