@@ -58,10 +58,10 @@ class Arena:
             address, cluster.address, HEALTH, f"{BLOCKS}?name=large.block0", SEND, {**trainer.fence(1)}
         )
 
-    async def judge(self, attack: str, seconds: float) -> Verdict:
-        """Measure before and during the attack, which takes so many seconds."""
+    async def judge(self, attack: str, seconds: float, calm_seconds: float | None = None) -> Verdict:
+        """Measure before (`calm_seconds`, if not as long) and during the attack, which takes so many seconds."""
         digest = await self._digest()
-        before, _ = await self._measure(seconds)
+        before, _ = await self._measure(seconds if calm_seconds is None else calm_seconds)
         self._forget_peak()
         memory = self._memory("VmRSS")
         attacker = await create_subprocess_exec(

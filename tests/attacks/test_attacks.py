@@ -41,7 +41,7 @@ async def arena(request: pytest.FixtureRequest) -> AsyncIterator[Arena]:
 
 @pytest.mark.parametrize("name", ATTACKS)
 async def test_an_attack_is_harmless(arena: Arena, name: str) -> None:
-    verdict = await arena.judge(name, 4)
+    verdict = await arena.judge(name, 4, calm_seconds=1)
     assert verdict.num_failed == 0, verdict
     assert verdict.state_is_unchanged
     assert verdict.p99_during < max(MAX_P99_SECONDS, MAX_P99_RATIO * verdict.p99_before), verdict
@@ -52,8 +52,8 @@ async def test_an_attack_is_harmless(arena: Arena, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["zero_window", "slow_readers", "slow_bodies"])
 async def test_the_same_once_more_takes_no_more_memory(arena: Arena, name: str) -> None:
-    await arena.judge(name, 2)
-    verdict = await arena.judge(name, 2)
+    await arena.judge(name, 2, calm_seconds=1)
+    verdict = await arena.judge(name, 2, calm_seconds=1)
     assert verdict.kept_bytes < MAX_KEPT_AGAIN_BYTES, verdict
 
 
@@ -61,6 +61,6 @@ async def test_the_same_once_more_takes_no_more_memory(arena: Arena, name: str) 
 async def test_too_many_connections_wait_or_are_refused_and_do_not_stay(server: str) -> None:
     """All places are taken by silent connections; a good client gets one when their time is over."""
     async with open_arena(server, max_connections=50) as arena:
-        verdict = await arena.judge("silent_connections", 6)
+        verdict = await arena.judge("silent_connections", 6, calm_seconds=1)
     assert verdict.state_is_unchanged
     assert verdict.grown_bytes < MAX_GROWN_BYTES
