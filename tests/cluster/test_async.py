@@ -80,6 +80,7 @@ async def test_many_trainers_hammer_the_same_block(carrier: Carrier, pushes: int
 async def watch(address: str, seconds: float, *, until_torn: bool) -> tuple[int, int, int]:
     """One trainer adds the same number to every element, over and over; the other looks, and counts what is torn.
 
+    It looks for so long, and until it has seen three versions and, if that is wanted, something torn.
     Returns the number of different versions seen, and of looks in which one block, and the shard, were not uniform.
     """
     size = 4_000_000
@@ -102,8 +103,8 @@ async def watch(address: str, seconds: float, *, until_torn: bool) -> tuple[int,
         async with ParameterClient(address, rank=1) as client:
             await client.declare(specs, SGD)
             begin = time.monotonic()
-            while time.monotonic() < begin + seconds or (until_torn and not torn_blocks):
-                assert time.monotonic() < begin + 100, "nothing was torn"
+            while time.monotonic() < begin + seconds or len(seen) < 3 or (until_torn and not torn_blocks):
+                assert time.monotonic() < begin + 100, (len(seen), "nothing was torn")
                 values = await client.get(0)
                 edges = [(values[name].min().item(), values[name].max().item()) for name in ("a", "b")]
                 torn_blocks += any(low != high for low, high in edges)
@@ -124,7 +125,6 @@ async def test_torn_reads(carrier: Carrier, consistency: str) -> None:
         until_torn = consistency == "none"  # else the setting would mean nothing
         versions, torn_blocks, torn_shards = await watch(address, seconds=2, until_torn=until_torn)
     print(f"{consistency}: {versions} versions, {torn_blocks} torn blocks, {torn_shards} torn shards")
-    assert versions >= 3
     if consistency != "none":
         assert torn_blocks == 0
     if consistency == "shard":
