@@ -10,6 +10,7 @@ from pathlib import Path
 from signal import SIGKILL, SIGTERM
 from typing import Any
 
+import httpx
 import torch
 
 from trainer_client.testing import Child, LocalCluster
@@ -102,6 +103,17 @@ class FaultyRun:
 
         self.wait_for(lambda: len(found()) >= number, text)
         return found()[number - 1]
+
+    # ------------------------------------------------------------ what an administrator does
+
+    def make_checkpoint(self) -> int:
+        """Its round. Asked for again where the answer allows it: rounds may go by while pservers agree on one."""
+        for _ in range(20):
+            answer = httpx.post(f"{self.cluster.address}/v1/checkpoints", timeout=30).json()
+            if "round" in answer:
+                return int(answer["round"])
+            assert answer.get("may_be_retried"), answer
+        raise AssertionError(answer)
 
     # ------------------------------------------------------------ faults
 

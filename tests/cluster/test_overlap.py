@@ -323,7 +323,7 @@ def test_the_run_may_go_back_in_the_middle_of_a_pass(carrier: Carrier, pulls: st
     with FaultyRun(120, **carrier, environment=environment) as run:
         for number, round_ in enumerate((15, 40, 65), start=1):
             run.wait_for_round(round_)
-            made = httpx.post(f"{run.cluster.address}/v1/checkpoints", timeout=30).json()["round"]
+            made = run.make_checkpoint()
             run.wait_for_round(made + 10)
             answer = httpx.post(f"{run.cluster.address}/v1/rollback", json={"round": made}, timeout=30)
             assert answer.is_success, answer.text
