@@ -302,6 +302,7 @@ def test_the_asynchronous_mode_overlaps_too(carrier: Carrier) -> None:
     assert_identical(actual, train_locally("AdamW", num_trainers=1))
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(180)
 def test_processes_may_die_while_gradients_leave(carrier: Carrier) -> None:
     with FaultyRun(100, **carrier, environment=EARLY) as run:

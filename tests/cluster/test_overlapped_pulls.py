@@ -258,6 +258,7 @@ def test_a_forward_pass_does_not_wait_for_ever(carrier: Carrier) -> None:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.extended
 def test_processes_may_die_while_a_forward_pass_waits(carrier: Carrier) -> None:
     with FaultyRun(100, **carrier, environment={**EARLY, "GRADPOST_OVERLAP_PULLS": "true"}) as run:
         run.wait_for_round(10)
