@@ -46,8 +46,9 @@ test: check ## check, and all tests that need neither root nor Debian packages
 test-all: test $(ADAPTERS_STAMP) ## test, then what takes longer or needs more
 	$(BIN)/python -m pytest $(SUITES) -m extended
 
-$(ADAPTERS_STAMP): requirements-adapters.lock $(STAMP)
-	$(BIN)/python -m pip install --quiet -r requirements-adapters.lock
+# What a target needs besides the lock: .bench, .adapters.
+$(VENV)/.%: requirements-%.lock $(STAMP)
+	$(BIN)/python -m pip install --quiet -r $<
 	@touch $@
 
 chaos: install ## disturb real clusters at random and judge what they did (ARGS="--minutes 3 --seed 1"); docs/faults.md
@@ -61,10 +62,6 @@ audit: install ## look up known vulnerabilities of what requirements.lock holds
 
 bench: $(BENCH_STAMP) ## measure rounds beside torch.distributed.rpc, gloo, Ray and raw sockets (ARGS=--quick)
 	$(BIN)/python -m benchmarks.comparison $(ARGS)
-
-$(BENCH_STAMP): requirements-bench.lock $(STAMP)
-	$(BIN)/python -m pip install --quiet -r requirements-bench.lock
-	@touch $@
 
 study: install ## train in every mode and compare, in just under an hour; goes on where it was interrupted
 	$(BIN)/python benchmarks/consistency/study.py
