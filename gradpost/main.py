@@ -19,7 +19,7 @@ from ps_protocol.errors import GradpostError
 from ps_protocol.plan import DEFAULT_PLACEMENT
 from ps_protocol.slicing import DEFAULT_MIN_BLOCK_SIZE
 from ps_protocol.tokens import SCOPES, Scope
-from ps_protocol.vocabulary import Durability, LossPolicy, Mode, NonfinitePolicy, Placement
+from ps_protocol.vocabulary import Durability, LossPolicy, Mode, NonfinitePolicy, Placement, Strategy
 from ps_protocol.wire_types import PullType, PushType
 
 from .completion import RoleCommand, complete_parameter
@@ -124,11 +124,20 @@ def up(
         list[str], typer.Argument(metavar="COMMAND", help="The training script, as: -- python train.py --epochs 3")
     ],
     pservers: Annotated[
-        int, typer.Option(metavar="M", min=1, envvar="GRADPOST_NUM_PSERVERS", help="Number of pservers.")
-    ] = 2,
+        int | None,
+        typer.Option(
+            metavar="M",
+            min=1,
+            envvar="GRADPOST_NUM_PSERVERS",
+            help="Number of pservers [default: 2; none with --strategy ring].",
+        ),
+    ] = None,
     trainers: Annotated[
         int, typer.Option(metavar="N", min=1, envvar="GRADPOST_NUM_TRAINERS", help="Number of trainers.")
     ] = 2,
+    strategy: Annotated[
+        Strategy | None, typer.Option(help="Who adds gradients up: pservers, or the trainers in a ring.")
+    ] = None,
     mode: Annotated[Mode | None, typer.Option(help="How trainers wait for each other.")] = None,
     max_staleness: Annotated[
         int | None, typer.Option(metavar="S", help="ssp: steps that the fastest trainer may be ahead.")
@@ -211,6 +220,7 @@ def up(
     from .up import run_up
 
     settings = {
+        "strategy": strategy,
         "mode": mode,
         "max_staleness": max_staleness,
         "max_delay": max_delay,

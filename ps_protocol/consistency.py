@@ -5,7 +5,8 @@
     ssp     asynchronous, but a get waits as long as the slowest trainer is more than `max_staleness` steps behind
 
 `max_delay` bounds something else, and goes with every mode: how far a trainer's own pushes and pulls may run behind
-its computation.
+its computation. The strategy says who adds gradients up: pservers (`ps`), or the trainers among themselves (`ring`),
+which are synchronous.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from .errors import BadModel
-from .vocabulary import Mode, Round
+from .vocabulary import Mode, Round, Strategy
 
 ReadConsistency: TypeAlias = Literal["none", "block", "shard"]
 Compensation: TypeAlias = Literal["none", "divide", "dc"]
@@ -30,6 +31,7 @@ class Consistency:
 
     Attributes:
         mode: see above.
+        strategy: see above.
         max_delay: k; iteration t may start on parameters of iteration t - 1 - k at the oldest. 0: no pipelining.
         max_staleness: s, ssp only (None there: 4).
         wait_for_apply: a get waits until the trainer's own pushes are applied; else it takes what is there.
@@ -45,6 +47,7 @@ class Consistency:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     mode: Mode = "sync"
+    strategy: Strategy = "ps"
     max_delay: int = 0
     max_staleness: int | None = None
     wait_for_apply: bool = True
@@ -58,11 +61,17 @@ class Consistency:
     def __post_init__(self) -> None:
         if self.mode == "ssp" and self.max_staleness is None:
             object.__setattr__(self, "max_staleness", DEFAULT_MAX_STALENESS)
+        if self.is_ring and self.is_async:
+            raise BadModel(f"mode {self.mode} needs pservers: with strategy ring all trainers take every step together")
         if useless := self._useless():
-            raise BadModel(f"{', '.join(useless)} would have no effect in mode {self.mode}")
+            where = "with strategy ring" if self.is_ring else f"in mode {self.mode}"
+            raise BadModel(f"{', '.join(useless)} would have no effect {where}")
 
     def _useless(self) -> list[str]:
-        changed = [f.name for f in fields(self) if f.name != "mode" and getattr(self, f.name) != f.default]
+        of_all = ("mode", "strategy")
+        changed = [f.name for f in fields(self) if f.name not in of_all and getattr(self, f.name) != f.default]
+        if self.is_ring:
+            return changed
         if self.mode == "sync":
             return [name for name in changed if name != "max_delay"]
         useless = [] if self.mode == "ssp" or self.max_staleness is None else ["max_staleness"]
@@ -72,6 +81,11 @@ class Consistency:
     def is_async(self) -> bool:
         """Whether contributions are applied one by one."""
         return self.mode != "sync"
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether trainers add gradients up among themselves, without pservers."""
+        return self.strategy == "ring"
 
     @property
     def has_common_versions(self) -> bool:

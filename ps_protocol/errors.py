@@ -293,6 +293,12 @@ class ModeMismatch(Conflict):
     code = "mode_mismatch"
 
 
+class NoPservers(Conflict):
+    """With `strategy` ring there are no pservers, and so nothing that only they have or do."""
+
+    code = "no_pservers"
+
+
 class ModelMismatch(Conflict):
     """The trainer's model is not the one that the run's other trainers declared."""
 
@@ -349,6 +355,19 @@ class TrainerLost(Ended):
     """A trainer's lease ran out or it failed, and the run cannot go on without it."""
 
     code = "trainer_lost"
+
+
+class TrainerLeft(Ended):
+    """A trainer of a ring was done before the others, who cannot go on without it."""
+
+    code = "trainer_left"
+
+
+class RingBroken(Ended):
+    """The ring's connections broke, and nobody was lost as far as the coordinator knows. Raised by trainers only."""
+
+    code = "ring_broken"
+    status = 504
 
 
 class PserverLost(Ended):

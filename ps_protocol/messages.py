@@ -254,6 +254,9 @@ class DeclareModel(Message):
     topk: float | None = Field(default=None, gt=0, le=1, description="share of a block's elements that `topk` pushes")
     local_steps: int = Field(default=0, ge=0, description="steps of the trainers' own optimizers between pushes")
     aliases: dict[str, str] = Field(default={}, description="further names of tied tensors, for exported models")
+    rendezvous: str | None = Field(
+        default=None, max_length=300, description="strategy ring, rank 0: where the trainers meet; its own affair"
+    )
 
 
 class PlanReady(Message):
@@ -266,6 +269,7 @@ class PlanReady(Message):
     uploader: Rank
     start: Round = Field(default=1, description="the first round, or step, that this trainer pushes for")
     nonfinite: NonfinitePolicy = Field(default="reject", description="what becomes of a gradient with NaN or infinity")
+    rendezvous: str | None = Field(default=None, description="strategy ring: what rank 0 has declared")
 
 
 class TrainerHeartbeat(Message):
@@ -284,6 +288,7 @@ class TrainerHeartbeat(Message):
     )
     software: Software | None = None
     links: dict[PserverIndex, Link] = {}
+    waiting_seconds: float = Field(default=0.0, ge=0, description="strategy ring: for the others, in the next round")
 
 
 class TrainerHeartbeatReply(Message):
@@ -488,7 +493,7 @@ class RunSummary(Message):
     run: str
     state: RunState
     mode: Mode
-    transport: str = Field(description="HTTP versions of the data requests, as the servers saw them")
+    transport: str = Field(description="HTTP versions of the data requests, as the servers saw them; or `ring`")
     num_trainers: int
     rounds: int
     seconds: float

@@ -51,6 +51,11 @@ class SlicePlan:
         canonical = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         object.__setattr__(self, "digest", hashlib.sha256(canonical.encode()).hexdigest()[:32])
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of all parameters in their own dtypes."""
+        return sum(spec.num_elements * DTYPE_BYTES[spec.dtype] for spec in self.parameters)
+
     @cached_property
     def parameter(self) -> dict[str, ParameterSpec]:
         """By name."""
@@ -123,7 +128,7 @@ class SlicePlan:
                 plan = cls(
                     parameters=tuple(map(_parse_parameter, parameters)),
                     blocks=tuple(map(_parse_block, blocks)),
-                    num_pservers=_check_num_pservers(num_pservers),
+                    num_pservers=_check_num_pservers(num_pservers, fewest=1 if blocks else 0),
                     buffers=tuple(map(_parse_buffer, buffers)),
                     optimizer=None if optimizer is None else OptimizerSpec.from_json(optimizer),
                     wire=WireTypes.from_json(rest["wire"]) if rest else AS_THEY_ARE,
@@ -185,10 +190,26 @@ def make_plan(
     )
 
 
-def _check_num_pservers(value: object) -> int:
-    if not is_size(value) or not 1 <= value <= MAX_PSERVERS:
+def make_ring_plan(
+    parameters: Sequence[ParameterSpec], buffers: Sequence[tuple[str, tuple[int, ...], str]] = ()
+) -> SlicePlan:
+    """What is trained without pservers: no blocks, and no optimizer but the trainers' own. Raises BadModel.
+
+    Buffers have to be somewhere in a plan; there it says pserver 0, which means nothing.
+    """
+    _check_model(parameters, buffers, None)
+    return SlicePlan(
+        parameters=tuple(parameters),
+        blocks=(),
+        num_pservers=0,
+        buffers=tuple(BufferSpec(name, tuple(shape), dtype, 0) for name, shape, dtype in buffers),
+    )
+
+
+def _check_num_pservers(value: object, fewest: int = 1) -> int:
+    if not is_size(value) or not fewest <= value <= MAX_PSERVERS:
         raise BadModel(
-            "the number of pservers is out of range", expected=f"1 to {MAX_PSERVERS}", actual=f"{value!r:.80}"
+            "the number of pservers is out of range", expected=f"{fewest} to {MAX_PSERVERS}", actual=f"{value!r:.80}"
         )
     return value
 
@@ -232,7 +253,9 @@ def _check_tensor(
 
 
 def _check_placed(plan: SlicePlan) -> None:
-    """Check that the blocks tile the parameters, in order, and that everything has an owner."""
+    """Check that the blocks tile the parameters, in order, and that everything has an owner, if there are pservers."""
+    if plan.num_pservers == 0 and not plan.blocks:
+        return
     blocks = iter(plan.blocks)
     for spec in plan.parameters:
         index, begin = 0, 0

@@ -23,6 +23,7 @@ Incarnation: TypeAlias = int  # which life of the same trainer rank or pserver i
 PserverIndex: TypeAlias = int  # from 0
 
 Mode: TypeAlias = Literal["sync", "async", "ssp"]
+Strategy: TypeAlias = Literal["ps", "ring"]
 Placement: TypeAlias = Literal["balanced", "round_robin", "hash"]
 NonfinitePolicy: TypeAlias = Literal["reject", "skip_round", "allow"]
 Durability: TypeAlias = Literal["none", "log", "fsync"]

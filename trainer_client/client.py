@@ -68,6 +68,7 @@ class ParameterClient:
         self.pservers: list[PserverClient] = []
         self.is_declared = False  # all trainers have declared the same, and there is a plan
         self.unfinished: set[asyncio.Task[Any]] = set()  # steps that are on their way
+        self.at_leave: list[Callable[[], None]] = []  # what has to be let go of, once the run was left
         self._begun_round: Round = 0  # the newest that something was pushed for
         self._is_finite = True  # the gradient that was sent last
         self.feedback = ErrorFeedback()
@@ -81,6 +82,7 @@ class ParameterClient:
         self._bulk: dict[tuple[bool, str | None], Exchange] = {}
         self.start: Round = 1  # the first round that this trainer pushes for
         self.nonfinite: NonfinitePolicy = "reject"  # of the run
+        self.rendezvous: str | None = None  # strategy ring: where trainers meet
         self.must_upload = False  # the initial values are this trainer's to push
         self.membership = Membership(self.settings, self._control)
 
@@ -139,10 +141,12 @@ class ParameterClient:
         optimizer: OptimizerSpec,
         buffers: Sequence[tuple[str, tuple[int, ...], str]] = (),
         aliases: Mapping[str, str] | None = None,
+        rendezvous: str | None = None,
     ) -> SlicePlan:
         """Say what will be trained; waits until all trainers said the same and the pservers have the plan.
 
-        `aliases` are further names of tied tensors (alias -> name), under which exported models have them, too.
+        `aliases` are further names of tied tensors (alias -> name), under which exported models have them, too;
+        `rendezvous` is where the trainers of a ring meet, from the lowest rank.
         """
         settings = self.settings
         ready = await self.membership.guard(
@@ -163,13 +167,14 @@ class ParameterClient:
                     topk=settings.topk,
                     local_steps=settings.local_steps,
                     aliases=dict(aliases or {}),
+                    rendezvous=rendezvous,
                 )
             )
         )
         self.plan = SlicePlan.from_json(ready.plan)
         self.uploader = ready.uploader
         self.must_upload = ready.uploader == self.joined.rank and ready.start == 1
-        self.start, self.nonfinite = ready.start, ready.nonfinite
+        self.start, self.nonfinite, self.rendezvous = ready.start, ready.nonfinite, ready.rendezvous
         self.membership.round = ready.start - 1
         news = self.membership.news
         news.attempt = news.newest_attempt = ready.attempt
@@ -230,6 +235,10 @@ class ParameterClient:
         self.must_upload = news.uploader == self.joined.rank
         return news.resume
 
+    def begin_round(self, round_: Round) -> None:
+        """From now on, until `membership.round` is this one, leaving is leaving in the middle of it."""
+        self._begun_round = round_
+
     async def finish(self) -> None:
         """Wait until every step that has begun is pulled, or has failed."""
         if self.unfinished:
@@ -245,6 +254,8 @@ class ParameterClient:
         if outcome == "done" and self._begun_round > max(over, self.membership.round):
             outcome, reason = "failed", f"it left in the middle of round {self._begun_round}"
         await self.membership.leave(outcome, reason)
+        for let_go in self.at_leave:
+            let_go()
         await self._control.aclose()
         for exchange in self._bulk.values():
             await exchange.aclose()

@@ -55,6 +55,7 @@ class Membership:
     def __init__(self, settings: TrainerSettings, http: httpx.AsyncClient) -> None:
         self.joined: TrainerJoined
         self.round: Round = 0  # the newest round that was pulled from every pserver
+        self.waiting_since: float | None = None  # in a ring, by the loop; None: it computes
         self.results: dict[str, float] = {}
         self.failure: asyncio.Future[GradpostError] | None = None
         self.news = News()
@@ -133,16 +134,18 @@ class Membership:
     # ------------------------------------------------------------------ heartbeats
 
     def _heartbeat(self) -> TrainerHeartbeat:
+        now = asyncio.get_running_loop().time()
         return TrainerHeartbeat(
             run=self.joined.run,
             incarnation=self.joined.incarnation,
             round=self.round,
             attempt=self.news.attempt,
             results=dict(self.results),
-            unreachable=self.news.unreachable(asyncio.get_running_loop().time()),
+            unreachable=self.news.unreachable(now),
             ahead_of=dict(self.news.ahead_of),
             software=this_software(),
             links={index: meter.describe() for index, meter in self.links.items()},
+            waiting_seconds=0.0 if self.waiting_since is None else now - self.waiting_since,
         )
 
     async def _send_heartbeats(self) -> None:

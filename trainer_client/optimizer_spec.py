@@ -38,6 +38,16 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     )
 
 
+def describe_local_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
+    """The name of an optimizer that steps in the trainer itself: any but one that evaluates the model several times.
+
+    Raises UnsupportedOptimizer.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedOptimizer("LBFGS evaluates a closure several times a step, each on other gradients")
+    return OptimizerSpec(type(optimizer).__name__, tuple({} for _ in optimizer.param_groups))
+
+
 def _has_stepped(state: dict[str, Any]) -> bool:
     if "step" in state:
         return float(state["step"]) > 0  # Adagrad has a state from the start

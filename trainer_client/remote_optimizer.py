@@ -19,8 +19,10 @@ from .forward_waits import ForwardWaits
 from .grad_scaling import unscale_gradients
 from .local_steps import LocalSteps, check_outer
 from .model_tensors import find_aliases, name_parameters, stored_tensors
-from .optimizer_spec import describe_optimizer, read_hyper_parameters
+from .optimizer_spec import describe_local_optimizer, describe_optimizer, read_hyper_parameters
 from .overlap import Overlap
+from .ring.group import Group
+from .ring.steps import RingSteps, choose_device
 from .session import Session, connect, open_session
 from .steps import Steps
 from .tensors import wire_dtype
@@ -78,7 +80,9 @@ class RemoteOptimizer(Optimizer):
         self._aliases = find_aliases(model, self._named | self._stored)
         self._session = _use_session(session, arguments)
         self._remote, self._local = self._share_work(optimizer, outer)
-        self.spec = describe_optimizer(self._remote)
+        self.spec = describe_local_optimizer(optimizer) if self._is_ring else describe_optimizer(self._remote)
+        if self._is_ring:
+            self.state = optimizer.state  # whose own steps make it
         if self._session.client.is_declared:
             raise BadModel("a session has one RemoteOptimizer; give it the parameters of all models, as groups")
         if num_unnamed:
@@ -129,6 +133,8 @@ class RemoteOptimizer(Optimizer):
     def _share_work(self, optimizer: Optimizer, outer: Optimizer | None) -> tuple[Optimizer, LocalSteps | None]:
         """Which optimizer steps on the pservers, and what is done here before."""
         settings, rules = self._session.client.settings, self._session.client.joined.consistency
+        if self._is_ring and (settings.local_steps or settings.overlap_pulls):
+            raise BadModel("local_steps and overlap_pulls need pservers, and the strategy is ring")
         if settings.local_steps == 0:
             if outer is not None or settings.outer_is_set:
                 raise BadModel("an outer optimizer (outer, outer_lr, …) has work only with local_steps")
@@ -159,8 +165,15 @@ class RemoteOptimizer(Optimizer):
             ParameterSpec(name, tuple(p.shape), wire_dtype(name, p), groups[id(p)]) for name, p in self._named.items()
         ]
         stored = [(name, tuple(t.shape), wire_dtype(name, t)) for name, t in self._stored.items()]
-        io.run(client.declare(parameters, self.spec, stored, self._aliases))
-        self._steps = Steps(self._session, self._named, self._stored, self._local)
+        group = Group(self._session, choose_device(self._named)) if self._is_ring else None
+        rendezvous = None if group is None else group.offer()
+        io.run(client.declare(parameters, self.spec, stored, self._aliases, rendezvous))
+        self._steps: Steps | RingSteps
+        if group is None:
+            self._steps = Steps(self._session, self._named, self._stored, self._local)
+        else:
+            group.open(client.rendezvous)
+            self._steps = RingSteps(self._session, self._named, self._stored, self._remote, group)
         if settings.overlap_pulls and model is not None:
             self._waits = ForwardWaits(model, self._named, self._land_in_time, self.synchronize)
         if settings.overlap:
@@ -283,9 +296,13 @@ class RemoteOptimizer(Optimizer):
     def _is_async(self) -> bool:
         return self._session.client.joined.consistency.is_async
 
+    @property
+    def _is_ring(self) -> bool:
+        return self._session.client.joined.consistency.is_ring
+
     def _exchange(self, gradients: dict[str, Tensor], *, is_finite: bool = True) -> None:
         started = time.perf_counter()
-        numbers = read_hyper_parameters(self.spec, self._remote)
+        numbers = [] if self._is_ring else read_hyper_parameters(self.spec, self._remote)
         self._steps.begin(gradients, numbers, is_finite=is_finite)
         if self._waits is None:
             self._steps.take_due()
@@ -303,12 +320,21 @@ class RemoteOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the numbers of the groups, as when a schedule is resumed; raises BadModel if there are slots.
 
-        Slots and steps live on the pservers, so that `state_dict()` has none and none can be loaded here.
+        Slots and steps live on the pservers, so that `state_dict()` has none and none can be loaded here. With
+        strategy ring they are the wrapped optimizer's own, and all trainers have to load the same.
         """
-        if state_dict["state"]:
-            raise BadModel("a remote optimizer's slots live on the pservers; they cannot be loaded from a state_dict")
         shared = self.param_groups
-        super().load_state_dict(state_dict)
+        if self._is_ring:
+            self._remote.load_state_dict(state_dict)
+            self.state, self.param_groups, self._remote.param_groups = (
+                self._remote.state,
+                self._remote.param_groups,
+                shared,
+            )
+        elif state_dict["state"]:
+            raise BadModel("a remote optimizer's slots live on the pservers; they cannot be loaded from a state_dict")
+        else:
+            super().load_state_dict(state_dict)
         shared[:] = self.param_groups  # the wrapped optimizer, and schedulers on it, hold this very list
         self.param_groups = shared
 

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from ps_protocol.messages import RunSummary
-from ps_protocol.vocabulary import Mode, Rank, Round
+from ps_protocol.vocabulary import Mode, Rank, Round, Strategy
 
 from .client import ParameterClient
 from .io_thread import IoThread
@@ -65,8 +65,13 @@ class Session:
         return self._joined.consistency.mode
 
     @property
+    def strategy(self) -> Strategy:
+        """Who adds gradients up: pservers, or the trainers in a ring."""
+        return self._joined.consistency.strategy
+
+    @property
     def round(self) -> Round:
-        """The newest round that was pulled."""
+        """The newest round that was pulled, or taken in a ring."""
         return self.client.membership.round
 
     @property

@@ -20,7 +20,7 @@ from ps_protocol.certificates import TlsFiles
 from ps_protocol.consistency import Compensation, Consistency, ReadConsistency, StepCount
 from ps_protocol.environment import PREFIX, check_base_url, check_environment, read_settings_file
 from ps_protocol.hosts import check_listening
-from ps_protocol.vocabulary import Mode, NonfinitePolicy, Placement
+from ps_protocol.vocabulary import Mode, NonfinitePolicy, Placement, Strategy
 from ps_protocol.wire_types import PullType, PushType
 
 _EXPECTED = "refuse to train if the servers have another"
@@ -62,6 +62,9 @@ class TrainerSettings(BaseSettings):
         validation_alias=AliasChoices("world_size", "WORLD_SIZE", "PET_NNODES"),
         description="how many trainers there are; refused if the coordinator has another number. Else `PET_NNODES`, "
         "unless that is a range",
+    )
+    strategy: Strategy | None = Field(
+        default=None, description="refuse to train another way than this; both need no change of the script"
     )
     mode: Mode | None = Field(default=None, description="refuse to train in another mode than this")
     max_delay: int | None = Field(default=None, ge=0, description=_EXPECTED)

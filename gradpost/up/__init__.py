@@ -11,15 +11,18 @@ from ps_protocol.environment import PREFIX
 from services.coordinator.settings import CoordinatorSettings
 from services.pserver.settings import PserverSettings
 
+from ..output import CommandError
 from ..settings import read_settings
 from .command import resolve_command
 from .local_run import LocalRun
 from .state_folder import named_root, new_folder, resume_folder
 
+DEFAULT_PSERVERS = 2
+
 
 def run_up(
     command: Sequence[str],
-    num_pservers: int,
+    num_pservers: int | None,
     num_trainers: int,
     settings: dict[str, Any],
     *,
@@ -27,7 +30,7 @@ def run_up(
     verbose: bool,
     as_json: bool,
 ) -> int:
-    """Run `command` on a cluster of its own and return the exit code; a setting that is None was not given.
+    """Run `command` on a cluster of its own and return the exit code; what is None was not given.
 
     Raises CommandError or SettingsError before anything is started.
     """
@@ -35,12 +38,21 @@ def run_up(
     if not max_restarts and f"{PREFIX}ON_TRAINER_LOSS" not in os.environ:
         given.setdefault("on_trainer_loss", "fail")  # nobody would come back
     # The services would refuse them just the same, but in their own logs.
-    read_settings(CoordinatorSettings, given)
+    pservers = {} if num_pservers is None else {"num_pservers": num_pservers}
+    strategy = read_settings(CoordinatorSettings, {**given, **pservers}).strategy
+    if strategy == "ring" and max_restarts:
+        raise CommandError("--max-restarts: a ring cannot go on without a trainer, nor take another life of it in")
     read_settings(PserverSettings, {"server": given.get("server")})
     resolved = resolve_command(command)  # before there is a folder for its run
     root = Path(given.pop("state_dir", named_root()))
     given["state_dir"] = (resume_folder(root) if given.get("resume") else new_folder(root)).path
     run = LocalRun(
-        resolved, num_pservers, num_trainers, given, max_restarts=max_restarts, verbose=verbose, as_json=as_json
+        resolved,
+        0 if strategy == "ring" else DEFAULT_PSERVERS if num_pservers is None else num_pservers,
+        num_trainers,
+        given,
+        max_restarts=max_restarts,
+        verbose=verbose,
+        as_json=as_json,
     )
     return run.run()

@@ -102,9 +102,9 @@ class LocalRun:
         cluster, now = self._cluster, time.monotonic()
         try:
             cluster.start(give_up=lambda: not self._signals.empty())
+            pservers = f"{count(cluster.num_pservers, 'pserver')} and " if cluster.num_pservers else ""
             self._screen.say(
-                f"{count(cluster.num_pservers, 'pserver')} and {count(cluster.num_trainers, 'trainer')} around the "
-                f"coordinator at {cluster.address}",
+                f"{pservers}{count(cluster.num_trainers, 'trainer')} around the coordinator at {cluster.address}",
                 "dim",
             )
             for rank in range(cluster.num_trainers):

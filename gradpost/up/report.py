@@ -27,13 +27,14 @@ def print_summary(summary: RunSummary, *, as_json: bool) -> None:
             )
         ],
     )
-    print_table(
-        [Column(title, "right") for title in ("pserver", "shard bytes", "pushed bytes", "pulled bytes")],
-        [
-            (str(shard.pserver), *(f"{n:,}" for n in (shard.shard_bytes, shard.pushed_bytes, shard.pulled_bytes)))
-            for shard in summary.shards
-        ],
-    )
+    if summary.shards:  # not with strategy ring
+        print_table(
+            [Column(title, "right") for title in ("pserver", "shard bytes", "pushed bytes", "pulled bytes")],
+            [
+                (str(shard.pserver), *(f"{n:,}" for n in (shard.shard_bytes, shard.pushed_bytes, shard.pulled_bytes)))
+                for shard in summary.shards
+            ],
+        )
     print_line(summary.line())
 
 

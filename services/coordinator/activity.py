@@ -82,7 +82,7 @@ class ActivityLog:
             self.trainers.clear()
         if run.state != "training" or (self.samples and now - self.samples[-1].at < SAMPLE_SECONDS):
             return
-        rounds = min((member.round for member in cluster.registry.members.values()), default=0)
+        rounds = min(cluster.rounds, default=0)
         steps = sum(trainer.round for trainer in run.trainers.values())
         first = next((old for old in self.samples if old.at >= now - WINDOW_SECONDS), None)
         rates = (

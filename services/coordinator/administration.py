@@ -41,7 +41,7 @@ class ChangeDone(Message):
 
 
 class Administration:
-    """Lives on the event loop. Raises NotReady unless a run trains, and TryAgain if a change takes its time."""
+    """Lives on the event loop. Raises NotReady unless a run trains, NoPservers, and TryAgain if a change takes long."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -174,6 +174,7 @@ class Administration:
 
     async def checkpoint(self, by: str) -> CheckpointCreated:
         """Make a checkpoint now, and wait until it is complete."""
+        self._coordinator.cluster.need_pservers()
         run = self._coordinator.cluster.run
         async with self._checkpoint_lock:
             number = await self._write(run, by=by, action="checkpoint", outcome="requested")
@@ -277,6 +278,7 @@ class Administration:
 
     def _training(self) -> Run:
         cluster = self._coordinator.cluster
+        cluster.need_pservers()
         if cluster.run.state != "training":
             raise cluster.not_training()
         return cluster.run

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 from ps_protocol.errors import (
     ModelMismatch,
+    ModeMismatch,
+    NoPservers,
     NotReady,
     PserverLost,
     RoundTimeout,
     RunOver,
+    TrainerLeft,
     TrainerLost,
     UnsupportedProtocol,
     error_from_problem,
@@ -111,6 +114,8 @@ class Cluster:
     def register_pserver(self, request: RegisterPserver, now: float) -> PserverRegistered:
         """Let a pserver in. One that comes back during a run brings its shard along, or ends the run."""
         _check_protocol(request.protocol)
+        if self._defaults.consistency.is_ring:
+            raise ModeMismatch("strategy ring has no pservers", expected="no pserver", actual=request.address)
         answer = self.registry.register(request, now)
         run = self.run
         is_known = answer.incarnation == self.run_incarnations.get(answer.index)
@@ -162,6 +167,8 @@ class Cluster:
             owed = f"reach the batch barrier of round {round_}"
             if self._defaults.consistency.is_async:
                 owed = "take the step that others wait for"
+            elif self._defaults.consistency.is_ring:
+                owed = f"bring gradients into the ring for round {round_}"
             text = f"{names} did not {owed} within the round time-out of {limit:g} s, though alive"
             self.run.stuck(list(missing), RoundTimeout(text, missing=list(missing)), now)
 
@@ -219,6 +226,8 @@ class Cluster:
         run.heartbeat(rank, message, now)
         if run.state == "training":
             self._go_back_for(message)
+            if self._defaults.consistency.is_ring:
+                self._look_at_ring(message, now)
             for index, (incarnation, seconds) in message.unreachable.items():
                 if self.registry.was_here(index, incarnation, now - seconds, now):
                     text = f"trainer {rank} has not reached pserver {index} for {seconds:.1f} s, though both are alive"
@@ -232,6 +241,25 @@ class Cluster:
             pservers=self.pserver_infos,
             notice=self.notice(),
         )
+
+    def _look_at_ring(self, message: TrainerHeartbeat, now: float) -> None:
+        """A trainer may wait in the ring: for one that has left, which is the end, or for one that does not come."""
+        run, round_ = self.run, message.round + 1
+        if not message.waiting_seconds:
+            return
+        here = [trainer for _, trainer in sorted(run.trainers.items()) if trainer.is_here]
+        gone = [t.rank for _, t in sorted(run.trainers.items()) if t.state == "done" and t.round < round_]
+        if gone:
+            names = ", ".join(f"trainer {rank}" for rank in gone)
+            text = f"{names} had no gradients for round {round_}, being done, and the others have"
+            run.fail(TrainerLeft(f"{text}: with strategy ring all trainers need as many batches", ranks=gone), now)
+        elif message.waiting_seconds > self._defaults.round_timeout_seconds:
+            missing = [trainer.rank for trainer in here if not trainer.waiting_seconds]
+            self._time_out(round_, missing, now)
+            if not missing:
+                limit = self._defaults.round_timeout_seconds
+                text = f"all trainers wait for each other in round {round_} beyond the round time-out of {limit:g} s"
+                run.fail(RoundTimeout(f"{text}: they do not reach each other", missing=[]), now)
 
     def _go_back_for(self, message: TrainerHeartbeat) -> None:
         """A pserver that came back has lost a round which a trainer has pulled: only going back helps.
@@ -280,7 +308,22 @@ class Cluster:
         for rank in run.missing_ranks:
             joined = rank in run.trainers
             waits.append(f"trainer {rank} to declare its model" if joined else f"trainer {rank}")
-        return waits or ["the pservers to install the plan"]
+        return waits or ["the pservers to install the plan" if self.registry.num_pservers else "the coordinator's disk"]
+
+    def need_pservers(self) -> None:
+        """Raise NoPservers if what is asked for is theirs to answer, and there are none."""
+        if self._defaults.consistency.is_ring:
+            text = (
+                "with strategy ring there are no pservers: values, checkpoints and controls are the training script's"
+            )
+            raise NoPservers(f"{text} own affair", expected="strategy ps", actual="strategy ring")
+
+    @property
+    def rounds(self) -> list[Round]:
+        """How far each pserver is; with strategy ring how far the trainers are together."""
+        if self._defaults.consistency.is_ring:
+            return [self.run.newest_round]
+        return [member.round for member in self.registry.members.values()]
 
     def prospects(self, now: float) -> list[tuple[str, float]]:
         """Who was lost and is waited for, in words, and in how many seconds the run fails if nobody comes back."""
@@ -419,6 +462,7 @@ class Cluster:
             uploader=run.uploader,
             start=run.membership.starts.get(rank, (run.resume or 0) + 1),
             nonfinite=self._nonfinite,
+            rendezvous=run.declaration.rendezvous if run.declaration else None,
         )
 
     @property

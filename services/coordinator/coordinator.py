@@ -47,7 +47,7 @@ class Coordinator:
 
     def __init__(self, settings: CoordinatorSettings, http: httpx.AsyncClient) -> None:
         self.cluster = Cluster(
-            settings.num_pservers,
+            settings.wanted_pservers,
             settings.run_defaults,
             lease_seconds=settings.lease_seconds,
             exit_when_done=settings.exit_when_done,
@@ -177,7 +177,7 @@ class Coordinator:
         """Whether the settings make the plan of a recorded run again."""
         if run.plan is None or run.declaration is None:
             return False
-        plan = plan_model(run.declaration, self._settings.run_defaults, self._settings.num_pservers)
+        plan = plan_model(run.declaration, self._settings.run_defaults, self._settings.wanted_pservers)
         return plan.digest == SlicePlan.from_json(run.plan).digest
 
     async def keep(self) -> None:
@@ -406,7 +406,9 @@ class Coordinator:
             return self._last_summary
         answers = await self.ask_pservers(self._state_of)
         states = [state for state in answers if state.run == run.name]
-        rounds = min((state.round for state in states), default=0)
+        is_ring = run.defaults.consistency.is_ring
+        rounds = run.newest_round if is_ring else min((state.round for state in states), default=0)
+        carried = ["ring"] if is_ring else sorted({f"HTTP/{v}" for state in states for v in state.transports})
         if self._asked[:2] != (run.name, rounds):
             self._asked = run.name, rounds, self.now()
         # Whoever is a little later after the same round hears the same: all trainers print their summary at the end.
@@ -418,7 +420,7 @@ class Coordinator:
             run=run.name,
             state=run.state,
             mode=run.mode,
-            transport="+".join(sorted({f"HTTP/{v}" for state in states for v in state.transports})) or "none",
+            transport="+".join(carried) or "none",
             num_trainers=len(run.trainers),
             rounds=rounds,
             seconds=0.0 if run.started_at is None else end - run.started_at,

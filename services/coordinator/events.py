@@ -64,7 +64,7 @@ class Events:
             at=now,
             kind=kind,
             run=cluster.run.name,
-            round=max((member.round for member in cluster.registry.members.values()), default=0),
+            round=max(cluster.rounds, default=0),
             text=text,
             facts=facts,
         )

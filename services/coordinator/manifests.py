@@ -58,7 +58,7 @@ class Manifests:
     def _written_shards(self) -> list[dict[Round, ShardFile]] | None:
         """What each pserver has written; None while not all of them are here and in the newest attempt."""
         run, members = self._cluster.run, self._cluster.registry.members.values()
-        if run.plan is None or run.state == "gathering" or len(members) < run.plan.num_pservers:
+        if run.plan is None or run.state == "gathering" or not members or len(members) < run.plan.num_pservers:
             return None
         if any((member.run, member.attempt) != (run.name, run.attempt) for member in members):
             return None

@@ -7,15 +7,22 @@ from itertools import zip_longest
 from ps_protocol.errors import BadModel, ModelMismatch
 from ps_protocol.messages import DeclareModel
 from ps_protocol.optimizers import check_optimizer
-from ps_protocol.plan import SlicePlan, make_plan
+from ps_protocol.plan import SlicePlan, make_plan, make_ring_plan
 from ps_protocol.vocabulary import ParameterSpec, Rank
 from ps_protocol.wire_types import WireTypes
 
 from .defaults import RunDefaults
 
+_OF_PSERVERS = ("min_block_size", "placement", "slice_parameters", "push_type", "pull_type", "topk", "local_steps")
+
 
 def plan_model(model: DeclareModel, defaults: RunDefaults, num_pservers: int) -> SlicePlan:
     """The slice plan of a declared model. Raises BadModel or UnsupportedOptimizer."""
+    parameters = [ParameterSpec(*fields) for fields in model.parameters]
+    if defaults.consistency.is_ring:
+        if useless := [name for name in _OF_PSERVERS if getattr(model, name)]:
+            raise BadModel(f"{', '.join(useless)} would have no effect with strategy ring, which has no pservers")
+        return make_ring_plan(parameters, model.buffers)
     if defaults.consistency.is_async and model.nonfinite == "skip_round":
         raise BadModel("nonfinite skip_round belongs to the synchronous mode: there are no rounds in the others")
     wire = WireTypes(
@@ -25,7 +32,7 @@ def plan_model(model: DeclareModel, defaults: RunDefaults, num_pservers: int) ->
     if wire.pulls_differences and model.local_steps:
         raise BadModel("pull_type int8 with local_steps: trainers change the values that it is the difference to")
     return make_plan(
-        [ParameterSpec(*fields) for fields in model.parameters],
+        parameters,
         num_pservers,
         min_block_size=model.min_block_size or defaults.min_block_size,
         placement=model.placement or defaults.placement,
@@ -39,7 +46,7 @@ def plan_model(model: DeclareModel, defaults: RunDefaults, num_pservers: int) ->
 def check_same_model(rank: Rank, mine: DeclareModel, whose: str, theirs: DeclareModel) -> None:
     """Raise ModelMismatch with the first difference between what trainer `rank` declares and what `whose` does."""
     for name in DeclareModel.model_fields:
-        if name in ("run", "incarnation", "parameters", "buffers"):
+        if name in ("run", "incarnation", "rendezvous", "parameters", "buffers"):
             continue
         if getattr(mine, name) != getattr(theirs, name):
             raise ModelMismatch(

@@ -110,7 +110,8 @@ def _describe_run(cluster: Cluster) -> RunRecord | None:
     if not run.trainers:
         return None
     decision = run.decision
-    declared = (trainer.declaration for trainer in run.trainers.values() if trainer.declaration is not None)
+    # Of the lowest rank, which says where trainers meet.
+    declared = (t.declaration for _, t in sorted(run.trainers.items()) if t.declaration is not None)
     return RunRecord(
         name=run.name,
         state=run.state,
@@ -247,7 +248,8 @@ def _declaration_of(trainer: TrainerRecord, record: RunRecord) -> DeclareModel |
     """All have declared the same, but each as itself."""
     if record.declaration is None or not trainer.declared:
         return None
-    return record.declaration.model_copy(update={"incarnation": trainer.incarnation})
+    own = record.declaration.rendezvous if trainer.rank == 0 else None
+    return record.declaration.model_copy(update={"incarnation": trainer.incarnation, "rendezvous": own})
 
 
 class RecordFile:

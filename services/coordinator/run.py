@@ -112,6 +112,11 @@ class Run:
         return min((trainer.round for trainer in self.trainers.values()), default=0)
 
     @property
+    def newest_round(self) -> Round:
+        """The newest round that any trainer has completed; with strategy ring the gradients of all are in it."""
+        return max((trainer.round for trainer in self.trainers.values()), default=0)
+
+    @property
     def is_changing(self) -> bool:
         """Whether some pserver may not go by what was decided yet; maybe it has to go back."""
         return self.state == "training" and self.installed_number < self.number
@@ -284,6 +289,7 @@ class Run:
             self.has_trained = True
         trainer.results = dict(message.results)
         trainer.software, trainer.links = message.software, message.links
+        trainer.waiting_seconds = message.waiting_seconds
         trainer.unreachable = {index: seconds for index, (_, seconds) in message.unreachable.items()}
         if trainer.state == "lost" and self._may_return(trainer) and not trainer.is_stuck:
             self._revive(trainer)

@@ -11,11 +11,18 @@ from ps_protocol.consistency import Compensation, Consistency, ReadConsistency, 
 from ps_protocol.errors import BadModel
 from ps_protocol.plan import DEFAULT_PLACEMENT
 from ps_protocol.slicing import DEFAULT_MIN_BLOCK_SIZE
-from ps_protocol.vocabulary import Durability, LossPolicy, Mode, NonfinitePolicy, Placement
+from ps_protocol.vocabulary import Durability, LossPolicy, Mode, NonfinitePolicy, Placement, Strategy
 from ps_protocol.wire_types import DEFAULT_TOPK, PullType, PushType, WireTypes
 from services.runtime.settings import ServiceSettings
 
 from .defaults import RunDefaults
+
+_OF_PSERVERS = {  # what only they have, or do
+    *("num_pservers", "min_block_size", "placement", "slice_parameters", "push_type", "pull_type", "topk"),
+    *("on_trainer_loss", "min_trainers", "rejoin_timeout_seconds"),
+    *("durability", "checkpoint_rounds", "max_log_bytes", "keep_checkpoints", "checkpoints", "resume"),
+}
+_WITHOUT = {"on_trainer_loss": "fail", "durability": "none"}  # what they are without pservers
 
 
 class CoordinatorSettings(ServiceSettings):
@@ -35,6 +42,11 @@ class CoordinatorSettings(ServiceSettings):
         ge=0,
         description="with `max_trainers`: once there are enough, a run waits until nobody has joined for so long. A "
         "trainer with `WORLD_SIZE` settles it at once",
+    )
+    strategy: Strategy = Field(
+        default="ps",
+        description="who adds gradients up: pservers (`ps`), or the trainers among themselves, on `torch.distributed` "
+        "(`ring`)",
     )
     mode: Mode = Field(default="sync", description="how trainers wait for each other")
     max_delay: int = Field(
@@ -154,7 +166,29 @@ class CoordinatorSettings(ServiceSettings):
             raise ValueError("nonfinite skip_round belongs to the synchronous mode: there are no rounds in the others")
         if self.max_trainers is not None and self.max_trainers < self.num_trainers:
             raise ValueError(f"max_trainers {self.max_trainers} is less than num_trainers {self.num_trainers}")
+        if self.consistency.is_ring:
+            self._check_ring()
         return self
+
+    def _check_ring(self) -> None:
+        """Raise ValueError for what is given explicitly, and could have no effect without pservers."""
+        given = {name: getattr(self, name) for name in _OF_PSERVERS & self.model_fields_set}
+        if given.get("on_trainer_loss", "fail") != "fail":
+            raise ValueError(
+                f"on_trainer_loss {self.on_trainer_loss}: a ring cannot go on without a trainer; only fail"
+            )
+        useless = [
+            name
+            for name, value in sorted(given.items())
+            if name == "num_pservers" or value not in (type(self).model_fields[name].default, _WITHOUT.get(name))
+        ]
+        if useless:
+            raise ValueError(f"{', '.join(useless)} would have no effect with strategy ring, which has no pservers")
+
+    @property
+    def wanted_pservers(self) -> int:
+        """How many pservers make the cluster complete; with strategy ring none."""
+        return 0 if self.consistency.is_ring else self.num_pservers
 
     @property
     def run_defaults(self) -> RunDefaults:
@@ -172,10 +206,10 @@ class CoordinatorSettings(ServiceSettings):
             pull_type=self.pull_type,
             topk=self.topk,
             round_timeout_seconds=self.round_timeout_seconds,
-            on_trainer_loss=self.on_trainer_loss,
+            on_trainer_loss="fail" if self.consistency.is_ring else self.on_trainer_loss,
             min_trainers=self.min_trainers,
             rejoin_timeout_seconds=self.rejoin_timeout_seconds,
-            durability=self.durability or ("none" if self.consistency.is_async else "log"),
+            durability=self.durability or ("none" if self.consistency.is_async or self.consistency.is_ring else "log"),
             checkpoint_rounds=self.checkpoint_rounds,
             max_log_bytes=self.max_log_bytes,
             keep_checkpoints=self.keep_checkpoints,

@@ -36,6 +36,7 @@ class TrainerMember:
     software: Software | None = None
     links: Mapping[PserverIndex, Link] = field(default_factory=dict)
     unreachable: Mapping[PserverIndex, float] = field(default_factory=dict)  # for how many seconds
+    waiting_seconds: float = 0.0  # strategy ring: for the others, in its next round
     is_stuck: bool = False  # lost although it lives: it does not progress
 
     @property

@@ -37,6 +37,8 @@ class LocalCluster:
         with LocalCluster(pservers=2, trainers=2, lease_seconds=1) as cluster:
             codes = cluster.run_trainers([sys.executable, "train.py"])
 
+    With `strategy="ring"` there are no pservers: say `pservers=0`.
+
     `settings` are those of the services (`server="uvicorn"`, `round_timeout_seconds=2`, …); trainers get those of TLS
     and the `tokens_dir` as well. Without `state_dir` what the services write to disk is deleted in the end. `environ`
     is what all processes inherit; by default it is this process's environment without the settings of another
@@ -122,8 +124,8 @@ class LocalCluster:
                 pass_fds=(write_fd,),
                 GRADPOST_PORT=port,
                 GRADPOST_READY_FD=str(write_fd),
-                GRADPOST_NUM_PSERVERS=str(self.num_pservers),
                 GRADPOST_NUM_TRAINERS=str(self.num_trainers),
+                **({"GRADPOST_NUM_PSERVERS": str(self.num_pservers)} if self.num_pservers else {}),
                 **env,
             )
             os.close(write_fd)

@@ -86,12 +86,16 @@ def describe_activity(coordinator: Coordinator, wall: float) -> Activity:
     last = samples[-1] if samples and run.state == "training" else None
     furthest = max(newest.values(), key=lambda heard: heard.round, default=None)
     participants = furthest.load.participants if furthest else ()
+    round_ = furthest.round if furthest else 0
+    if run.defaults.consistency.is_ring:
+        round_ = run.newest_round
+        participants = tuple(sorted(run.membership.members)) if round_ else ()
     return Activity(
         run=run.name,
         attempt=run.attempt,
         mode=run.mode,
         at=wall,
-        round=furthest.round if furthest else 0,
+        round=round_,
         participants=participants,
         rounds_per_second=last.rounds_per_second if last else None,
         steps_per_second=last.steps_per_second if last else None,

@@ -52,7 +52,8 @@ A = TypeVar("A", bound=Answer)
 
 
 def current_plan(coordinator: Coordinator) -> SlicePlan:
-    """The plan of the run. Raises NotReady before there is one."""
+    """The plan of the run, for those who ask pservers. Raises NotReady before there is one, NoPservers."""
+    coordinator.cluster.need_pservers()
     plan = coordinator.cluster.run.plan
     if plan is None:
         raise NotReady("no run has begun, so there are no parameters yet", waiting_for=coordinator.cluster.waiting_for)

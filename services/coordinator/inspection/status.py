@@ -27,8 +27,8 @@ def describe_status(coordinator: Coordinator) -> ClusterStatus:
         failure=run.failure.to_problem() if run.failure else None,
         plan_digest=plan.digest if plan else None,
         num_parameters=len(plan.parameters) if plan else 0,
-        parameter_bytes=sum(plan.shard_bytes(i) for i in range(plan.num_pservers)) if plan else 0,
-        round=min((member.round for member in pservers), default=0),
+        parameter_bytes=plan.num_bytes if plan else 0,
+        round=min(cluster.rounds, default=0),
         pservers=tuple(
             PserverStatus(
                 index=member.info.index,

@@ -1,0 +1,164 @@
+"""Strategy ring: a run without pservers, whose trainers wait for each other and not for anybody else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ps_protocol.consistency import Consistency
+from ps_protocol.errors import BadModel, ModeMismatch, NoPservers, RoundTimeout, TrainerLeft, TrainerLost
+from services.coordinator.cluster import Cluster
+from services.coordinator.record import describe_cluster, recall_cluster
+from services.coordinator.settings import CoordinatorSettings
+
+from .support import LEASE, alive, joining, leaving, make_cluster, model, registration
+
+pytestmark = pytest.mark.ring
+
+RING = Consistency(strategy="ring")
+
+
+def ring(num_trainers: int = 2) -> Cluster:
+    return make_cluster(num_trainers, num_pservers=0, consistency=RING)
+
+
+def declare(cluster: Cluster, rank: int, **changes: Any) -> None:
+    joined = cluster.join_trainer(joining(str(rank), rank=rank), 0.0)
+    cluster.run.declare(rank, model(joined.incarnation, joined.run, **changes))
+
+
+def begin(cluster: Cluster, now: float = 0.0) -> None:
+    for rank in range(cluster.run.defaults.num_trainers):
+        declare(cluster, rank, rendezvous="10.0.0.5:4711" if rank == 0 else None, optimizer="Muon")
+    assert cluster.start_run_if_complete(now)
+    cluster.run.installed(now)
+    cluster.members_installed(cluster.run.number)
+
+
+def waits(cluster: Cluster, rank: int, seconds: float, *, round_: int = 4, now: float = 1.0) -> None:
+    message = alive(round_=round_).model_copy(update={"waiting_seconds": seconds})
+    cluster.trainer_heartbeat(rank, message, now)
+
+
+def test_it_begins_without_pservers_and_any_optimizer_will_do() -> None:
+    cluster = ring()
+    assert cluster.waiting_for == ["trainer 0", "trainer 1"]
+    begin(cluster)
+    assert cluster.run.state == "training"
+    ready = cluster.plan_ready(1, 1)
+    assert ready is not None
+    assert (ready.rendezvous, ready.pservers) == ("10.0.0.5:4711", ())
+    assert cluster.run.plan is not None
+    assert cluster.run.plan.num_bytes == 4 * 10010
+
+
+def test_a_trainer_that_expects_pservers_is_refused() -> None:
+    with pytest.raises(ModeMismatch) as refused:
+        ring().join_trainer(joining(expects={"strategy": "ps"}), 0.0)
+    assert refused.value.facts == {"expected": {"strategy": "ring"}, "actual": {"strategy": "ps"}}
+
+
+def test_a_pserver_is_refused() -> None:
+    with pytest.raises(ModeMismatch, match="no pservers"):
+        ring().register_pserver(registration(), 0.0)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"local_steps": 2}, {"push_type": "int8"}, {"min_block_size": 8}, {"slice_parameters": True}], ids=str
+)
+def test_what_only_pservers_do_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(BadModel, match=f"{next(iter(changes))} would have no effect with strategy ring"):
+        declare(ring(), 0, **changes)
+
+
+def test_it_outlives_its_coordinator() -> None:
+    cluster = ring()
+    begin(cluster)
+    record = describe_cluster(cluster)
+    again = ring()
+    recall_cluster(again, type(record).model_validate_json(record.model_dump_json()), 1.0)
+    assert again.run.state == "training"
+    waits(again, 1, 0.0)
+    again.run.declare(1, model(1, optimizer="Muon"))  # its answer was lost, and it says so again
+    again.members_installed(again.run.number)
+    ready = again.plan_ready(1, 1)
+    assert ready is not None
+    assert ready.rendezvous == "10.0.0.5:4711"
+
+
+def test_who_is_silent_ends_the_run() -> None:
+    cluster = ring()
+    begin(cluster)
+    waits(cluster, 0, 3.0, now=LEASE)
+    cluster.expire(LEASE + 1)
+    failure = cluster.run.failure
+    assert isinstance(failure, TrainerLost)
+    assert failure.facts == {"ranks": [1]}
+
+
+def test_who_lives_and_does_not_come_ends_the_run_after_the_round_time_out() -> None:
+    cluster = ring(3)
+    begin(cluster)
+    waits(cluster, 1, 0.0)
+    waits(cluster, 0, 60.0)
+    waits(cluster, 2, 60.0)
+    assert cluster.run.failure is None
+    waits(cluster, 2, 60.5)
+    failure = cluster.run.failure
+    assert isinstance(failure, RoundTimeout)
+    assert failure.facts == {"missing": [1]}
+    assert "trainer 1 did not bring gradients into the ring for round 5" in failure.detail
+
+
+def test_all_may_wait_for_each_other() -> None:
+    cluster = ring()
+    begin(cluster)
+    waits(cluster, 0, 59.5)
+    waits(cluster, 1, 60.5)
+    failure = cluster.run.failure
+    assert isinstance(failure, RoundTimeout)
+    assert "they do not reach each other" in failure.detail
+
+
+def test_who_is_done_before_the_others_ends_the_run() -> None:
+    cluster = ring()
+    begin(cluster)
+    cluster.leave_trainer(1, leaving(round=5), 1.0)
+    waits(cluster, 0, 0.5, round_=4)  # in the last round of both: it will come out of it
+    waits(cluster, 0, 0.0, round_=5)
+    assert cluster.run.failure is None
+    waits(cluster, 0, 0.5, round_=5)
+    failure = cluster.run.failure
+    assert isinstance(failure, TrainerLeft)
+    assert "trainer 1 had no gradients for round 6" in failure.detail
+
+
+def test_controls_are_refused() -> None:
+    with pytest.raises(NoPservers):
+        ring().need_pservers()
+    make_cluster().need_pservers()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"num_pservers": 1}, "num_pservers would have no effect with strategy ring"),
+        ({"durability": "log"}, "durability would have no effect"),
+        ({"push_type": "int8", "resume": True}, "push_type, resume would have no effect"),
+        ({"on_trainer_loss": "continue"}, "a ring cannot go on without a trainer"),
+        ({"mode": "async"}, "mode async needs pservers"),
+        ({"max_delay": 1}, "max_delay would have no effect with strategy ring"),
+    ],
+    ids=str,
+)
+def test_settings_of_pservers_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        CoordinatorSettings(strategy="ring", **settings)
+
+
+def test_what_says_the_same_as_the_ring_is_taken() -> None:
+    settings = CoordinatorSettings(strategy="ring", on_trainer_loss="fail", durability="none", push_type="float32")
+    assert (settings.wanted_pservers, settings.run_defaults.on_trainer_loss) == (0, "fail")
+    settings = CoordinatorSettings(strategy="ring")
+    assert (settings.run_defaults.durability, settings.run_defaults.on_trainer_loss) == ("none", "fail")

@@ -1,0 +1,233 @@
+"""Steps of strategy ring: gradients are averaged among the trainers, and everybody steps its own optimizer.
+
+    step t:  bucket by bucket, last layers first ──► sum of all trainers' ──► average ──► the optimizer's own step
+             and then a small vector of counts: which gradients there were, and whose are not finite
+
+The sums are the same bits on all trainers, and so are the parameters. The vector is how all agree what becomes of the
+round: nobody steps before it is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ps_protocol.errors import BadModel, ContributionConflict, NonFiniteGradient
+from ps_protocol.optimizers import HyperParameters
+from ps_protocol.vocabulary import Rank, Round
+
+from ..session import Session
+from .buckets import cut_buckets
+from .group import Group
+
+
+class RingSteps:
+    """As `Steps`, of a trainer whose model has been declared."""
+
+    def __init__(
+        self,
+        session: Session,
+        parameters: Mapping[str, Tensor],
+        stored: Mapping[str, Tensor],
+        optimizer: Optimizer,
+        group: Group,
+    ) -> None:
+        """`stored` is what else belongs to the model. Takes all values of the lowest rank; blocks for that."""
+        self._client = session.client
+        self._parameters = parameters
+        self._optimizer = optimizer
+        self._group = group
+        self.begun: Round = 0  # the newest one
+        self.landed: Round = 0  # the step that is in the parameters
+        device = choose_device(parameters)
+        self._buckets = cut_buckets(parameters, self._client.settings.chosen_bucket_bytes, device)
+        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.parts}
+        self._totals: list[Tensor] = []  # of the buckets that have left: sums of what was put into them
+        self._counts = torch.zeros(len(parameters) + group.size, device=device)  # gradients, then those not finite
+        self._gradients: Mapping[str, Tensor] = {}  # of the step that has begun
+        self._is_finite = True
+        self._is_spoiled = False  # something has left that the script does not stand by
+        self._look_at_parameters()
+        self._spread({**parameters, **stored}, device)
+
+    def _spread(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        copies = {name: tensor.detach().to(device).contiguous() for name, tensor in tensors.items() if tensor.numel()}
+        for copy in copies.values():
+            self._group.spread(copy.reshape(-1).view(torch.uint8))  # whatever its dtype
+        self._group.wait()
+        with torch.no_grad():
+            for name, copy in copies.items():
+                if copy.data_ptr() != tensors[name].data_ptr():
+                    tensors[name].copy_(copy)
+
+    # ------------------------------------------------------------------ the parameters
+
+    def look_for_changes(self) -> None:
+        """A script may have given a parameter other memory. Does not block; BadModel if it has become another one."""
+        if any(_place(parameter) != self._places[name] for name, parameter in self._parameters.items()):
+            for name, parameter in self._parameters.items():
+                before = self._places[name]
+                if (parameter.shape, parameter.dtype) != before[:2]:
+                    raise BadModel(
+                        f"parameter {name!r} has become another one; all trainers agreed on it when the run began",
+                        expected=f"{before[1]} {list(before[0])}",
+                        actual=f"{parameter.dtype} {list(parameter.shape)}",
+                    )
+            self._look_at_parameters()
+
+    def _look_at_parameters(self) -> None:
+        """Where each one's average lies for the optimizer: in its bucket, unless it wants it in another form."""
+        self._places = {name: _place(parameter) for name, parameter in self._parameters.items()}
+        self._averages: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            part = self._bucket_of[name].parts[name]
+            is_alike = (parameter.dtype, parameter.device) == (part.dtype, part.device) and parameter.is_contiguous()
+            self._averages[name] = part.view(parameter.shape) if is_alike else torch.empty_like(parameter).detach()
+
+    # ------------------------------------------------------------------ gradients into the ring
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Take a flat gradient of the next step, before that begins. Does not block.
+
+        Buckets leave in the same order on all trainers, each once it and those before it are full.
+        """
+        self._check_unspoiled()
+        self._bucket_of[name].put(name, gradient)
+        while len(self._totals) < len(self._buckets) and self._buckets[len(self._totals)].is_full:
+            self._send_next()
+
+    def forget_gradients(self) -> None:
+        """Give up what was added. What has left cannot be taken back, and then nor can this step be taken again."""
+        self._is_spoiled = bool(self._totals)
+        for bucket in self._buckets:
+            bucket.begin()
+
+    def _check_unspoiled(self) -> None:
+        if self._is_spoiled:
+            raise ContributionConflict("what has left for the ring cannot be taken back; the script has to end")
+
+    def _send_next(self) -> None:
+        bucket = self._buckets[len(self._totals)]
+        self._totals.append(bucket.flat.sum())
+        self._group.add_up(bucket.flat)
+
+    def begin(self, gradients: Mapping[str, Tensor], numbers: list[HyperParameters], *, is_finite: bool) -> None:
+        """Begin the next step, with all its flat gradients; the numbers are the optimizer's own. Does not block.
+
+        `is_finite` is what a GradScaler thinks of them.
+        """
+        self._check_unspoiled()
+        self.begun = self.landed + 1
+        self._client.begin_round(self.begun)
+        self._gradients = gradients
+        self._is_finite = is_finite or self._client.nonfinite != "skip_round"
+        self._send_all()
+
+    def _send_all(self) -> None:
+        for bucket in self._buckets[len(self._totals) :]:
+            bucket.complete(self._gradients)
+            self._send_next()
+        counts = [float(name in self._gradients) for name in self._parameters] + [0.0] * self._group.size
+        if not self._is_finite or self._find_nonfinite():
+            counts[len(self._parameters) + self._group.rank] = 1.0
+        self._counts.copy_(torch.tensor(counts))
+        self._group.add_up(self._counts)
+
+    def _find_nonfinite(self) -> list[str]:
+        """Parameters of which this trainer's own gradient holds NaN or infinity, unless that is allowed."""
+        if self._client.nonfinite == "allow":
+            return []
+        # A sum that is not finite may have overflowed; of one that is, all elements are.
+        suspects = [
+            bucket for bucket, total in zip(self._buckets, self._totals, strict=True) if not bool(torch.isfinite(total))
+        ]
+        names = (name for bucket in suspects for name in bucket.parts if name in self._gradients)
+        return [name for name in names if not bool(torch.isfinite(self._gradients[name]).all())]
+
+    # ------------------------------------------------------------------ the step
+
+    def take_due(self) -> None:
+        """Wait for the step that has begun, and take it."""
+        self.take()
+
+    def take(self, names: Collection[str] | None = None) -> bool:
+        """The same; False: a ring never goes back. Blocks for the other trainers.
+
+        Raises NonFiniteGradient under `reject` if it is this trainer's gradient; the others wait for another.
+        """
+        while self.begun > self.landed:
+            try:
+                self._group.wait()
+                present, culprits = self._read_counts()
+                if not culprits or self._client.nonfinite != "reject":
+                    self._end(present, culprits)
+                elif self._group.rank in culprits:
+                    self._refuse()
+                else:
+                    self._say(f"round {self.begun} waits for another gradient: NaN or infinity in those of", culprits)
+                    self._forget_round()
+                    self._send_all()
+            except BaseException:
+                self.begun = self.landed
+                raise
+        return False
+
+    def _read_counts(self) -> tuple[list[str], list[Rank]]:
+        counts = self._counts.tolist()
+        present = [name for name, count in zip(self._parameters, counts, strict=False) if count > 0]
+        return present, [rank for rank, count in enumerate(counts[len(self._parameters) :]) if count > 0]
+
+    def _refuse(self) -> None:
+        names = ", ".join(map(repr, self._find_nonfinite()[:3]))
+        self._forget_round()
+        raise NonFiniteGradient(
+            f"trainer {self._group.rank} has NaN or infinity in the gradient of {names} in round {self.begun}"
+        )
+
+    def _say(self, text: str, ranks: Collection[Rank]) -> None:
+        self._client.log.warning(f"{text} {', '.join(f'trainer {rank}' for rank in ranks)}")
+
+    def _forget_round(self) -> None:
+        self._totals.clear()
+        for bucket in self._buckets:
+            bucket.begin()
+
+    def _end(self, present: Collection[str], culprits: Collection[Rank]) -> None:
+        if culprits:
+            self._client.metrics.skipped.inc()
+            self._say(f"round {self.begun} was skipped by all trainers: NaN or infinity in gradients of", culprits)
+        else:
+            self._apply(set(present))
+        self._forget_round()
+        self.landed = self._client.membership.round = self.begun
+        self._client.metrics.rounds.inc()
+        self._client.metrics.round.set(self.landed)
+
+    def _apply(self, present: Collection[str]) -> None:
+        """Step with the averages in place of the script's own gradients, which are there again afterwards."""
+        own = {name: parameter.grad for name, parameter in self._parameters.items()}
+        try:
+            with torch.no_grad():
+                for bucket in self._buckets:
+                    bucket.flat.mul_(1 / self._group.size)
+                for name, parameter in self._parameters.items():
+                    average, part = self._averages[name], self._bucket_of[name].parts[name]
+                    if average.data_ptr() != part.data_ptr():
+                        average.copy_(part.view(parameter.shape))
+                    parameter.grad = average if name in present else None
+            self._optimizer.step()
+        finally:
+            for name, parameter in self._parameters.items():
+                parameter.grad = own[name]
+
+
+def choose_device(parameters: Mapping[str, Tensor]) -> torch.device:
+    """Where gradients are added up: on the parameters' CUDA device, else in the processor's memory."""
+    return next((p.device for p in parameters.values() if p.device.type == "cuda"), torch.device("cpu"))
+
+
+def _place(parameter: Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...], torch.device]:
+    return parameter.shape, parameter.dtype, parameter.stride(), parameter.device
