@@ -19,22 +19,17 @@ class FlatBucket:
         self.parts = dict(
             zip(sizes, torch.split(self.flat, list(sizes.values())), strict=True)
         )  # name -> (size,) float32
-        self._filled: set[str] = set()
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the gradients of all of its parameters are in it."""
-        return len(self._filled) == len(self.parts)
+        self.filled: set[str] = set()  # those of whom it has the next gradient
 
     def put(self, name: str, gradient: Tensor) -> None:
         """Copy a flat gradient of any dtype into it."""
         self.parts[name].copy_(gradient)
-        self._filled.add(name)
+        self.filled.add(name)
 
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
         """Copy what is not in it yet; zeros for parameters without a gradient."""
         for name, part in self.parts.items():
-            if name in self._filled:
+            if name in self.filled:
                 continue
             if name in gradients:
                 part.copy_(gradients[name])
@@ -43,7 +38,7 @@ class FlatBucket:
 
     def begin(self) -> None:
         """The next gradients are to come."""
-        self._filled.clear()
+        self.filled.clear()
 
 
 def cut_buckets(parameters: Mapping[str, Tensor], bucket_bytes: int, device: torch.device) -> list[FlatBucket]:

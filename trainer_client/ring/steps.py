@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ps_protocol.errors import BadModel, ContributionConflict, NonFiniteGradient
+from ps_protocol.errors import BadModel, ContributionConflict, GradientChanged, NonFiniteGradient
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Rank, Round
 
 from ..session import Session
-from .buckets import cut_buckets
+from .buckets import FlatBucket, cut_buckets
 from .group import Group
 
 
@@ -92,12 +92,19 @@ class RingSteps:
     def add(self, name: str, gradient: Tensor) -> None:
         """Take a flat gradient of the next step, before that begins. Does not block.
 
-        Buckets leave in the same order on all trainers, each once it and those before it are full.
+        Buckets leave in the same order on all trainers, each once it and those before it are full. Frozen parameters
+        are not waited for.
         """
         self._check_unspoiled()
         self._bucket_of[name].put(name, gradient)
-        while len(self._totals) < len(self._buckets) and self._buckets[len(self._totals)].is_full:
+        while len(self._totals) < len(self._buckets) and self._is_full(self._buckets[len(self._totals)]):
             self._send_next()
+
+    def _is_full(self, bucket: FlatBucket) -> bool:
+        is_full = all(name in bucket.filled or not self._parameters[name].requires_grad for name in bucket.parts)
+        if is_full:
+            bucket.complete({})
+        return is_full
 
     def forget_gradients(self) -> None:
         """Give up what was added. What has left cannot be taken back, and then nor can this step be taken again."""
@@ -120,6 +127,9 @@ class RingSteps:
         `is_finite` is what a GradScaler thinks of them.
         """
         self._check_unspoiled()
+        for bucket in self._buckets[: len(self._totals)]:
+            if late := bucket.parts.keys() & gradients.keys() - bucket.filled:
+                raise GradientChanged(f"{min(late)!r} was frozen, and has a gradient now, whose bucket has left")
         self.begun = self.landed + 1
         self._client.begin_round(self.begun)
         self._gradients = gradients

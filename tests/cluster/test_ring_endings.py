@@ -1,0 +1,148 @@
+"""Strategy ring when somebody dies, hangs or has no more batches: the others hear who it was, and end."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from signal import SIGKILL, SIGSTOP, Signals
+
+import pytest
+
+from trainer_client.testing import LocalCluster
+
+from .trainer_processes import Plot, Trainer
+
+pytestmark = [pytest.mark.cluster, pytest.mark.ring]
+
+LEASE = 1.0
+ROUND_TIMEOUT = 2.0
+SLACK = 2.5  # heartbeats, the coordinator's tick, the processors' other work
+
+
+@pytest.fixture
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster(
+        pservers=0, trainers=3, strategy="ring", lease_seconds=LEASE, round_timeout_seconds=ROUND_TIMEOUT
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def trainers(cluster: LocalCluster, request: pytest.FixtureRequest) -> Iterator[list[Trainer]]:
+    plots: dict[int, Plot] = getattr(request, "param", {})
+    trainers = [Trainer(cluster.address, rank, plots.get(rank, Plot())) for rank in range(3)]
+    yield trainers
+    for trainer in trainers:
+        trainer.end()
+
+
+@pytest.mark.parametrize("number", [SIGKILL, SIGSTOP], ids=lambda number: number.name)
+def test_who_dies_or_is_stopped_is_named(trainers: list[Trainer], number: Signals) -> None:
+    for trainer in trainers:
+        trainer.wait_for("round", 5)
+    at = trainers[1].signal(number)
+    for trainer in (trainers[0], trainers[2]):
+        end = trainer.wait_for_end()
+        assert (end.what, end.facts["ranks"]) == ("TrainerLost", [1])
+        assert "trainer 1 was lost: no heartbeat" in end.text
+        assert end.at - at < LEASE + SLACK
+
+
+@pytest.mark.parametrize("trainers", [{2: Plot(hangs_after=4)}], indirect=True, ids=["in round 5"])
+def test_who_hangs_is_named(trainers: list[Trainer]) -> None:
+    at = trainers[2].wait_for("hanging").at
+    for trainer in trainers[:2]:
+        end = trainer.wait_for_end()
+        assert (end.what, end.facts["missing"]) == ("RoundTimeout", [2])
+        assert "trainer 2 did not bring gradients into the ring for round 5" in end.text
+        assert end.at - at < ROUND_TIMEOUT + SLACK
+
+
+@pytest.mark.parametrize("trainers", [{0: Plot(steps=4)}], indirect=True, ids=["after round 4"])
+def test_who_has_fewer_batches_is_named(cluster: LocalCluster, trainers: list[Trainer]) -> None:
+    at = trainers[0].wait_for("done").at
+    for trainer in trainers[1:]:
+        end = trainer.wait_for_end()
+        assert (end.what, end.facts["ranks"]) == ("TrainerLeft", [0])
+        assert "all trainers need as many batches" in end.text
+        assert end.at - at < SLACK
+    assert cluster.status().state == "failed"
+
+
+SCRIPT = """
+    import sys, torch
+    from trainer_client import RemoteOptimizer, connect
+    session = connect()
+    weight = torch.nn.Parameter(torch.zeros(100_000))
+    optimizer = RemoteOptimizer(torch.optim.SGD([weight], lr=1.0), overlap=True)
+    {before}
+    while optimizer.round < {rounds}:
+        optimizer.zero_grad()
+        weight.sum().backward()
+        optimizer.step()
+        print("round", optimizer.round, flush=True)
+        {in_each_round}
+    print("value", weight[0].item())
+"""
+
+
+def write_script(folder: Path, *, rounds: int, before: str = "", in_each_round: str = "") -> list[str]:
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT).format(rounds=rounds, before=before, in_each_round=in_each_round))
+    return [sys.executable, "-W", "error", str(script)]
+
+
+def test_the_processes_of_the_others_end_too(cluster: LocalCluster, tmp_path: Path) -> None:
+    """Though gloo itself would wait for one that is stopped."""
+    command = write_script(tmp_path, rounds=1_000_000)
+    children = [cluster.start_trainer(rank, command) for rank in range(3)]
+    deadline = time.monotonic() + 60
+    while not any("] round 20" in line for line in cluster.output):
+        assert time.monotonic() < deadline, cluster.output
+        time.sleep(0.05)
+    children[2].signal(SIGSTOP)
+    assert [child.wait(15) for child in children[:2]] == [1, 1]
+    for rank in range(2):
+        assert any(line.startswith(f"[trainer {rank}] ps_protocol.errors.TrainerLost") for line in cluster.output)
+
+
+def test_a_script_that_fails_is_named_with_its_reason(cluster: LocalCluster, tmp_path: Path) -> None:
+    command = write_script(
+        tmp_path, rounds=9, in_each_round="if optimizer.round == 3 and session.rank == 1: raise ValueError('no data')"
+    )
+    assert cluster.run_trainers(command, timeout=60) == [1, 1, 1]
+    for rank in (0, 2):
+        said = f"[trainer {rank}] ps_protocol.errors.TrainerLost: trainer 1 failed: ValueError: no data"
+        assert said in cluster.output
+
+
+def test_the_scripts_own_process_group_is_used_if_it_fits(cluster: LocalCluster, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    (tmp_path / "sitecustomize.py").write_text("")
+    begin = f"dist.init_process_group('gloo', init_method='file://{store}', rank=session.rank, world_size=3)"
+    command = write_script(tmp_path, rounds=3)
+    source = Path(command[-1])
+    source.write_text(
+        source.read_text()
+        .replace("session = connect()", f"session = connect()\nimport torch.distributed as dist\n{begin}")
+        .replace(
+            'print("value"',
+            'assert optimizer._steps._group._group is dist.group.WORLD\ndist.barrier()\nprint("value"',
+        )
+        + "dist.destroy_process_group()\n"
+    )
+    assert cluster.run_trainers(command, timeout=60) == [0, 0, 0], cluster.output
+    assert sum("value -3.0" in line for line in cluster.output) == 3
+
+
+def test_one_that_only_some_have_made_is_said(cluster: LocalCluster, tmp_path: Path) -> None:
+    """Rank 0 alone has one, of another size: it is left alone."""
+    begin = f"dist.init_process_group('gloo', init_method='file://{tmp_path / 'store'}', rank=0, world_size=1)"
+    command = write_script(tmp_path, rounds=3)
+    source = Path(command[-1])
+    text = f"session = connect()\nimport torch.distributed as dist\nif session.rank == 0: {begin}"
+    source.write_text(source.read_text().replace("session = connect()", text))
+    assert cluster.run_trainers(command, timeout=60) == [0, 0, 0], cluster.output
