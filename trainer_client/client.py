@@ -127,7 +127,7 @@ class ParameterClient:
             self.metrics.registry,
             settings.metrics_host,
             port,
-            lambda: bool(self.pservers),
+            lambda: self.is_declared,
             tokens=None if settings.tokens_dir is None else TokenFolder(settings.tokens_dir, self._warn),
             tls=settings.metrics_tls,
         )

@@ -34,7 +34,9 @@ class RemoteOptimizer(Optimizer):
         optimizer = RemoteOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-3))
 
     It is a `torch.optim.Optimizer` over the same `param_groups`, so learning-rate schedulers work on it: every push
-    carries the groups' current numbers. The wrapped optimizer's own `step()` is called for local steps only.
+    carries the groups' current numbers. The wrapped optimizer's own `step()` is called for local steps, and where the
+    run's strategy is a ring: then there are no pservers, the trainers average their gradients among themselves, and
+    `state_dict()` is complete.
 
     The constructor joins the run, waits for all trainers and pservers, and pulls the initial values of the lowest
     rank into the parameters (and into the buffers and frozen parameters of `model`, if given), so that everybody
@@ -42,7 +44,7 @@ class RemoteOptimizer(Optimizer):
     Every argument is also a setting (`GRADPOST_*`); the argument wins.
 
     Args:
-        optimizer: one of the element-wise optimizers of torch.optim; only read.
+        optimizer: one of the element-wise optimizers of torch.optim, and only read; in a ring any but LBFGS.
         model: gives its buffers (batch norm statistics) and frozen parameters their start, and parameters their names.
         session: from `connect()`; by default the open session, or a new one made with `arguments`.
         outer: with local steps, the optimizer that steps on the pservers, over the same parameters; by default SGD with
@@ -52,7 +54,7 @@ class RemoteOptimizer(Optimizer):
             `slice_parameters`, `nonfinite`, `bucket_bytes`, `retry_seconds`; those that shape the plan must be the
             same on all trainers. `overlap` (False): gradients leave while backward still runs, after
             `accumulate_steps` (1) passes each; `overlap_pulls` (False): the modules of `model` wait for what they
-            compute with, instead of `step()` for everything.
+            compute with, instead of `step()` for everything. `strategy` and `mode` are what the script expects.
 
     Raises:
         UnsupportedOptimizer, BadModel, ModelMismatch: before anything was sent to a pserver.

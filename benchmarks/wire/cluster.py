@@ -1,4 +1,4 @@
-"""A cluster whose processes are on machines of their own; the coordinator shares one with the first pserver."""
+"""A cluster whose processes are on machines of their own; the coordinator shares one with the first pserver, if any."""
 
 from __future__ import annotations
 
@@ -29,17 +29,20 @@ TICK_SECONDS = 0.2
 class WiredCluster:
     """Services that run, and trainers when they are asked for; no process outlives this one."""
 
-    def __init__(self, pservers: Sequence[Machine], trainers: Sequence[Machine], folder: Path) -> None:
+    def __init__(
+        self, pservers: Sequence[Machine], trainers: Sequence[Machine], folder: Path, coordinator: Machine | None = None
+    ) -> None:
+        """Without pservers it is a ring, whose coordinator needs a machine."""
+        home = coordinator or pservers[0]
         self._trainers = trainers
         self._folder = folder
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
         self._measured: dict[str, dict[str, Any]] = {}
         self._guardian = Guardian()
-        self._coordinator = f"http://{pservers[0].address}:{COORDINATOR_PORT}"
-        numbers = {"GRADPOST_NUM_PSERVERS": len(pservers), "GRADPOST_NUM_TRAINERS": len(trainers)}
-        self._services = [
-            self._start_service("coordinator", pservers[0], COORDINATOR_PORT, "services.coordinator", numbers)
-        ]
+        self._coordinator = f"http://{home.address}:{COORDINATOR_PORT}"
+        numbers: dict[str, Any] = {"GRADPOST_NUM_TRAINERS": len(trainers)}
+        numbers |= {"GRADPOST_NUM_PSERVERS": len(pservers)} if pservers else {"GRADPOST_STRATEGY": "ring"}
+        self._services = [self._start_service("coordinator", home, COORDINATOR_PORT, "services.coordinator", numbers)]
         for index, machine in enumerate(pservers):
             own = {"GRADPOST_PSERVER_INDEX": index}
             self._services.append(
@@ -65,6 +68,11 @@ class WiredCluster:
             for child in children:
                 child.stop(grace_seconds=5)
         return [self._measured[child.name] for child in children]
+
+    @property
+    def pserver_pids(self) -> list[int]:
+        """In the order of their indices."""
+        return [service.pid for service in self._services[1:]]
 
     def close(self) -> None:
         for service in reversed(self._services):
@@ -114,10 +122,12 @@ class WiredCluster:
 
 
 @contextmanager
-def started(pservers: Sequence[Machine], trainers: Sequence[Machine]) -> Iterator[WiredCluster]:
+def started(
+    pservers: Sequence[Machine], trainers: Sequence[Machine], coordinator: Machine | None = None
+) -> Iterator[WiredCluster]:
     """A cluster on these machines, ended with the block."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gradpost-"))
-        cluster = WiredCluster(pservers, trainers, Path(folder))
+        cluster = WiredCluster(pservers, trainers, Path(folder), coordinator)
         stack.callback(cluster.close)
         yield cluster

@@ -13,14 +13,18 @@ from ps_protocol.wire_types import WireTypes
 
 from .defaults import RunDefaults
 
-_OF_PSERVERS = ("min_block_size", "placement", "slice_parameters", "push_type", "pull_type", "topk", "local_steps")
+# What only pservers have, or do. Where a value says what is so without them, that value.
+_OF_PSERVERS = {
+    **dict.fromkeys(("min_block_size", "placement", "slice_parameters", "topk")),
+    **{"push_type": "float32", "pull_type": "float32", "local_steps": 0},
+}
 
 
 def plan_model(model: DeclareModel, defaults: RunDefaults, num_pservers: int) -> SlicePlan:
     """The slice plan of a declared model. Raises BadModel or UnsupportedOptimizer."""
     parameters = [ParameterSpec(*fields) for fields in model.parameters]
     if defaults.consistency.is_ring:
-        if useless := [name for name in _OF_PSERVERS if getattr(model, name)]:
+        if useless := [name for name, same in _OF_PSERVERS.items() if getattr(model, name) not in (None, same)]:
             raise BadModel(f"{', '.join(useless)} would have no effect with strategy ring, which has no pservers")
         return make_ring_plan(parameters, model.buffers)
     if defaults.consistency.is_async and model.nonfinite == "skip_round":

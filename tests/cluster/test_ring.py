@@ -33,6 +33,7 @@ from .up_support import ROOT, RunningUp
 pytestmark = [pytest.mark.cluster, pytest.mark.ring]
 
 STEPS = 20
+UP = ["--strategy", "ring", "--trainers", "2", "--", "python", "examples/digits.py"]
 SMALL = {"bucket_bytes": 2000}  # many buckets
 ROUNDING = 2e-6  # of values around 1
 
@@ -141,6 +142,20 @@ def test_buckets_go_round_while_backward_runs(ring: LocalCluster) -> None:
     run_trainers(ring.address, [work, work], bucket_bytes=1000)
 
 
+def test_all_cut_as_the_lowest_rank_does(ring: LocalCluster) -> None:
+    def work(session: Session, bucket_bytes: int) -> int:
+        model = nn.ModuleList([nn.Linear(30, 30) for _ in range(3)])
+        optimizer = RemoteOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), session=session, bucket_bytes=bucket_bytes
+        )
+        model[0].weight.grad = torch.ones(30, 30)
+        optimizer.step()
+        assert isinstance(optimizer._steps, RingSteps)
+        return len(optimizer._steps._buckets)
+
+    assert run_trainers(ring.address, [partial(work, bucket_bytes=n) for n in (4000, 10_000_000)]) == [3, 3]
+
+
 def test_a_gradient_that_has_left_may_not_change(ring: LocalCluster) -> None:
     def work(session: Session) -> None:
         model = nn.Linear(20, 20)
@@ -215,46 +230,29 @@ def test_optimizers_that_mix_elements_will_do(ring: LocalCluster, cls: Any) -> N
 
 
 def test_a_state_dict_is_complete_and_can_be_loaded(ring: LocalCluster) -> None:
-    """Half the steps, and the other half by another optimizer that has loaded its state."""
+    """Half the steps, and the other half in another run by an optimizer that has loaded all of it."""
 
-    def some_steps(session: Session, parts: list[range], states: list[dict[str, Any]]) -> dict[str, Tensor]:
+    def some_steps(session: Session, part: range, begin: dict[str, Any] | None = None) -> dict[str, Any]:
         parameters = make_parameters()
-        for part in parts:
-            optimizer = RemoteOptimizer(make_optimizer("AdamW", parameters, local=False), session=session)
-            if states:
-                optimizer.load_state_dict(states[-1])
-            for step in part:
-                set_gradients(parameters, step, session.rank)
-                optimizer.step()
-                change_rates(optimizer, step)
-            states.append(optimizer.state_dict())
-        return values_of(parameters)
+        if begin is not None:
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    parameter.copy_(begin["values"][name])
+        optimizer = RemoteOptimizer(make_optimizer("AdamW", parameters, local=False), session=session)
+        groups = optimizer.param_groups
+        if begin is not None:
+            optimizer.load_state_dict(begin["optimizer"])
+        assert optimizer.param_groups is groups  # which a schedule may hold
+        for step in part:
+            set_gradients(parameters, step, session.rank)
+            optimizer.step()
+            change_rates(optimizer, step)
+        return {"values": values_of(parameters), "optimizer": optimizer.state_dict()}
 
-    whole = run_trainers(ring.address, [lambda session: some_steps(session, [range(6)], [])] * 2)[0]
-    states: list[list[dict[str, Any]]] = [[], []]
-    halves: list[dict[str, Tensor]] = []
-    for part in (range(3), range(3, 6)):
-
-        def half(session: Session, part: range = part) -> dict[str, Tensor]:
-            parameters = make_parameters()
-            if halves:
-                with torch.no_grad():
-                    for name, parameter in parameters.items():
-                        parameter.copy_(halves[0][name])
-            optimizer = RemoteOptimizer(make_optimizer("AdamW", parameters, local=False), session=session)
-            groups = optimizer.param_groups
-            if states[session.rank]:
-                optimizer.load_state_dict(states[session.rank][0])
-            assert optimizer.param_groups is groups  # which a schedule may hold
-            for step in part:
-                set_gradients(parameters, step, session.rank)
-                optimizer.step()
-                change_rates(optimizer, step)
-            states[session.rank].append(optimizer.state_dict())
-            return values_of(parameters)
-
-        halves = run_trainers(ring.address, [half, half])
-    assert_identical(halves[0], whole)
+    whole = run_trainers(ring.address, [partial(some_steps, part=range(6))] * 2)
+    first = run_trainers(ring.address, [partial(some_steps, part=range(3))] * 2)
+    second = run_trainers(ring.address, [partial(some_steps, part=range(3, 6), begin=begin) for begin in first])
+    assert_identical(second[0]["values"], whole[0]["values"])
 
 
 def test_what_a_ring_cannot_do_is_refused(ring: LocalCluster) -> None:
@@ -429,8 +427,8 @@ def test_training_outlives_the_coordinator() -> None:
 
 
 def test_up_trains_the_digits_without_a_pserver(tmp_path: Path) -> None:
-    arguments = ("--json", "--strategy", "ring", "--trainers", "2", "--", "python", ROOT / "examples" / "digits.py")
-    with RunningUp(*arguments, folder=tmp_path) as up:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    with RunningUp("--json", *UP, folder=tmp_path) as up:
         code, stdout, stderr = up.finish()
         assert up.has_left_nothing(), up.left()
     assert code == 0, stderr

@@ -72,9 +72,8 @@ class Group:
         self._client.at_leave.append(self.close)
 
     async def _connect(self, rendezvous: str) -> None:
-        host = address_towards(self._client.settings.coordinator)
-
         def connect() -> Any:
+            host = address_towards(self._client.settings.coordinator)
             store = self._store = self._store or join_store(rendezvous, self._patience)
             return _make_group(store, self.rank, self.size, self._device, host, self._patience)
 

@@ -43,7 +43,9 @@ class RingSteps:
         self.begun: Round = 0  # the newest one
         self.landed: Round = 0  # the step that is in the parameters
         device = choose_device(parameters)
-        self._buckets = cut_buckets(parameters, self._client.settings.chosen_bucket_bytes, device)
+        self._buckets = cut_buckets(
+            parameters, self._agree_on(self._client.settings.chosen_bucket_bytes, device), device
+        )
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.parts}
         self._totals: list[Tensor] = []  # of the buckets that have left: sums of what was put into them
         self._counts = torch.zeros(len(parameters) + group.size, device=device)  # gradients, then those not finite
@@ -52,6 +54,13 @@ class RingSteps:
         self._is_spoiled = False  # something has left that the script does not stand by
         self._look_at_parameters()
         self._spread({**parameters, **stored}, device)
+
+    def _agree_on(self, bucket_bytes: int, device: torch.device) -> int:
+        """That of the lowest rank: all have to cut alike."""
+        chosen = torch.tensor([bucket_bytes], device=device)
+        self._group.spread(chosen)
+        self._group.wait()
+        return int(chosen.item())
 
     def _spread(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         copies = {name: tensor.detach().to(device).contiguous() for name, tensor in tensors.items() if tensor.numel()}
@@ -180,8 +189,9 @@ class RingSteps:
                     self._say(f"round {self.begun} waits for another gradient: NaN or infinity in those of", culprits)
                     self._forget_round()
                     self._send_all()
-            except BaseException:
+            except BaseException as error:
                 self.begun = self.landed
+                self._is_spoiled = not isinstance(error, NonFiniteGradient)  # the others are elsewhere by now
                 raise
         return False
 

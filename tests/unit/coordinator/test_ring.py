@@ -65,11 +65,17 @@ def test_a_pserver_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"local_steps": 2}, {"push_type": "int8"}, {"min_block_size": 8}, {"slice_parameters": True}], ids=str
+    "changes",
+    [{"local_steps": 2}, {"push_type": "int8"}, {"min_block_size": 8}, {"slice_parameters": True}, {"topk": 1.0}],
+    ids=str,
 )
 def test_what_only_pservers_do_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(BadModel, match=f"{next(iter(changes))} would have no effect with strategy ring"):
         declare(ring(), 0, **changes)
+
+
+def test_what_is_so_anyhow_is_taken() -> None:
+    declare(ring(), 0, push_type="float32", pull_type="float32", local_steps=0)
 
 
 def test_it_outlives_its_coordinator() -> None:

@@ -15,6 +15,8 @@ MODULES = [
     "services.runtime.scopes",
     "gradpost.output",
     "gradpost.plan",
+    "benchmarks.wire.strategies",
+    "trainer_client.ring.buckets",
 ]
 
 

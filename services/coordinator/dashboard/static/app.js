@@ -36,11 +36,12 @@ async function refresh() {
     const most = Math.max(50, Math.min(500, Math.floor(POINTS / Math.max(1, status.trainers.length))));
     showCurves(await ask(`v1/curves?max_points=${most}`), isSync(status) ? "round" : "step of the trainer");
   }
-  if (status.plan_digest === null) parameters.forgetParameters();
+  const canRead = status.plan_digest !== null && status.num_pservers > 0;  // a ring has none
+  if (!canRead) parameters.forgetParameters();
   else if (parameters.needsParameters(status)) parameters.showParameters(await ask("v1/parameters"));
   turn += 1;
   followEvents();
-  if (status.plan_digest !== null && isSeen(byId("parameter"))) await refreshStatistics();
+  if (canRead && isSeen(byId("parameter"))) await refreshStatistics();
 }
 
 // A pserver that is away or a value that is not there yet is no reason to stop showing the rest.

@@ -1,0 +1,178 @@
+"""What a step costs each machine with pservers and with a ring: bytes by its interface's counters, processor time.
+
+    python -m benchmarks.wire.strategies [--megabits 1000] [--elements 25000000] [--json FILE]
+
+Linux, root, `ip` and `tc` (iproute2). Nothing of the machine's own network is touched, and nothing is left behind. With
+the defaults it takes some 5 minutes.
+
+Each cluster trains three times: to warm up, some steps, and then more. What the last run has more of is divided by the
+steps that it has more: then neither the start, nor the initial values, nor heartbeats are in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from .cluster import WiredCluster, started
+from .ending import clean_up_when_told_to_end
+from .machines import INTERFACE, Machine, check_requirements, connected_machines
+
+MEGABIT = 1_000_000
+BYTES = 4  # of an element
+FEW_STEPS = 2
+START_SECONDS = 120.0
+
+# Trainers and pservers; 0 of these: a ring.
+SHAPES = [(2, 0), (3, 0), (4, 0), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a step costs one machine, and what the formulas say of its bytes in one direction."""
+
+    role: str
+    out_bytes: float
+    in_bytes: float
+    cpu_seconds: float
+    formula_bytes: float
+
+    @property
+    def error(self) -> float:
+        """By how much the direction that is further off is off, as a share."""
+        return max(abs(one / self.formula_bytes - 1) for one in (self.out_bytes, self.in_bytes))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a step of one cluster."""
+
+    num_trainers: int
+    num_pservers: int
+    num_bytes: int  # S
+    seconds: float
+    nodes: tuple[Node, ...]
+
+
+def formula(role: str, num_bytes: int, num_trainers: int, num_pservers: int) -> float:
+    """Bytes in, and as many out, of one machine in one step.
+
+    >>> formula("trainer", 120, 3, 0), formula("trainer", 120, 3, 2), formula("pserver", 120, 3, 2)
+    (160.0, 120, 180.0)
+    """
+    if role == "pserver":
+        return num_trainers * num_bytes / num_pservers
+    return num_bytes if num_pservers else 2 * (num_trainers - 1) * num_bytes / num_trainers
+
+
+def measure(num_trainers: int, num_pservers: int, bits: int, elements: int, steps: int) -> Cost:
+    """Raises OSError if there can be no machines, RuntimeError if a process fails or takes far too long."""
+    with cluster_of(num_trainers, num_pservers, bits) as (cluster, pservers, trainers):
+        _train(cluster, elements, FEW_STEPS)
+        before = _look(pservers + trainers, cluster)
+        few = _train(cluster, elements, FEW_STEPS)
+        between = _look(pservers + trainers, cluster)
+        many = _train(cluster, elements, FEW_STEPS + steps)
+        after = _look(pservers + trainers, cluster)
+    num_bytes, nodes = BYTES * elements, []
+    for i in range(num_pservers + num_trainers):
+        role = "pserver" if i < num_pservers else "trainer"
+        out, in_ = (
+            ((after[0][i][way] - between[0][i][way]) - (between[0][i][way] - before[0][i][way])) / steps
+            for way in (0, 1)
+        )
+        if role == "pserver":
+            cpu = ((after[1][i] - between[1][i]) - (between[1][i] - before[1][i])) / steps
+        else:
+            cpu = (many[i - num_pservers]["cpu_seconds"] - few[i - num_pservers]["cpu_seconds"]) / steps
+        nodes.append(Node(role, out, in_, cpu, formula(role, num_bytes, num_trainers, num_pservers)))
+    seconds = statistics.median(many[0]["seconds"][FEW_STEPS:])
+    return Cost(num_trainers, num_pservers, num_bytes, seconds, tuple(nodes))
+
+
+@contextmanager
+def cluster_of(
+    num_trainers: int, num_pservers: int, bits: int
+) -> Iterator[tuple[WiredCluster, list[Machine], list[Machine]]]:
+    """With the coordinator on a machine of its own, so that its few bytes are nobody else's."""
+    with connected_machines(1 + num_pservers + num_trainers, bits) as machines:
+        pservers, trainers = machines[1 : 1 + num_pservers], machines[1 + num_pservers :]
+        with started(pservers, trainers, machines[0]) as cluster:
+            yield cluster, pservers, trainers
+
+
+def _train(cluster: WiredCluster, elements: int, steps: int) -> list[dict[str, object]]:
+    arguments = ["--elements", str(elements), "--steps", str(steps)]
+    return cluster.train(arguments, START_SECONDS + 60.0 * steps, "benchmarks.wire.strategy_trainer")
+
+
+def _look(machines: Sequence[Machine], cluster: WiredCluster) -> tuple[list[tuple[int, int]], list[float]]:
+    """Bytes out and in of every machine, and processor seconds of every pserver, until now."""
+    cpu = [psutil.Process(pid).cpu_times() for pid in cluster.pserver_pids]
+    return [machine.call(_count_bytes) for machine in machines], [times.user + times.system for times in cpu]
+
+
+def _count_bytes() -> tuple[int, int]:
+    """Sent and received by the machine that the calling thread is in."""
+    text = Path("/proc/thread-self/net/dev").read_text()
+    [line] = re.findall(rf"^ *{INTERFACE}:(.*)$", text, re.MULTILINE)
+    columns = line.split()
+    return int(columns[8]), int(columns[0])
+
+
+def describe(cost: Cost) -> str:
+    """A row for each role of a Markdown table."""
+    rows = []
+    for role in ("trainer", "pserver"):
+        nodes = [node for node in cost.nodes if node.role == role]
+        if not nodes:
+            continue
+        out, in_, cpu = (
+            statistics.mean(getattr(node, name) for node in nodes) for name in ("out_bytes", "in_bytes", "cpu_seconds")
+        )
+        kind = f"ring of {cost.num_trainers}" if not cost.num_pservers else (
+            f"{cost.num_trainers} trainers, {cost.num_pservers} pserver{'s' if cost.num_pservers > 1 else ''}"
+        )  # fmt: skip
+        rows.append(
+            f"| {kind} | {role} | {nodes[0].formula_bytes / 1e6:.1f} | {out / 1e6:.1f} | {in_ / 1e6:.1f} | "
+            f"{max(node.error for node in nodes):.1%} | {cpu:.2f} | {cost.seconds:.2f} |"
+        )
+    return "\n".join(rows)
+
+
+HEAD = """| cluster | machine | formula, MB each way | MB out | MB in | off by at most | CPU s | s a step |
+|---|---|--:|--:|--:|--:|--:|--:|"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabits", type=float, default=1000, help="a second, of each link")
+    parser.add_argument("--elements", type=int, default=25_000_000, help="parameters")
+    parser.add_argument("--steps", type=int, default=5, help="that are measured")
+    parser.add_argument("--json", type=Path, help="write every machine there")
+    options = parser.parse_args()
+    try:
+        check_requirements()
+    except OSError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    clean_up_when_told_to_end()
+    costs = []
+    print(HEAD, flush=True)
+    for num_trainers, num_pservers in SHAPES:
+        bits = int(options.megabits * MEGABIT)
+        costs.append(measure(num_trainers, num_pservers, bits, options.elements, options.steps))
+        print(describe(costs[-1]), flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(cost) for cost in costs], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

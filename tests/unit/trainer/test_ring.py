@@ -1,0 +1,44 @@
+"""Strategy ring: flat buckets, and the address under which trainers meet."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+
+from trainer_client.ring.buckets import FlatBucket, cut_buckets
+from trainer_client.ring.rendezvous import address_towards, join_store, open_store
+
+pytestmark = pytest.mark.ring
+
+CPU = torch.device("cpu")
+
+
+def test_buckets_begin_with_the_last_parameter_and_never_cut_one() -> None:
+    sizes = {"a": 5, "large": 100, "b": 3, "scalar": 1, "none": 0}
+    parameters = {name: torch.empty(size) for name, size in sizes.items()}
+    buckets = cut_buckets(parameters, 16, CPU)
+    assert [list(bucket.parts) for bucket in buckets] == [["none", "scalar", "b"], ["large"], ["a"]]
+    assert [bucket.flat.numel() for bucket in buckets] == [4, 100, 5]
+
+
+def test_what_is_not_there_is_zero_each_time() -> None:
+    bucket = FlatBucket({"a": 2, "b": 1}, CPU)
+    bucket.put("a", torch.ones(2, dtype=torch.bfloat16))
+    bucket.complete({"b": torch.full((1,), 3.0)})
+    assert bucket.flat.tolist() == [1.0, 1.0, 3.0]
+    bucket.begin()
+    bucket.complete({"b": torch.full((1,), 4.0)})
+    assert bucket.flat.tolist() == [0.0, 0.0, 4.0]
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:7070", "https://127.0.0.1", "http://localhost:7070/prefix"])
+def test_a_coordinator_on_this_machine_is_reached_from_loopback(url: str) -> None:
+    assert address_towards(url) in ("127.0.0.1", "::1")
+
+
+def test_a_store_is_found_at_the_address_that_was_offered() -> None:
+    store, rendezvous = open_store("127.0.0.1", timedelta(seconds=5))
+    store.set("key", "value")
+    assert join_store(rendezvous, timedelta(seconds=5)).get("key") == b"value"
