@@ -313,10 +313,8 @@ class Cluster:
     def need_pservers(self) -> None:
         """Raise NoPservers if what is asked for is theirs to answer, and there are none."""
         if self._defaults.consistency.is_ring:
-            text = (
-                "with strategy ring there are no pservers: values, checkpoints and controls are the training script's"
-            )
-            raise NoPservers(f"{text} own affair", expected="strategy ps", actual="strategy ring")
+            text = "with strategy ring there are no pservers: values, checkpoints and controls are the script's affair"
+            raise NoPservers(text, expected="strategy ps", actual="strategy ring")
 
     @property
     def rounds(self) -> list[Round]:

@@ -105,7 +105,7 @@ def test_overlap_changes_no_bit(ring: LocalCluster, kind: str) -> None:
 
 
 def test_buckets_go_round_while_backward_runs(ring: LocalCluster) -> None:
-    """The first layer's backward waits until the sum of the last one's gradients is here."""
+    """The first layer's backward waits for the sum of the third one's gradients; the last one is frozen."""
 
     class Wait(torch.autograd.Function):
         @staticmethod
@@ -123,7 +123,8 @@ def test_buckets_go_round_while_backward_runs(ring: LocalCluster) -> None:
             raise AssertionError("no bucket has gone round while backward was running")
 
     def work(session: Session) -> None:
-        model = nn.ModuleList([nn.Linear(30, 30) for _ in range(3)])
+        model = nn.ModuleList([nn.Linear(30, 30) for _ in range(4)])
+        model[3].requires_grad_(False)
         optimizer = RemoteOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1), model=model, session=session, overlap=True
         )
