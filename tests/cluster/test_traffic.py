@@ -12,7 +12,7 @@ from benchmarks.wire.strategies import measure
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ring, pytest.mark.extended, pytest.mark.timeout(180)]
 
-ELEMENTS, STEPS = 2_000_000, 6
+ELEMENTS, STEPS = 2_000_000, 4
 BITS = 4_000_000_000
 TOLERANCE = 0.05
 
@@ -26,7 +26,7 @@ def can_have_machines() -> None:
 
 
 @pytest.mark.usefixtures("can_have_machines")
-@pytest.mark.parametrize(("trainers", "pservers"), [(2, 0), (3, 0), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("trainers", "pservers"), [(3, 0), (2, 2)])  # docs/ps-or-ring.md has more
 def test_bytes_of_a_step(trainers: int, pservers: int) -> None:
     cost = measure(trainers, pservers, BITS, ELEMENTS, STEPS)
     assert len(cost.nodes) == trainers + pservers
