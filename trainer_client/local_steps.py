@@ -16,7 +16,7 @@ from ps_protocol.errors import BadModel
 
 
 class LocalSteps:
-    """The steps between two pushes. Keeps one copy of the parameters; the inner optimizer's slots are its own."""
+    """The steps between two pushes. Keeps two copies of the parameters; the inner optimizer's slots are its own."""
 
     def __init__(self, inner: Optimizer, parameters: Mapping[str, Tensor], num_steps: int) -> None:
         self._inner = inner
@@ -24,6 +24,7 @@ class LocalSteps:
         self._num_steps = num_steps
         self._done = 0
         self._anchors: dict[str, Tensor] = {}
+        self._outer: dict[str, Tensor] = {}  # memory of what is pushed
 
     def begin(self) -> None:
         """The parameters are those of the pservers: steps count from here."""
@@ -46,9 +47,16 @@ class LocalSteps:
         return self._done >= self._num_steps
 
     def outer_gradients(self) -> dict[str, Tensor]:
-        """By parameter name, tensors of shape (numel,): what the parameters were minus what they are."""
+        """By parameter name, tensors of shape (numel,): what the parameters were minus what they are.
+
+        They hold until the next call.
+        """
         with torch.no_grad():
-            return {name: (self._anchors[name] - p).reshape(-1) for name, p in self._parameters.items()}
+            for name, parameter in self._parameters.items():
+                if name not in self._outer:
+                    self._outer[name] = torch.empty_like(self._anchors[name])
+                torch.sub(self._anchors[name], parameter, out=self._outer[name])
+        return {name: outer.reshape(-1) for name, outer in self._outer.items()}
 
 
 def check_outer(inner: Optimizer, outer: Optimizer) -> None:
