@@ -21,6 +21,7 @@ from .allocation_script import ELEMENTS
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.overlap,
+    pytest.mark.extended,
     pytest.mark.skipif(sys.platform != "linux", reason="counts the page faults of allocations by glibc"),
 ]
 
@@ -71,7 +72,6 @@ def test_no_step_makes_a_large_buffer() -> None:
         assert per_pair(counts) < LARGE_BYTES, (kind, counts)
 
 
-@pytest.mark.extended
 def test_nor_with_steps_that_are_delayed() -> None:
     [counts] = measure([{}], max_delay=1).values()
     assert per_pair(counts) < LARGE_BYTES, counts
