@@ -16,7 +16,7 @@ ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check test-all chaos reference audit bench study clean
+.PHONY: help install train test check test-all test-gpu chaos reference audit bench study clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ test-all: test $(ADAPTERS_STAMP) ## test, then what takes longer or needs more
 $(VENV)/.%: requirements-%.lock $(STAMP)
 	$(BIN)/python -m pip install --quiet -r $<
 	@touch $@
+
+test-gpu: install ## test on this machine's GPU; where there is none it says so and passes
+	$(BIN)/python -m pytest tests/gpu -rs
 
 chaos: install ## disturb real clusters at random and judge what they did (ARGS="--minutes 3 --seed 1"); docs/faults.md
 	$(BIN)/python -m tests.chaos $(ARGS)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ps_protocol.errors import BadModel
 from ps_protocol.plan import SlicePlan
 
+from .device_copies import ParameterCopies, host_memory, is_away
 from .tensors import TORCH_DTYPES, lands_directly, wire_dtype
 
 
@@ -20,15 +21,18 @@ class Landing:
     pulled, and not to what a script may have made of that: then they lie apart, too.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], plan: SlicePlan, max_delay: int) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], plan: SlicePlan, max_delay: int, *, are_awaited: bool = False
+    ) -> None:
+        """`are_awaited`: whoever computes with a parameter takes its new value first."""
         self._parameters = parameters
+        self._copies = ParameterCopies(are_awaited=are_awaited)
         self._plan = plan
         self._dtypes = {name: TORCH_DTYPES[plan.pulled(name)] for name in parameters}
         self._versions: dict[str, int] = {}
         self._is_apart = max_delay > 0 or plan.wire.pulls_differences
-        shapes = [(name, p.shape, self._dtypes[name]) for name, p in parameters.items()]
         self.sets: list[dict[str, Tensor]] = (
-            [{name: torch.empty(shape, dtype=dtype) for name, shape, dtype in shapes} for _ in range(max_delay + 1)]
+            [{name: host_memory(p, self._dtypes[name]) for name, p in parameters.items()} for _ in range(max_delay + 1)]
             if self._is_apart
             else [landing_of(parameters, self._dtypes)]
         )
@@ -61,10 +65,14 @@ class Landing:
         """Parameters that somebody else has written to since they were pulled."""
         return [name for name, parameter in self._parameters.items() if parameter._version != self._versions[name]]
 
+    def begin(self) -> None:
+        """A step has begun, and its pull will write to a set. Blocks for copies from there to a device."""
+        self._copies.begin(self._parameters)
+
     def take(self, index: int, names: Iterable[str]) -> None:
         """What a set holds goes to these parameters."""
         taken = {name: self._parameters[name] for name in names}
-        copy_landed(taken, self.sets[index])
+        copy_landed(taken, self.sets[index], self._copies)
         self._versions.update((name, parameter._version) for name, parameter in taken.items())
 
 
@@ -73,18 +81,20 @@ def landing_of(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype])
     return {
         name: tensor.detach()
         if lands_directly(tensor) and tensor.dtype == dtypes[name]
-        else torch.empty(tensor.shape, dtype=dtypes[name])
+        else host_memory(tensor, dtypes[name])
         for name, tensor in tensors.items()
     }
 
 
-def copy_landed(tensors: Mapping[str, Tensor], landed: Mapping[str, Tensor]) -> None:
+def copy_landed(tensors: Mapping[str, Tensor], landed: Mapping[str, Tensor], copies: ParameterCopies) -> None:
     """Copy what was pulled to where it could not be written directly: other devices, other memory formats."""
     written = []  # by the network
     with torch.no_grad():
         for name, tensor in tensors.items():
             if tensor.data_ptr() == landed[name].data_ptr():
                 written.append(tensor)
+            elif is_away(tensor):
+                copies.copy(tensor, landed[name])
             else:
                 tensor.copy_(landed[name])
     # Autograd did not see that: a second backward through the old graph must fail, as ever.

@@ -11,6 +11,7 @@ from ps_protocol.errors import ContributionConflict, NonFiniteGradient, PserverL
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Round
 
+from .device_copies import GradientCopies, ParameterCopies, is_away
 from .landing import Landing, copy_landed, landing_of
 from .local_steps import LocalSteps
 from .pipeline import Pipeline
@@ -35,7 +36,10 @@ class Steps:
         self._local = local
         self._is_by_parameter = self._client.settings.overlap_pulls
         self._pipeline = Pipeline(self._client, self._io, by_parameter=self._is_by_parameter)
-        self._landing = Landing(parameters, self._client.plan, self._pipeline.max_delay)
+        self._landing = Landing(
+            parameters, self._client.plan, self._pipeline.max_delay, are_awaited=self._is_by_parameter
+        )
+        self._copies = GradientCopies(self._pipeline.max_delay + 1)
         self._pipeline.bind(self._landing.sets)
         self.begun: Round = 0  # the newest one
         self.landed: Round = 0  # the step whose pull is in the parameters
@@ -72,7 +76,7 @@ class Steps:
     def _pull_stored(self) -> None:
         landing = landing_of(self._stored, {name: tensor.dtype for name, tensor in self._stored.items()})
         self._io.run(self._client.pull_buffers({name: writable_bytes(tensor) for name, tensor in landing.items()}))
-        copy_landed(self._stored, landing)
+        copy_landed(self._stored, landing, ParameterCopies(are_awaited=False))
         self._has_stored = True
 
     def look_for_changes(self) -> None:
@@ -93,16 +97,32 @@ class Steps:
             )
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Take a flat gradient of the next step, before that begins. Does not block."""
-        self._pipeline.add(self.begun + 1, name, gradient)
+        """Take a flat gradient of the next step, before that begins. Does not block.
+
+        One that is on a device leaves when a later one is added, or the step begins: once it has been copied.
+        """
+        if not is_away(gradient):
+            self._pipeline.add(self.begun + 1, name, gradient)
+            return
+        self._copies.begin(self.begun + 1, {name: gradient})
+        for arrived, host in self._copies.arrived():
+            self._pipeline.add(self.begun + 1, arrived, host)
 
     def forget_gradients(self) -> None:
         """Give up what was added; what is staged already stays. Does not block."""
+        self._copies.forget()
         self._pipeline.forget_gradients()
 
     def begin(self, gradients: Mapping[str, Tensor], numbers: list[HyperParameters], *, is_finite: bool) -> None:
-        """Begin the next step, with all its flat gradients. Does not block."""
+        """Begin the next step, with all its flat gradients. Blocks for those that are on a device, and have to come."""
         step = self.begun + 1
+        self._landing.begin()
+        away = {name: gradients[name] for name in reversed(list(gradients)) if is_away(gradients[name])}
+        if away:
+            self._copies.begin(step, away)
+            for arrived, host in self._copies.finish():
+                self._pipeline.add(step, arrived, host)
+            gradients = {**gradients, **{name: self._copies.host(step, name) for name in away}}
         self._pipeline.begin(step, gradients, numbers, computed_on=self.landed, is_finite=is_finite)
         self.begun = step
         self._pending = set(self._parameters)
@@ -127,9 +147,11 @@ class Steps:
                 return False
             newest = self._pipeline.wait(step)
         except RolledBack as error:
+            self._copies.forget()
             self._go_back(error)
             return True
         except BaseException as error:
+            self._copies.forget()
             self.begun = self._pipeline.newest  # a step that fails takes those behind it along
             self._pending = set()
             if isinstance(error, ContributionConflict) and self._refused is not None:
