@@ -243,6 +243,12 @@ class FutureRound(Conflict):
     code = "future_round"
 
 
+class NormChanged(Conflict):
+    """The round's gradient here is not the one of the global norm that the get brought: ask for the norms again."""
+
+    code = "norm_changed"
+
+
 class DelayExceeded(Conflict):
     """The gradient was computed on parameters older than `max_delay` allows."""
 

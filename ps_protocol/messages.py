@@ -253,6 +253,7 @@ class DeclareModel(Message):
     pull_type: PullType | None = Field(default=None, description="what values are on the wire to trainers")
     topk: float | None = Field(default=None, gt=0, le=1, description="share of a block's elements that `topk` pushes")
     local_steps: int = Field(default=0, ge=0, description="steps of the trainers' own optimizers between pushes")
+    max_grad_norm: float | None = Field(default=None, gt=0, description="clip the aggregated gradient to this norm")
     aliases: dict[str, str] = Field(default={}, description="further names of tied tensors, for exported models")
     rendezvous: str | None = Field(
         default=None, max_length=300, description="strategy ring, rank 0: where the trainers meet; its own affair"
@@ -270,6 +271,7 @@ class PlanReady(Message):
     start: Round = Field(default=1, description="the first round, or step, that this trainer pushes for")
     nonfinite: NonfinitePolicy = Field(default="reject", description="what becomes of a gradient with NaN or infinity")
     rendezvous: str | None = Field(default=None, description="strategy ring: what rank 0 has declared")
+    max_grad_norm: float | None = Field(default=None, description="gets bring the global norm of the gradient")
 
 
 class TrainerHeartbeat(Message):
@@ -344,6 +346,7 @@ class InstallRun(Message):
     incarnation: Incarnation = Field(description="of the pserver that is meant")
     consistency: Consistency
     nonfinite: NonfinitePolicy
+    max_grad_norm: float | None = Field(default=None, description="rounds are stepped once a get brings their norm")
     round_timeout_seconds: float = Field(description="after which those who wait are told who is missing, and fail")
     durability: Durability = "none"
     checkpoint_rounds: int = Field(default=0, ge=0, description="rounds between checkpoints; 0: none")

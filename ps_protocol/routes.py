@@ -8,6 +8,7 @@ METRICS = "/metrics"
 # pserver: tensors (raw ASGI endpoints)
 SEND = "/v1/send"
 GET = "/v1/get"
+NORM = "/v1/norm"
 BARRIER = "/v1/barrier"
 INITIAL = "/v1/initial"
 # pserver: control and inspection
@@ -57,12 +58,14 @@ ROLL_BACK = "/v1/rollback"
 TARGETS = "/v1/targets"
 CHECKPOINTS = "/v1/checkpoints"
 
-# "batch" or "fetch" on a barrier; "batch" on a get lets the batch barrier ride on it
+# "batch" or "fetch" on a barrier; "batch" on a get, or on the question for a norm, lets the batch barrier ride on it
 BARRIER_HEADER = "gradpost-barrier"
 # "nonfinite" with a batch barrier: the trainer's own gradient, or what a pserver said of it, holds NaN or infinity
 VERDICT_HEADER = "gradpost-verdict"
 # on a get in the synchronous mode: the trainer has all blocks as they were after this round, and wants what is newer
 HAVE_HEADER = "gradpost-have"
+# on a get where gradients are clipped: digest, sum of squares here, sum of squares everywhere (see norms.py)
+NORM_HEADER = "gradpost-norm"
 # how long the server may hold the answer back, in seconds; it answers round_pending after that
 WAIT_HEADER = "gradpost-wait-seconds"
 
