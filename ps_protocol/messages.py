@@ -535,6 +535,16 @@ class BarrierAnswer(Message):
     notice: str = ""
 
 
+class NormAnswer(Message):
+    """The sum of squares of a pserver's part of a round's gradient, and a digest of whose it is made of.
+
+    None if the round was applied without: it stepped nothing, or was restored from a disk.
+    """
+
+    contributions: str = ""
+    sum_of_squares: float | None = None
+
+
 def heartbeat_period(lease_seconds: float) -> float:
     """How often a member says that it lives: three times in a lease, and once a second at least.
 

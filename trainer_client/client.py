@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,12 +17,22 @@ from ps_protocol.errors import RolledBack, WrongDtype, WrongShape
 from ps_protocol.fence import Fence
 from ps_protocol.frames import encode_header
 from ps_protocol.messages import DeclareModel, PserverInfo, RunSummary, TrainerJoined
+from ps_protocol.norms import AgreedNorm, ShardNorm
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import COMPUTED_ON_KEY, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY
 from ps_protocol.tokens import TokenFolder, TokenPair
-from ps_protocol.vocabulary import DTYPE_BYTES, PROTOCOL_VERSION, NonfinitePolicy, ParameterSpec, Rank, Round
+from ps_protocol.vocabulary import (
+    DTYPE_BYTES,
+    PROTOCOL_VERSION,
+    NonfinitePolicy,
+    ParameterSpec,
+    PserverIndex,
+    Rank,
+    Round,
+)
 
+from .agreement import NormAgreement
 from .authorization import BearerAuth
 from .buckets import Bucket, Payload, make_buckets
 from .differences import Differences
@@ -37,7 +48,16 @@ from .transport import make_control_client
 T = TypeVar("T")
 
 # Settings that a trainer states with its model, so that they may still be chosen after it has joined.
-_OF_THE_PLAN = {"min_block_size", "placement", "slice_parameters", "nonfinite", "push_type", "pull_type", "topk"}
+_OF_THE_PLAN = {
+    "min_block_size",
+    "placement",
+    "slice_parameters",
+    "nonfinite",
+    "push_type",
+    "pull_type",
+    "topk",
+    "max_grad_norm",
+}
 _OF_LOCAL_STEPS = {"local_steps", "outer_lr", "outer_momentum", "outer_nesterov"}
 _OF_OVERLAP = {"bucket_bytes", "overlap", "overlap_pulls", "accumulate_steps"}
 DECLARED_SETTINGS = frozenset(_OF_THE_PLAN | _OF_LOCAL_STEPS | _OF_OVERLAP)
@@ -83,6 +103,8 @@ class ParameterClient:
         self.start: Round = 1  # the first round that this trainer pushes for
         self.nonfinite: NonfinitePolicy = "reject"  # of the run
         self.rendezvous: str | None = None  # strategy ring: where trainers meet
+        self.max_grad_norm: float | None = None  # of the run
+        self.grad_norm: float | None = None  # of the newest round that was pulled, before it was clipped
         self.must_upload = False  # the initial values are this trainer's to push
         self.membership = Membership(self.settings, self._control)
 
@@ -166,6 +188,7 @@ class ParameterClient:
                     pull_type=settings.pull_type,
                     topk=settings.topk,
                     local_steps=settings.local_steps,
+                    max_grad_norm=settings.max_grad_norm,
                     aliases=dict(aliases or {}),
                     rendezvous=rendezvous,
                 )
@@ -175,6 +198,7 @@ class ParameterClient:
         self.uploader = ready.uploader
         self.must_upload = ready.uploader == self.joined.rank and ready.start == 1
         self.start, self.nonfinite, self.rendezvous = ready.start, ready.nonfinite, ready.rendezvous
+        self.max_grad_norm = ready.max_grad_norm
         self.membership.round = ready.start - 1
         news = self.membership.news
         news.attempt = news.newest_attempt = ready.attempt
@@ -328,13 +352,15 @@ class ParameterClient:
         specs = [self.plan.parameter[name] for name in (self.plan.parameter if names is None else names)]
         values = {spec.name: torch.empty(spec.shape, dtype=TORCH_DTYPES[self.plan.pulled(spec.name)]) for spec in specs}
         destinations = self.destinations({name: writable_bytes(tensor) for name, tensor in values.items()})
-        pulled = await self.membership.guard(
-            _gather(
-                pserver.get(round_, wanted, names=() if names is None else list(wanted))
-                for pserver, wanted in zip(self.pservers, destinations, strict=True)
-                if wanted or names is None
+
+        async def fetch(index: int, norm: AgreedNorm | None) -> Pulled:
+            wanted = destinations[index]
+            return await self.pservers[index].get(
+                round_, wanted, norm=norm, names=() if names is None else list(wanted)
             )
-        )
+
+        indices = [index for index, wanted in enumerate(destinations) if wanted or names is None]
+        pulled = await self._fetch_all(round_, indices, fetch)
         self._settle(round_, pulled)
         if names is None:
             self.membership.round = max(self.membership.round, round_)
@@ -414,23 +440,48 @@ class ParameterClient:
         `is_finite` says whether every pserver found this trainer's gradient finite. `on_landed` is told the name of
         each block as soon as it is there, if the run's pulls are no differences.
         """
-        pulled = await self.membership.guard(
-            _gather(
-                pserver.get(
-                    round_,
-                    wanted,
-                    with_batch_barrier=with_batch_barrier,
-                    is_finite=is_finite,
-                    have=None if have is None else have[index],
-                    differences=None if differences is None else differences[index],
-                    on_landed=on_landed,
-                )
-                for index, (pserver, wanted) in enumerate(zip(self.pservers, destinations, strict=True))
+
+        async def fetch(index: int, norm: AgreedNorm | None) -> Pulled:
+            return await self.pservers[index].get(
+                round_,
+                destinations[index],
+                with_batch_barrier=with_batch_barrier,
+                is_finite=is_finite,
+                norm=norm,
+                have=None if have is None else have[index],
+                differences=None if differences is None else differences[index],
+                on_landed=on_landed,
             )
+
+        pulled = await self._fetch_all(
+            round_, range(len(self.pservers)), fetch, with_batch_barrier=with_batch_barrier, is_finite=is_finite
         )
         self._settle(round_, pulled)
         self.membership.round = round_
         return [one.version for one in pulled]
+
+    async def _fetch_all(
+        self,
+        round_: Round,
+        indices: Sequence[PserverIndex],
+        fetch: Callable[[PserverIndex, AgreedNorm | None], Coroutine[Any, Any, Pulled]],
+        **barrier: bool,
+    ) -> list[Pulled]:
+        """Call `fetch` for these pservers; where gradients are clipped, with the round's norm."""
+        if self.max_grad_norm is None or round_ == 0:
+            return await self.membership.guard(_gather(fetch(index, None) for index in indices))
+
+        async def ask() -> list[ShardNorm | None]:
+            return await _gather(
+                pserver.norm(round_, **{"with_batch_barrier": False, **barrier}) for pserver in self.pservers
+            )
+
+        agreement = NormAgreement(ask)
+        pulled = await self.membership.guard(
+            _gather(agreement.bring(index, partial(fetch, index)) for index in indices)
+        )
+        self.grad_norm = agreement.norm
+        return pulled
 
     async def pull_buffers(self, memory: Mapping[str, memoryview]) -> None:
         """Fetch all buffers of the run (name -> writable bytes)."""

@@ -88,7 +88,8 @@ class Overlap:
             if self._parameters[name].grad is not gradient or gradient._version != version:
                 raise GradientChanged(
                     f"the gradient of {name!r} was changed after it had left. What is to be done to gradients before "
-                    "the step, such as clipping or a GradScaler's unscale_, needs overlap=False"
+                    "the step, such as clipping or a GradScaler's unscale_, needs overlap=False; "
+                    "max_grad_norm clips what is aggregated, with overlap, too"
                 )
 
     def begin(self) -> None:

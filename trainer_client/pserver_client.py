@@ -27,7 +27,8 @@ from ps_protocol.errors import (
 )
 from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE, FrameLimits
-from ps_protocol.messages import BarrierAnswer, PserverInfo, PushAnswer
+from ps_protocol.messages import BarrierAnswer, NormAnswer, PserverInfo, PushAnswer
+from ps_protocol.norms import AgreedNorm, ShardNorm
 from ps_protocol.routes import (
     APPLIED_KEY,
     BARRIER,
@@ -37,6 +38,8 @@ from ps_protocol.routes import (
     HAVE_HEADER,
     HEALTH,
     INITIAL,
+    NORM,
+    NORM_HEADER,
     SEND,
     SINCE_KEY,
     SKIPPED_KEY,
@@ -189,6 +192,20 @@ class PserverClient:
 
         return await self._repeat(BARRIER, attempt, round_)
 
+    async def norm(self, round_: Round, *, with_batch_barrier: bool, is_finite: bool = True) -> ShardNorm | None:
+        """Wait until this pserver has aggregated a round, and return its part of the norm; None if it is over."""
+
+        async def attempt() -> NormAnswer:
+            headers = {**self._fence.at_round(round_).to_headers(), WAIT_HEADER: f"{WAIT_SECONDS:g}"}
+            if with_batch_barrier:
+                headers |= {BARRIER_HEADER: "batch", **_verdict(is_finite)}
+            response = await self._http.send("POST", self._url(NORM), headers)
+            _raise_for_problem(response)
+            return NormAnswer.model_validate_json(response.content)
+
+        answer = await self._repeat(NORM, attempt, round_)
+        return None if answer.sum_of_squares is None else ShardNorm(answer.contributions, answer.sum_of_squares)
+
     async def get(
         self,
         round_: Round,
@@ -196,6 +213,7 @@ class PserverClient:
         *,
         with_batch_barrier: bool = False,
         is_finite: bool = True,
+        norm: AgreedNorm | None = None,
         names: Sequence[str] = (),
         have: Round | None = None,
         differences: Differences | None = None,
@@ -205,12 +223,15 @@ class PserverClient:
 
         With `have` they hold the blocks of that version already, and those that have not changed are left as they are;
         if the run's pulls are differences, it needs `differences`, which are added to them in the end.
+        `norm` lets the pserver step a round that is to be clipped; raises NormChanged if it is another one there.
         Without `names` the whole shard is fetched and every block of it needs a destination. `on_landed` is told the
         name of each block that is there; without `differences`, which are added when all of them are.
         """
         headers = {WAIT_HEADER: f"{WAIT_SECONDS:g}"}
         if with_batch_barrier:
             headers |= {BARRIER_HEADER: "batch", **_verdict(is_finite)}
+        if norm is not None:
+            headers[NORM_HEADER] = norm.to_header()
         if have is not None:
             headers[HAVE_HEADER] = str(have)
         asked = perf_counter()

@@ -52,9 +52,10 @@ class RemoteOptimizer(Optimizer):
         arguments: `local_steps` (0: none; else `optimizer` steps here, and every so many steps the difference is
             pushed, as the gradient of `outer`), `coordinator`, `mode`, `min_block_size`, `placement`,
             `slice_parameters`, `nonfinite`, `bucket_bytes`, `retry_seconds`; those that shape the plan must be the
-            same on all trainers. `overlap` (False): gradients leave while backward still runs, after
-            `accumulate_steps` (1) passes each; `overlap_pulls` (False): the modules of `model` wait for what they
-            compute with, instead of `step()` for everything. `strategy` and `mode` are what the script expects.
+            same on all trainers. `max_grad_norm` (None): clip the aggregated gradient to this norm. `overlap` (False):
+            gradients leave while backward still runs, after `accumulate_steps` (1) passes each; `overlap_pulls`
+            (False): the modules of `model` wait for what they compute with, instead of `step()` for everything.
+            `strategy` and `mode` are what the script expects.
 
     Raises:
         UnsupportedOptimizer, BadModel, ModelMismatch: before anything was sent to a pserver.
@@ -122,6 +123,11 @@ class RemoteOptimizer(Optimizer):
         since the one before, so that `for _ in range(optimizer.num_steps): schedule.step()` follows them.
         """
         return self._num_steps
+
+    @property
+    def grad_norm(self) -> float | None:
+        """With `max_grad_norm`: the 2-norm of the newest round's aggregated gradient before it was clipped."""
+        return self._session.client.grad_norm
 
     def summary(self) -> RunSummary:
         """The run in a few numbers, as the servers saw it."""

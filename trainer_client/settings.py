@@ -83,6 +83,12 @@ class TrainerSettings(BaseSettings):
     push_type: PushType | None = Field(default=None, description=_OF_THE_PLAN)
     pull_type: PullType | None = Field(default=None, description=_OF_THE_PLAN)
     topk: float | None = Field(default=None, gt=0, le=1, description=_OF_THE_PLAN)
+    max_grad_norm: float | None = Field(
+        default=None,
+        gt=0,
+        description="synchronous mode: before the optimizer steps, the aggregated gradient is clipped to this norm, "
+        "taken over all parameters. The same on all trainers; none: it is not",
+    )
     local_steps: int = Field(
         default=0,
         ge=0,

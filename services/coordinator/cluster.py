@@ -401,6 +401,7 @@ class Cluster:
             incarnation=self.run_incarnations[index],
             consistency=defaults.consistency,
             nonfinite=self._nonfinite,
+            max_grad_norm=run.declaration.max_grad_norm,
             round_timeout_seconds=patience,
             durability=defaults.durability,
             checkpoint_rounds=defaults.checkpoint_interval(run.plan),
@@ -461,6 +462,7 @@ class Cluster:
             start=run.membership.starts.get(rank, (run.resume or 0) + 1),
             nonfinite=self._nonfinite,
             rendezvous=run.declaration.rendezvous if run.declaration else None,
+            max_grad_norm=run.declaration.max_grad_norm if run.declaration else None,
         )
 
     @property

@@ -29,6 +29,10 @@ def plan_model(model: DeclareModel, defaults: RunDefaults, num_pservers: int) ->
         return make_ring_plan(parameters, model.buffers)
     if defaults.consistency.is_async and model.nonfinite == "skip_round":
         raise BadModel("nonfinite skip_round belongs to the synchronous mode: there are no rounds in the others")
+    if model.max_grad_norm is not None and defaults.consistency.is_async:
+        raise BadModel("max_grad_norm belongs to the synchronous mode: in the others there is no common gradient")
+    if model.max_grad_norm is not None and model.local_steps:
+        raise BadModel("max_grad_norm with local_steps: clip before each of them, with clip_grad_norm_")
     wire = WireTypes(
         model.push_type or defaults.push_type, model.pull_type or defaults.pull_type, model.topk or defaults.topk
     )

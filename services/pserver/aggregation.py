@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -54,6 +55,20 @@ class Aggregator:
             begin = end
         self._scale(begin, end, scale)
         return self._gradient, tuple(present)
+
+    def sum_of_squares(self, present: Sequence[str]) -> float:
+        """Of the newest gradient's blocks, in float64; how they are cut changes its rounding only."""
+        sums = []
+        for name in present:
+            view = self._views[name]
+            for at in range(0, len(view), PIECE):
+                piece = view[at : at + PIECE].double()
+                sums.append(float(torch.dot(piece, piece)))
+        return sum(sums) if any(map(math.isnan, sums)) or math.inf in sums else math.fsum(sums)
+
+    def scale(self, coefficient: float) -> None:
+        """Multiply all of the newest gradient."""
+        self._gradient.mul_(coefficient)
 
     def encode(self, present: Sequence[str] | None) -> list[memoryview]:
         """The bytes of the newest gradient, not copied: of all of it, or of these blocks in the given order."""

@@ -24,6 +24,7 @@ from ps_protocol.controls import NONE, override_rates
 from ps_protocol.errors import GradpostError, ModeMismatch, QueueFull, RoundPending, StaleRound, TryAgain
 from ps_protocol.fence import Fence
 from ps_protocol.messages import BarrierAnswer, FrozenRounds, InstallMembers, InstallRun, PushAnswer
+from ps_protocol.norms import AgreedNorm
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.routes import APPLIED_KEY, HISTORY_KEY
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
@@ -444,7 +445,9 @@ class AsyncRun(PserverRun):
 
     # ------------------------------------------------------------------ get
 
-    async def get(self, fence: Fence, wait_seconds: float, names: Sequence[str] = ()) -> Reply:
+    async def get(
+        self, fence: Fence, wait_seconds: float, names: Sequence[str] = (), norm: AgreedNorm | None = None
+    ) -> Reply:
         """The newest parameters, once the clocks allow it to a trainer that has pushed step `fence.round`.
 
         Raises RoundPending if that takes longer than `wait_seconds` (the caller asks again), RoundTimeout when others

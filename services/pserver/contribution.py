@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from ps_protocol.errors import ContributionConflict
 from ps_protocol.optimizers import HyperParameters
-from ps_protocol.vocabulary import Rank, Round
+from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 Payload = TypeVar("Payload")
 
@@ -18,6 +18,7 @@ class Contribution(Generic[Payload]):
     """What one trainer has staged here; complete once it has said how many blocks there are."""
 
     blocks: dict[str, Payload] = field(default_factory=dict)
+    incarnation: Incarnation = 0  # which life of the trainer it is from
     num_blocks: int | None = None
     hyper_parameters: list[HyperParameters] | None = None
     computed_on: Round | None = None  # asynchronous modes: the step after which its parameters were pulled

@@ -15,14 +15,15 @@ from starlette.types import Receive, Scope, Send
 from ps_protocol.errors import BadHeader, BodyTooLarge, GradpostError, MalformedFrame
 from ps_protocol.fence import MAX_DIGITS, Fence
 from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES
-from ps_protocol.routes import BARRIER_HEADER, HAVE_HEADER, VERDICT_HEADER, WAIT_HEADER
+from ps_protocol.norms import AgreedNorm
+from ps_protocol.routes import BARRIER_HEADER, HAVE_HEADER, NORM_HEADER, VERDICT_HEADER, WAIT_HEADER
 from ps_protocol.vocabulary import Round
 from services.runtime.own_memory import send_from
 
 from .bodies import content_length, discard_body, receive_body
 from .in_flight import WaitingGets
 from .pserver import Pserver
-from .run import BarrierKind
+from .run import BarrierKind, PserverRun
 
 MAX_WAIT_SECONDS = 30.0
 MAX_GET_BODY_BYTES = 1024 * 1024
@@ -82,23 +83,32 @@ class TensorEndpoints:
         async with self._waiting.place(fence.rank):
             await _send_parts(scope, send, (await run.get_buffers(fence)).parts)
 
+    async def norm(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the norm of this shard's part of a round's gradient; the batch barrier may ride on it."""
+        headers = _headers(scope)
+        await discard_body(receive)
+        fence = Fence.from_headers(headers)
+        run = self._pserver.run
+        wait_seconds = _wait_seconds(headers)
+        _count_riding_barrier(run, fence, headers)
+        async with self._waiting.place(fence.rank):
+            answer = await run.get_norm(fence, wait_seconds)
+        await _send_json(send, answer.model_dump_json())
+
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one version of the shard, or of the blocks named in the body (a JSON list)."""
         headers = _headers(scope)
         fence = Fence.from_headers(headers)
         run = self._pserver.run
         wait_seconds = _wait_seconds(headers)
-        if BARRIER_HEADER in headers and _barrier_kind(headers) != "batch":
-            raise BadHeader("only the batch barrier may ride on a get", expected="batch")
-        is_finite = _is_finite(headers)
         have = _have(headers)
+        norm = AgreedNorm.from_header(headers[NORM_HEADER]) if NORM_HEADER in headers else None
         names = await _receive_names(receive)
         run.check_fence(fence)
         run.check_names(names)
-        if BARRIER_HEADER in headers:  # last, since a request that is refused must not have counted
-            run.barrier_arrived(fence, "batch", is_finite=is_finite)
+        _count_riding_barrier(run, fence, headers)  # last, since a request that is refused must not have counted
         async with self._waiting.place(fence.rank):
-            reply = await run.get(fence, wait_seconds, names)
+            reply = await run.get(fence, wait_seconds, names, norm)
             run.transports.add(scope["http_version"])
             parts = reply.parts_for(have)
             async with reply.reading():
@@ -118,6 +128,15 @@ def _barrier_kind(headers: dict[str, str]) -> BarrierKind:
             return "fetch"
         case other:
             raise BadHeader(f"the header {BARRIER_HEADER} names no barrier", expected="batch or fetch", actual=other)
+
+
+def _count_riding_barrier(run: PserverRun, fence: Fence, headers: dict[str, str]) -> None:
+    is_finite = _is_finite(headers)
+    if BARRIER_HEADER not in headers:
+        return
+    if _barrier_kind(headers) != "batch":
+        raise BadHeader("only the batch barrier may ride on another request", expected="batch")
+    run.barrier_arrived(fence, "batch", is_finite=is_finite)
 
 
 def _is_finite(headers: dict[str, str]) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
+from ps_protocol.norms import ShardNorm
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 
@@ -18,29 +20,44 @@ class History:
     participants: dict[Round, tuple[Rank, ...]] = field(default_factory=dict)
     nonfinite: dict[Round, tuple[Rank, ...]] = field(default_factory=dict)
     steps: dict[Rank, tuple[Incarnation, Round]] = field(default_factory=dict)
+    norms: dict[Round, ShardNorm] = field(default_factory=dict)  # where gradients are clipped
 
-    def add(self, round_: Round, ranks: tuple[Rank, ...], nonfinite: tuple[Rank, ...], *, keep: int) -> None:
+    def add(
+        self,
+        round_: Round,
+        ranks: tuple[Rank, ...],
+        nonfinite: tuple[Rank, ...],
+        norm: ShardNorm | None = None,
+        *,
+        keep: int,
+    ) -> None:
         """A round was applied; of those before it `keep` - 1 are remembered."""
         self.participants[round_] = ranks
         if nonfinite:
             self.nonfinite[round_] = nonfinite
-        for known in (self.participants, self.nonfinite):
+        if norm is not None:
+            self.norms[round_] = norm
+        known: dict[Round, Any]
+        for known in (self.participants, self.nonfinite, self.norms):
             for old in [old for old in known if old <= round_ - keep]:
                 del known[old]
 
     def copy(self) -> History:
         """Another one with the same content."""
-        return History(dict(self.participants), dict(self.nonfinite), dict(self.steps))
+        return History(dict(self.participants), dict(self.nonfinite), dict(self.steps), dict(self.norms))
 
     def to_json(self) -> str:
         """As it stands in a checkpoint."""
-        return json.dumps([list(known.items()) for known in (self.participants, self.nonfinite, self.steps)])
+        every = (self.participants, self.nonfinite, self.steps, self.norms)
+        return json.dumps([list(known.items()) for known in every])
 
     @classmethod
     def from_json(cls, text: str) -> History:
         """The same back.
 
         >>> History.from_json(History({7: (0, 1)}, {7: (1,)}).to_json())
-        History(participants={7: (0, 1)}, nonfinite={7: (1,)}, steps={})
+        History(participants={7: (0, 1)}, nonfinite={7: (1,)}, steps={}, norms={})
         """
-        return cls(*({key: tuple(values) for key, values in items} for items in json.loads(text)))
+        *rest, norms = json.loads(text)
+        participants, nonfinite, steps = ({key: tuple(values) for key, values in items} for items in rest)
+        return cls(participants, nonfinite, steps, {round_: ShardNorm(*norm) for round_, norm in norms})

@@ -6,8 +6,8 @@ from typing import Any
 
 from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE
-from ps_protocol.messages import BarrierAnswer, PushAnswer
-from ps_protocol.routes import BARRIER_HEADER, HAVE_HEADER, VERDICT_HEADER, WAIT_HEADER
+from ps_protocol.messages import BarrierAnswer, NormAnswer, PushAnswer
+from ps_protocol.routes import BARRIER_HEADER, HAVE_HEADER, NORM_HEADER, VERDICT_HEADER, WAIT_HEADER
 
 _BINARY = {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 
@@ -36,7 +36,10 @@ _VERDICT = _header(
 )  # fmt: skip
 
 
-def _json_answer(model: type[PushAnswer] | type[BarrierAnswer]) -> dict[str, Any]:
+_WAIT = _header(WAIT_HEADER, "how long to wait at most, in seconds", required=False, schema={"type": "number"})
+
+
+def _json_answer(model: type[PushAnswer] | type[BarrierAnswer] | type[NormAnswer]) -> dict[str, Any]:
     return {"200": {"description": "done", "content": {"application/json": {"schema": model.model_json_schema()}}}}
 
 
@@ -62,7 +65,8 @@ GET_OPENAPI: dict[str, Any] = {
             required=False,
             schema={"type": "integer"},
         ),
-        _header(WAIT_HEADER, "how long to wait at most, in seconds", required=False, schema={"type": "number"}),
+        _header(NORM_HEADER, "where gradients are clipped: digest, sum of squares here and everywhere", required=False),
+        _WAIT,
     ],
     "requestBody": {
         "required": False,
@@ -74,6 +78,12 @@ BUFFERS_OPENAPI: dict[str, Any] = {
     "tags": ["tensors"],
     "parameters": _FENCE,
     "responses": {"200": {"description": "all buffers of this pserver", "content": _BINARY}},
+}
+NORM_OPENAPI: dict[str, Any] = {
+    "tags": ["tensors"],
+    "description": "Waits until the round's contributions are complete. The batch barrier may ride on it.",
+    "parameters": [*_FENCE, {**_BARRIER, "required": False}, _VERDICT, _WAIT],
+    "responses": _json_answer(NormAnswer),
 }
 BARRIER_OPENAPI: dict[str, Any] = {
     "tags": ["tensors"],

@@ -4,6 +4,8 @@
                                        ▲                                                     │
                                        └───────────── r + 1 is applied only after ───────────┘
 
+Where gradients are clipped, Measure(r) comes before Apply(r), which then waits for a get that brings the global norm.
+
 Barriers are sets of ranks, so one that is sent twice counts once. While members change, between freeze and install,
 barriers are held back: they count, or not, once it is known who takes part. Nothing here waits, knows a clock or
 touches a tensor: a staged block is an opaque payload that can be compared with another.
@@ -15,8 +17,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic
 
+import xxhash
+
 from ps_protocol.errors import ContributionMissing, FutureRound, StaleRound
 from ps_protocol.messages import FrozenRounds
+from ps_protocol.norms import ShardNorm
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
@@ -38,6 +43,12 @@ class Apply(Generic[Payload]):
     nonfinite: tuple[Rank, ...] = ()  # whose barriers said so: then the round steps nothing, on every pserver alike
 
     @property
+    def identity(self) -> str:
+        """A digest of whose contributions these are: the same on every pserver."""
+        lives = [(rank, one.incarnation) for rank, one in zip(self.ranks, self.contributions, strict=True)]
+        return xxhash.xxh3_64_hexdigest(repr((self.round, lives, self.nonfinite)).encode())
+
+    @property
     def hyper_parameters(self) -> list[HyperParameters]:
         """Those of the lowest rank: the same set on every pserver, so the same choice."""
         if not self.contributions:
@@ -45,6 +56,13 @@ class Apply(Generic[Payload]):
         chosen = self.contributions[0].hyper_parameters
         assert chosen is not None  # a complete contribution has them
         return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Measure(Generic[Payload]):
+    """Order to aggregate what will be applied, and to tell its norm to those who ask; `norm_agreed` follows."""
+
+    apply: Apply[Payload]
 
 
 class Rounds(Generic[Payload]):
@@ -61,12 +79,16 @@ class Rounds(Generic[Payload]):
         *,
         applied: Round = 0,
         history: History | None = None,
+        clips: bool = False,
     ) -> None:
+        """`clips`: no round is applied before its global norm is known."""
         self.members = dict(members)
         self.max_delay = max_delay
         self.applied = applied
         self.history = history or History()  # of the newest k + 1 applied rounds
+        self.measuring: Apply[Payload] | None = None  # complete, and waits for the global norm
         self.applying: Apply[Payload] | None = None
+        self._clips = clips
         self.is_frozen = False
         self.paused_from: Round | None = None  # no such round is applied until somebody says so
         self._starts: dict[Rank, Round] = {}  # of those who have not been here from round 1
@@ -116,6 +138,7 @@ class Rounds(Generic[Payload]):
 
     def __repr__(self) -> str:
         state = f"batch barriers: {len(self.batch_barriers)} of {len(self.required(self.open))}"
+        state = "measuring" if self.measuring else state
         state = "applying" if self.applying else "frozen" if self.is_frozen else "paused" if self.is_paused else state
         waiting = ", ".join(f"trainer {rank}" for rank in self.missing) or "nobody"
         return f"<Round {self.open} [{state} | waiting for: {waiting}]>"
@@ -156,7 +179,7 @@ class Rounds(Generic[Payload]):
         All or nothing, see `Contribution.stage`. A push proves the fetch of what its gradient was computed on.
         """
         round_ = self.open if round_ is None else round_
-        contribution = self._staged.get(round_, {}).get(rank, Contribution())
+        contribution = self._staged.get(round_, {}).get(rank, Contribution(incarnation=self.members.get(rank, 0)))
         num_new = contribution.stage(rank, round_, blocks, num_blocks, hyper_parameters)
         self._staged.setdefault(round_, {})[rank] = contribution
         self._has_fetched(rank, round_ - 1 - self.max_delay)
@@ -172,8 +195,8 @@ class Rounds(Generic[Payload]):
 
     def batch_barrier_arrived(
         self, rank: Rank, incarnation: Incarnation, round_: Round, *, is_finite: bool = True
-    ) -> Apply[Payload] | None:
-        """Count a trainer's batch barrier and its verdict; returns the apply that it completes, if any."""
+    ) -> Apply[Payload] | Measure[Payload] | None:
+        """Count a trainer's batch barrier and its verdict; returns the order that it completes, if any."""
         if self.admit(rank, incarnation, round_) == "already_applied":
             return None
         if not self.is_complete(rank, round_):
@@ -195,7 +218,9 @@ class Rounds(Generic[Payload]):
         self._batch_barriers.setdefault(round_, set()).add(rank)
         self._has_fetched(rank, round_ - 1 - self.max_delay)
 
-    def fetch_barrier_arrived(self, rank: Rank, incarnation: Incarnation, round_: Round) -> Apply[Payload] | None:
+    def fetch_barrier_arrived(
+        self, rank: Rank, incarnation: Incarnation, round_: Round
+    ) -> Apply[Payload] | Measure[Payload] | None:
         """Count a trainer's fetch barrier of an applied round."""
         if self.admit(rank, incarnation, round_) == "open":
             raise FutureRound(
@@ -210,6 +235,7 @@ class Rounds(Generic[Payload]):
         """Hold back every barrier from now on, and say how far everybody is. No apply may be running."""
         assert self.applying is None
         self.is_frozen = True
+        self.measuring = None  # who takes part may change
         complete: dict[Round, list[Rank]] = {}
         for round_, rank, contribution in self.staged():
             if contribution.is_complete:
@@ -229,14 +255,14 @@ class Rounds(Generic[Payload]):
         sets: Mapping[Round, tuple[Rank, ...]] | None = None,
         verdicts: Mapping[Round, tuple[Rank, ...]] | None = None,
         paused_from: Round | None = None,
-    ) -> Apply[Payload] | None:
+    ) -> Apply[Payload] | Measure[Payload] | None:
         """Install a set of members, for each decided round those whose contributions it takes, and end the freeze.
 
         What those who are gone have staged stays where it was decided that it counts, and is dropped elsewhere.
         """
         before, self.members, self._starts = self.members, dict(members), dict(starts or {})
         self._sets = {round_: frozenset(ranks) for round_, ranks in (sets or {}).items() if round_ > self.applied}
-        self.is_frozen, self.paused_from = False, paused_from
+        self.is_frozen, self.paused_from, self.measuring = False, paused_from, None
         for round_, ranks in (verdicts or {}).items():
             if round_ > self.applied:
                 self._nonfinite.setdefault(round_, set()).update(ranks)
@@ -263,19 +289,29 @@ class Rounds(Generic[Payload]):
                 self._batch_barriers.get(round_, set()).discard(rank)
                 self._nonfinite.get(round_, set()).discard(rank)
 
-    def round_applied(self) -> Apply[Payload] | None:
-        """The apply is done: its round becomes readable. Returns the next one if it is complete already."""
+    def norm_agreed(self) -> Apply[Payload]:
+        """Somebody has brought the global norm of what is being measured."""
+        assert self.measuring is not None
+        assert not self.is_frozen
+        self.applying, self.measuring = self.measuring, None
+        return self.applying
+
+    def round_applied(self, norm: ShardNorm | None = None) -> Apply[Payload] | Measure[Payload] | None:
+        """The apply is done: its round becomes readable. Returns the next one if it is complete already.
+
+        `norm` is what was told of it, for those who have yet to ask.
+        """
         assert self.applying is not None
         self.applied = self.applying.round
         ranks, nonfinite = self.applying.ranks, self.applying.nonfinite
-        self.history.add(self.applied, ranks, nonfinite, keep=self.max_delay + 1)
+        self.history.add(self.applied, ranks, nonfinite, norm, keep=self.max_delay + 1)
         self.applying = None
         for rounds in (self._staged, self._batch_barriers, self._nonfinite, self._sets):
             rounds.pop(self.applied, None)
         return self._start_apply()
 
-    def _start_apply(self) -> Apply[Payload] | None:
-        if self.applying or self.is_frozen or self.is_paused or self.missing:
+    def _start_apply(self) -> Apply[Payload] | Measure[Payload] | None:
+        if self.applying or self.measuring or self.is_frozen or self.is_paused or self.missing:
             return None
         ranks = tuple(sorted(self.required(self.open)))
         if not ranks and self.open not in self._sets:
@@ -286,8 +322,12 @@ class Rounds(Generic[Payload]):
         if any(self._fetched.get(rank, -1) < needed for rank in here):
             return None
         contributions = tuple(self.contributions[rank] for rank in ranks)
-        self.applying = Apply(self.open, ranks, contributions, tuple(sorted(self._nonfinite.get(self.open, ()))))
-        return self.applying
+        apply = Apply(self.open, ranks, contributions, tuple(sorted(self._nonfinite.get(self.open, ()))))
+        if self._clips and ranks:
+            self.measuring = apply
+            return Measure(apply)
+        self.applying = apply
+        return apply
 
 
 def _as_tuples(sets: Mapping[Round, set[Rank]]) -> dict[Round, tuple[Rank, ...]]:

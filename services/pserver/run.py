@@ -28,7 +28,16 @@ from ps_protocol.errors import (
     UnknownBlock,
 )
 from ps_protocol.fence import Fence
-from ps_protocol.messages import BarrierAnswer, FrozenRounds, InstallMembers, InstallRun, PserverLoad, PushAnswer
+from ps_protocol.messages import (
+    BarrierAnswer,
+    FrozenRounds,
+    InstallMembers,
+    InstallRun,
+    NormAnswer,
+    PserverLoad,
+    PushAnswer,
+)
+from ps_protocol.norms import AgreedNorm
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
@@ -134,8 +143,18 @@ class PserverRun(ABC):
         """Count a barrier, and with a batch barrier the trainer's verdict on its gradient. Never waits."""
 
     @abstractmethod
-    async def get(self, fence: Fence, wait_seconds: float, names: Sequence[str] = ()) -> Reply:
-        """The parameters that belong to a request's round, waiting up to `wait_seconds` for them."""
+    async def get(
+        self, fence: Fence, wait_seconds: float, names: Sequence[str] = (), norm: AgreedNorm | None = None
+    ) -> Reply:
+        """The parameters that belong to a request's round, waiting up to `wait_seconds` for them.
+
+        `norm` is the global one of the round's gradient, where that is clipped.
+        """
+
+    async def get_norm(self, fence: Fence, wait_seconds: float) -> NormAnswer:
+        """The norm of this shard's part of a round's gradient, waiting up to `wait_seconds` for it."""
+        self.check_fence(fence)
+        raise ModeMismatch("gradients are clipped in the synchronous mode only: in the others there are no rounds")
 
     @abstractmethod
     async def _freeze(self) -> FrozenRounds:

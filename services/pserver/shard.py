@@ -102,6 +102,14 @@ class Shard:
         """
         return self._aggregator.aggregate(contributions)
 
+    def sum_of_squares(self, present: Sequence[str]) -> float:
+        """Of these blocks of the newest aggregate, in float64."""
+        return self._aggregator.sum_of_squares(present)
+
+    def scale_gradient(self, coefficient: float) -> None:
+        """Multiply the newest aggregate, in place."""
+        self._aggregator.scale(coefficient)
+
     def apply(
         self,
         gradient: Tensor,

@@ -5,15 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import xxhash
+from torch import Tensor
 
 from ps_protocol.controls import NONE, controls_at, override_rates
 from ps_protocol.errors import ApplyFailed, GradpostError, NotReady, RoundPending, StaleRound
 from ps_protocol.fence import Fence
-from ps_protocol.messages import BarrierAnswer, Controls, FrozenRounds, InstallMembers, InstallRun, PushAnswer
+from ps_protocol.messages import (
+    BarrierAnswer,
+    Controls,
+    FrozenRounds,
+    InstallMembers,
+    InstallRun,
+    NormAnswer,
+    PushAnswer,
+)
+from ps_protocol.norms import AgreedNorm, ShardNorm
 from ps_protocol.routes import SKIPPED_KEY
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from ps_protocol.wire_types import WireTensor
@@ -27,11 +37,12 @@ from .captures import Captures
 from .durable.storage import Restored, RunStorage
 from .durable.update_log import Update
 from .history import History
+from .measured import Measured
 from .metrics import PserverMetrics
 from .pushes import read_blocks, read_completion
 from .replacements import Replacements
 from .reply import Reply
-from .rounds import Apply, Rounds
+from .rounds import Apply, Measure, Rounds
 from .run import BarrierKind, Look, PserverRun, name_trainers
 from .tensors import StagedBlock, digest_contribution, view_bytes
 from .versioned_blocks import VersionedBlocks
@@ -61,12 +72,14 @@ class SyncRun(PserverRun):
             install.consistency.max_delay,
             applied=restored.round if restored else 0,
             history=restored.history if restored else None,
+            clips=install.max_grad_norm is not None,
         )
         self.controls: tuple[Controls, ...] = ()
         self.replacements = Replacements(self.shard.layout)
         self.members_changed(install)
         self._changed = dict.fromkeys(self.shard.layout.place, self.shard.version)  # in which round each block did last
         self._reply: Reply | None = None  # of the applied round, once it may be read
+        self._measured: Measured | None = None  # waits for its global norm, or is being applied
         self._captures = Captures()
         self._apply_task: asyncio.Task[None] | None = None
         self._disagreement_was_said = False
@@ -173,30 +186,57 @@ class SyncRun(PserverRun):
 
     # ------------------------------------------------------------------ apply
 
-    def _start(self, apply: Apply[StagedBlock] | None) -> None:
+    def _start(self, order: Apply[StagedBlock] | Measure[StagedBlock] | None) -> None:
         # A task of the run, not of the request that completed the barrier: that client may go away.
-        if apply is not None:
-            self._warn_of_disagreement(apply)
-            if self._waiting_since is not None:
-                self._metrics.barrier_wait.observe(asyncio.get_running_loop().time() - self._waiting_since)
-            self._apply_task = asyncio.create_task(self._apply(apply), name=f"apply round {apply.round}")
+        if order is None:
+            return
+        apply = order.apply if isinstance(order, Measure) else order
+        self._warn_of_disagreement(apply)
+        if self._waiting_since is not None:
+            self._metrics.barrier_wait.observe(asyncio.get_running_loop().time() - self._waiting_since)
+        work = self._measure(apply) if isinstance(order, Measure) else self._apply(apply)
+        self._apply_task = asyncio.create_task(work, name=f"apply round {apply.round}")
 
-    async def _apply(self, apply: Apply[StagedBlock]) -> None:
+    @contextlib.asynccontextmanager
+    async def _ending_the_run(self, round_: Round) -> AsyncIterator[None]:
+        """What goes wrong in the block is everybody's failure."""
         try:
-            with self._metrics.apply_seconds.time():
-                await self._call_reply_back()
-                reply = await self._step_when_logged(apply)
+            yield
         except GradpostError as error:
             await self.fail(error)
-            return
         except Exception as error:
-            log.exception("apply failed", round=apply.round)
-            await self.fail(
-                ApplyFailed(f"the optimizer of pserver {self.index} failed in round {apply.round}: {error}")
-            )
-            return
+            log.exception("apply failed", round=round_)
+            await self.fail(ApplyFailed(f"the optimizer of pserver {self.index} failed in round {round_}: {error}"))
+
+    async def _measure(self, apply: Apply[StagedBlock]) -> None:
+        async with self._ending_the_run(apply.round):
+            measured = await self._compute.run(self._aggregate_and_measure, apply)
+            async with self._condition:
+                if self.rounds.measuring is apply:  # else the members have changed meanwhile
+                    self._measured = measured
+                    self._waiting_since = None
+                    self._condition.notify_all()
+
+    def _aggregate_and_measure(self, apply: Apply[StagedBlock]) -> Measured:
+        gradient, present = self._aggregate(apply)
+        return Measured(apply, gradient, present, ShardNorm(apply.identity, self.shard.sum_of_squares(present)))
+
+    def _measured_as(self, apply: Apply[StagedBlock]) -> Measured | None:
+        return self._measured if self._measured is not None and self._measured.apply is apply else None
+
+    async def _apply(self, apply: Apply[StagedBlock], coefficient: float = 1.0) -> None:
+        async with self._ending_the_run(apply.round):
+            with self._metrics.apply_seconds.time():
+                await self._call_reply_back()
+                if coefficient != 1:
+                    await self._compute.run(self.shard.scale_gradient, coefficient)
+                reply = await self._step_when_logged(apply)
+            await self._applied(apply, reply)
+
+    async def _applied(self, apply: Apply[StagedBlock], reply: Reply) -> None:
         async with self._condition:
-            following = self.rounds.round_applied()
+            measured, self._measured = self._measured_as(apply), None
+            following = self.rounds.round_applied(measured.norm if measured else None)
             self._captures.miss(apply.round)
             self.replacements.forget(apply.round)
             self._reply = reply
@@ -243,16 +283,17 @@ class SyncRun(PserverRun):
 
         With the reply comes what writes a checkpoint, if one is due. Raises OSError before anything has changed.
         """
-        taken = () if apply.nonfinite else apply.contributions
-        contributions = [{name: b.part() for name, b in c.blocks.items()} for c in taken]
         controls = controls_at(self.controls, apply.round)
-        gradient, present = self.shard.aggregate(contributions)
         replaced = self.replacements.blocks_for(apply.round, controls)
-        present = self._not_fixed(present, {*controls.frozen, *(controls.replaced if replaced else ())})
+        measured = self._measured_as(apply)
+        gradient, present = (measured.gradient, measured.present) if measured else self._aggregate(apply)
         numbers = override_rates(controls, apply.hyper_parameters)
         if self.storage is not None:
             logged = None if len(present) == len(self.shard.layout.places) else present
-            update = Update(apply.round, apply.ranks, numbers, logged, apply.nonfinite, replaced=tuple(replaced))
+            update = Update(
+                apply.round, apply.ranks, numbers, logged, apply.nonfinite,
+                replaced=tuple(replaced), norm=measured.norm if measured else None,
+            )  # fmt: skip
             self.storage.append(update, [*self.shard.encode_gradient(logged), *map(view_bytes, replaced.values())])
         reach_failpoint("apply.before")
         self.shard.apply(gradient, present, numbers)
@@ -262,6 +303,15 @@ class SyncRun(PserverRun):
         reach_failpoint("apply.after")
         self._captures.take(apply.round)
         return self._encode(apply.round, self._outcome(apply)), self._snapshot_if_due(apply)
+
+    def _aggregate(self, apply: Apply[StagedBlock]) -> tuple[Tensor, tuple[str, ...]]:
+        """On the compute thread: the gradient, and the blocks that are stepped with it."""
+        taken = () if apply.nonfinite else apply.contributions
+        contributions = [{name: b.part() for name, b in c.blocks.items()} for c in taken]
+        gradient, present = self.shard.aggregate(contributions)
+        controls = controls_at(self.controls, apply.round)
+        replaced = self.replacements.blocks_for(apply.round, controls)
+        return gradient, self._not_fixed(present, {*controls.frozen, *(controls.replaced if replaced else ())})
 
     def _encode(self, round_: Round, more: Mapping[str, str] | None = None) -> Reply:
         blocks: list[tuple[WireTensor, bytes | memoryview]] = [*self.shard.lend()]
@@ -286,7 +336,9 @@ class SyncRun(PserverRun):
         if self.storage is None or not self.writer.is_due(apply.round):
             return None
         history = self._history()
-        history.add(apply.round, apply.ranks, apply.nonfinite, keep=self.rounds.max_delay + 1)
+        measured = self._measured_as(apply)
+        norm = measured.norm if measured else None
+        history.add(apply.round, apply.ranks, apply.nonfinite, norm, keep=self.rounds.max_delay + 1)
         return self.storage.snapshot(self.shard, history)
 
     def _history(self) -> History:
@@ -359,14 +411,38 @@ class SyncRun(PserverRun):
 
     # ------------------------------------------------------------------ get
 
-    async def get(self, fence: Fence, wait_seconds: float, names: Sequence[str] = ()) -> Reply:
+    async def get_norm(self, fence: Fence, wait_seconds: float) -> NormAnswer:
+        """See PserverRun. Raises as `get`; of a round that is over, what was told of it then."""
+        deadline = asyncio.get_running_loop().time() + wait_seconds
+        async with self._condition:
+            while True:
+                self._admit_get(fence)
+                if fence.round <= self.rounds.applied:
+                    norm = self.rounds.history.norms.get(fence.round)
+                    return NormAnswer() if norm is None else NormAnswer(**norm._asdict())
+                if self._is_measured(fence.round):
+                    assert self._measured is not None
+                    return NormAnswer(**self._measured.norm._asdict())
+                await self._wait(fence.round, deadline)
+
+    def _is_measured(self, round_: Round) -> bool:
+        measured = self._measured
+        return measured is not None and measured.apply.round == round_ and self._is_current(measured.apply)
+
+    def _is_current(self, apply: Apply[StagedBlock]) -> bool:
+        """Whether it has neither been dropped, since the members have changed, nor is it over."""
+        return apply is self.rounds.measuring or apply is self.rounds.applying
+
+    async def get(
+        self, fence: Fence, wait_seconds: float, names: Sequence[str] = (), norm: AgreedNorm | None = None
+    ) -> Reply:
         """Return exactly version `fence.round`, waiting up to `wait_seconds` for it; with `max_delay` it may be newer.
 
         Raises RoundPending after that (the caller asks again), RoundTimeout when a trainer has been missing for the
         round time-out, StaleRound when the version has been overwritten.
         """
         self.check_names(names)
-        reply = await self._wait_for_round(fence, wait_seconds)
+        reply = await self._wait_for_round(fence, wait_seconds, norm)
         if names:
             version, chunks = await self._compute.run(self._encode_some, list(names))
             self.check_fence(fence)
@@ -375,24 +451,41 @@ class SyncRun(PserverRun):
             reply = Reply(version, chunks)
         return reply
 
-    async def _wait_for_round(self, fence: Fence, wait_seconds: float) -> Reply:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + wait_seconds
+    async def _wait_for_round(self, fence: Fence, wait_seconds: float, norm: AgreedNorm | None) -> Reply:
+        deadline = asyncio.get_running_loop().time() + wait_seconds
         async with self._condition:
             while True:
-                self.check_fence(fence)
-                self.rounds.admit_get(fence.rank, fence.trainer_incarnation, fence.round)
+                self._admit_get(fence)
                 if self._reply is not None and self._serves(self._reply.round, fence):
                     return self._reply
                 if self._reply is not None and self._reply.round > fence.round:
                     raise StaleRound(f"round {fence.round} has been overwritten", current=self._reply.round)
-                self._somebody_waits()
-                until = min(deadline, self._round_deadline())
-                if until <= loop.time():
-                    raise self._still_waiting(fence.round)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout_at(until):
-                        await self._condition.wait()
+                if norm is not None and self._is_measured(fence.round):
+                    self._take_norm(norm)
+                await self._wait(fence.round, deadline)
+
+    def _admit_get(self, fence: Fence) -> None:
+        self.check_fence(fence)
+        self.rounds.admit_get(fence.rank, fence.trainer_incarnation, fence.round)
+
+    def _take_norm(self, norm: AgreedNorm) -> None:
+        """The first one that matches lets the round be stepped."""
+        assert self._measured is not None
+        assert self.install.max_grad_norm is not None
+        self._measured.check(norm)
+        if self.rounds.measuring is not None:
+            apply, coefficient = self.rounds.norm_agreed(), norm.coefficient(self.install.max_grad_norm)
+            self._apply_task = asyncio.create_task(self._apply(apply, coefficient), name=f"apply round {apply.round}")
+
+    async def _wait(self, round_: Round, deadline: float) -> None:
+        """For a change of the run's state, within the condition. Raises RoundPending, or RoundTimeout."""
+        self._somebody_waits()
+        until = min(deadline, self._round_deadline())
+        if until <= asyncio.get_running_loop().time():
+            raise self._still_waiting(round_)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await self._condition.wait()
 
     def _serves(self, version: Round, fence: Fence) -> bool:
         """Whether this version may be the answer: with `max_delay` the newest is better than an old one."""
@@ -409,12 +502,16 @@ class SyncRun(PserverRun):
             if self.rounds.is_frozen:
                 return self.timed_out([], "end a change of members", round=self.rounds.open)
             owed = f"reach the batch barrier of round {self.rounds.open}"
+            if self.rounds.measuring is not None:
+                missing, owed = sorted(self.members), f"bring the global norm of round {self.rounds.open}"
             if not self.is_readable:
                 owed = "upload the initial values"
             return self.timed_out(missing, owed, round=self.rounds.open)
         if not self.is_readable:
             return NotReady("the initial values are not complete", waiting_for=self.uploader_name)
         waits = name_trainers(missing) or self._disk_trouble or "its apply"
+        if self.rounds.measuring is not None:
+            waits = "its global norm"
         if self.rounds.is_frozen:
             waits = "the coordinator, in the middle of a change of members"
         elif self.rounds.is_paused:

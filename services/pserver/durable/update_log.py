@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ps_protocol.frames import encode_header
+from ps_protocol.norms import ShardNorm
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Durability, Incarnation, Rank, Round
 from services.runtime.failpoints import reach_failpoint
@@ -42,6 +43,7 @@ class Update:
     nonfinite: tuple[Rank, ...] = ()  # for whose gradients the round stepped nothing
     origin: tuple[Incarnation, Round] | None = None
     replaced: tuple[str, ...] = ()
+    norm: ShardNorm | None = None  # that was told of it before it was clipped
 
     def to_metadata(self) -> dict[str, str]:
         """As it stands in a record."""
@@ -53,6 +55,7 @@ class Update:
             "nonfinite": json.dumps(self.nonfinite),
             "origin": json.dumps(self.origin),
             "replaced": json.dumps(self.replaced),
+            "norm": json.dumps(self.norm),
         }
 
     @classmethod
@@ -60,6 +63,7 @@ class Update:
         """The same back."""
         values = record.frame.metadata
         present, origin = json.loads(values["present"]), json.loads(values["origin"])
+        norm = json.loads(values.get("norm", "null"))
         return cls(
             round=int(values["round"]),
             ranks=tuple(json.loads(values["ranks"])),
@@ -68,6 +72,7 @@ class Update:
             nonfinite=tuple(json.loads(values["nonfinite"])),
             origin=None if origin is None else (origin[0], origin[1]),
             replaced=tuple(json.loads(values.get("replaced", "[]"))),
+            norm=None if norm is None else ShardNorm(*norm),
         )
 
 
