@@ -253,7 +253,9 @@ class DeclareModel(Message):
     pull_type: PullType | None = Field(default=None, description="what values are on the wire to trainers")
     topk: float | None = Field(default=None, gt=0, le=1, description="share of a block's elements that `topk` pushes")
     local_steps: int = Field(default=0, ge=0, description="steps of the trainers' own optimizers between pushes")
-    max_grad_norm: float | None = Field(default=None, gt=0, description="clip the aggregated gradient to this norm")
+    max_grad_norm: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="clip the aggregated gradient to this norm"
+    )
     aliases: dict[str, str] = Field(default={}, description="further names of tied tensors, for exported models")
     rendezvous: str | None = Field(
         default=None, max_length=300, description="strategy ring, rank 0: where the trainers meet; its own affair"

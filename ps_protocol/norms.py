@@ -71,9 +71,14 @@ class AgreedNorm:
                 except ValueError:
                     pass
                 else:
-                    if not (norm.own.sum_of_squares < 0 or norm.total < norm.own.sum_of_squares):
+                    if _is_sum(norm.total, norm.own.sum_of_squares):
                         return norm
         raise BadHeader("the header gradpost-norm is no norm", expected="digest, own sum, total", actual=text[:40])
+
+
+def _is_sum(total: float, part: float) -> bool:
+    """Whether it can be the sum of this and other squares; if one of them is NaN, so is the sum."""
+    return math.isnan(total) if math.isnan(part) else part >= 0 and (total >= part or math.isnan(total))
 
 
 def agree(norms: Sequence[ShardNorm]) -> list[AgreedNorm] | None:

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from ps_protocol.errors import GradpostError, NormChanged
+from ps_protocol.errors import NormChanged
 from ps_protocol.norms import AgreedNorm, ShardNorm, agree
 
 T = TypeVar("T")
 
 PAUSE_SECONDS = 0.05  # while pservers hear, one after the other, of a change of members
-MAX_ASKED = 200
+MAX_ASKED = 200  # in one pull: a change of members makes it twice or three times
 
 
 class NormAgreement:
@@ -31,7 +31,10 @@ class NormAgreement:
         return self._agreed[0].norm if self._agreed and self._agreed[0] else None
 
     async def bring(self, index: int, get: Callable[[AgreedNorm | None], Awaitable[T]]) -> T:
-        """Call `get` with the norm for this pserver, and again as often as the gradient is another one meanwhile."""
+        """Call `get` with the norm for this pserver, and again if the gradient is another one meanwhile.
+
+        Raises NormChanged if that never ends.
+        """
         known = 0
         while True:
             known = await self._agree_after(known)
@@ -45,7 +48,7 @@ class NormAgreement:
         async with self._lock:
             while self._num_asked <= known or not self._agreed:
                 if self._num_asked == MAX_ASKED:
-                    raise GradpostError("the pservers do not agree on whose gradients a round is made of")
+                    raise NormChanged("the pservers do not agree on whose gradients a round is made of")
                 if self._num_asked > known:
                     await asyncio.sleep(PAUSE_SECONDS)
                 norms = await self._ask()

@@ -86,6 +86,7 @@ class TrainerSettings(BaseSettings):
     max_grad_norm: float | None = Field(
         default=None,
         gt=0,
+        allow_inf_nan=False,
         description="synchronous mode: before the optimizer steps, the aggregated gradient is clipped to this norm, "
         "taken over all parameters. The same on all trainers; none: it is not",
     )

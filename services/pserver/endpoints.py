@@ -12,7 +12,7 @@ from dataclasses import replace
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from ps_protocol.errors import BadHeader, BodyTooLarge, GradpostError, MalformedFrame
+from ps_protocol.errors import BadHeader, BodyTooLarge, GradpostError, MalformedFrame, ModeMismatch
 from ps_protocol.fence import MAX_DIGITS, Fence
 from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES
 from ps_protocol.norms import AgreedNorm
@@ -24,13 +24,14 @@ from .bodies import content_length, discard_body, receive_body
 from .in_flight import WaitingGets
 from .pserver import Pserver
 from .run import BarrierKind, PserverRun
+from .sync_run import SyncRun
 
 MAX_WAIT_SECONDS = 30.0
 MAX_GET_BODY_BYTES = 1024 * 1024
 
 
 class TensorEndpoints:
-    """`send`, `get`, `barrier` and `initial` of one pserver, each an ASGI application."""
+    """`send`, `get`, `norm`, `barrier` and `initial` of one pserver, each an ASGI application."""
 
     def __init__(self, pserver: Pserver) -> None:
         self._pserver = pserver
@@ -88,8 +89,9 @@ class TensorEndpoints:
         headers = _headers(scope)
         await discard_body(receive)
         fence = Fence.from_headers(headers)
-        run = self._pserver.run
         wait_seconds = _wait_seconds(headers)
+        self._pserver.run.check_fence(fence)
+        run = _clipping(self._pserver.run)
         _count_riding_barrier(run, fence, headers)
         async with self._waiting.place(fence.rank):
             answer = await run.get_norm(fence, wait_seconds)
@@ -128,6 +130,12 @@ def _barrier_kind(headers: dict[str, str]) -> BarrierKind:
             return "fetch"
         case other:
             raise BadHeader(f"the header {BARRIER_HEADER} names no barrier", expected="batch or fetch", actual=other)
+
+
+def _clipping(run: PserverRun) -> SyncRun:
+    if not isinstance(run, SyncRun) or run.install.max_grad_norm is None:
+        raise ModeMismatch("the gradients of this run are not clipped, so that rounds have no norm (max_grad_norm)")
+    return run
 
 
 def _count_riding_barrier(run: PserverRun, fence: Fence, headers: dict[str, str]) -> None:

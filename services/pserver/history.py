@@ -58,6 +58,7 @@ class History:
         >>> History.from_json(History({7: (0, 1)}, {7: (1,)}).to_json())
         History(participants={7: (0, 1)}, nonfinite={7: (1,)}, steps={}, norms={})
         """
-        *rest, norms = json.loads(text)
+        every = json.loads(text)
+        *rest, norms = every if len(every) == 4 else (*every, [])  # before there were norms
         participants, nonfinite, steps = ({key: tuple(values) for key, values in items} for items in rest)
         return cls(participants, nonfinite, steps, {round_: ShardNorm(*norm) for round_, norm in norms})

@@ -17,8 +17,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic
 
-import xxhash
-
 from ps_protocol.errors import ContributionMissing, FutureRound, StaleRound
 from ps_protocol.messages import FrozenRounds
 from ps_protocol.norms import ShardNorm
@@ -43,10 +41,10 @@ class Apply(Generic[Payload]):
     nonfinite: tuple[Rank, ...] = ()  # whose barriers said so: then the round steps nothing, on every pserver alike
 
     @property
-    def identity(self) -> str:
-        """A digest of whose contributions these are: the same on every pserver."""
-        lives = [(rank, one.incarnation) for rank, one in zip(self.ranks, self.contributions, strict=True)]
-        return xxhash.xxh3_64_hexdigest(repr((self.round, lives, self.nonfinite)).encode())
+    def identity(self) -> tuple[Round, tuple[tuple[Rank, Incarnation], ...], tuple[Rank, ...]]:
+        """Whose contributions these are, and for whom they are not stepped: the same on every pserver."""
+        lives = ((rank, one.incarnation) for rank, one in zip(self.ranks, self.contributions, strict=True))
+        return self.round, tuple(lives), self.nonfinite
 
     @property
     def hyper_parameters(self) -> list[HyperParameters]:

@@ -33,7 +33,6 @@ from ps_protocol.messages import (
     FrozenRounds,
     InstallMembers,
     InstallRun,
-    NormAnswer,
     PserverLoad,
     PushAnswer,
 )
@@ -150,11 +149,6 @@ class PserverRun(ABC):
 
         `norm` is the global one of the round's gradient, where that is clipped.
         """
-
-    async def get_norm(self, fence: Fence, wait_seconds: float) -> NormAnswer:
-        """The norm of this shard's part of a round's gradient, waiting up to `wait_seconds` for it."""
-        self.check_fence(fence)
-        raise ModeMismatch("gradients are clipped in the synchronous mode only: in the others there are no rounds")
 
     @abstractmethod
     async def _freeze(self) -> FrozenRounds:

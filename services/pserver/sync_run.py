@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import xxhash
-from torch import Tensor
 
-from ps_protocol.controls import NONE, controls_at, override_rates
-from ps_protocol.errors import ApplyFailed, GradpostError, NotReady, RoundPending, StaleRound
+from ps_protocol.controls import NONE, controls_at
+from ps_protocol.errors import ApplyFailed, GradpostError, NormChanged, NotReady, RoundPending, StaleRound
 from ps_protocol.fence import Fence
 from ps_protocol.messages import (
     BarrierAnswer,
@@ -23,29 +21,22 @@ from ps_protocol.messages import (
     NormAnswer,
     PushAnswer,
 )
-from ps_protocol.norms import AgreedNorm, ShardNorm
-from ps_protocol.routes import SKIPPED_KEY
+from ps_protocol.norms import AgreedNorm
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
-from ps_protocol.wire_types import WireTensor
 from services.runtime.compute import ComputeExecutor
-from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 
 from .admission import Admission
 from .bodies import Body
-from .captures import Captures
 from .durable.storage import Restored, RunStorage
-from .durable.update_log import Update
 from .history import History
-from .measured import Measured
 from .metrics import PserverMetrics
 from .pushes import read_blocks, read_completion
-from .replacements import Replacements
 from .reply import Reply
+from .round_work import Measured, RoundWork
 from .rounds import Apply, Measure, Rounds
 from .run import BarrierKind, Look, PserverRun, name_trainers
-from .tensors import StagedBlock, digest_contribution, view_bytes
-from .versioned_blocks import VersionedBlocks
+from .tensors import StagedBlock, digest_contribution
 
 log = get_logger()
 
@@ -75,15 +66,14 @@ class SyncRun(PserverRun):
             clips=install.max_grad_norm is not None,
         )
         self.controls: tuple[Controls, ...] = ()
-        self.replacements = Replacements(self.shard.layout)
-        self.members_changed(install)
-        self._changed = dict.fromkeys(self.shard.layout.place, self.shard.version)  # in which round each block did last
+        # With `max_delay` a member's push of a later round says nothing of what it still reads.
+        self._work = RoundWork(self.shard, storage, self._metadata, lends=not self.rounds.max_delay)
         self._reply: Reply | None = None  # of the applied round, once it may be read
         self._measured: Measured | None = None  # waits for its global norm, or is being applied
-        self._captures = Captures()
         self._apply_task: asyncio.Task[None] | None = None
         self._disagreement_was_said = False
         self._disk_trouble = ""  # why the log of the open round is not written yet
+        self.members_changed(install)  # last: it may begin an apply
 
     @property
     def round(self) -> Round:
@@ -190,12 +180,13 @@ class SyncRun(PserverRun):
         # A task of the run, not of the request that completed the barrier: that client may go away.
         if order is None:
             return
-        apply = order.apply if isinstance(order, Measure) else order
-        self._warn_of_disagreement(apply)
         if self._waiting_since is not None:
             self._metrics.barrier_wait.observe(asyncio.get_running_loop().time() - self._waiting_since)
-        work = self._measure(apply) if isinstance(order, Measure) else self._apply(apply)
-        self._apply_task = asyncio.create_task(work, name=f"apply round {apply.round}")
+        work = self._measure(order.apply) if isinstance(order, Measure) else self._apply(order)
+        self._begin(work)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self._apply_task = asyncio.create_task(work, name=f"apply round {self.rounds.open}")
 
     @contextlib.asynccontextmanager
     async def _ending_the_run(self, round_: Round) -> AsyncIterator[None]:
@@ -210,26 +201,23 @@ class SyncRun(PserverRun):
 
     async def _measure(self, apply: Apply[StagedBlock]) -> None:
         async with self._ending_the_run(apply.round):
-            measured = await self._compute.run(self._aggregate_and_measure, apply)
+            measured = await self._compute.run(self._work.measure, apply, controls_at(self.controls, apply.round))
             async with self._condition:
                 if self.rounds.measuring is apply:  # else the members have changed meanwhile
                     self._measured = measured
                     self._waiting_since = None
                     self._condition.notify_all()
 
-    def _aggregate_and_measure(self, apply: Apply[StagedBlock]) -> Measured:
-        gradient, present = self._aggregate(apply)
-        return Measured(apply, gradient, present, ShardNorm(apply.identity, self.shard.sum_of_squares(present)))
-
     def _measured_as(self, apply: Apply[StagedBlock]) -> Measured | None:
         return self._measured if self._measured is not None and self._measured.apply is apply else None
 
     async def _apply(self, apply: Apply[StagedBlock], coefficient: float = 1.0) -> None:
+        self._warn_of_disagreement(apply)
         async with self._ending_the_run(apply.round):
             with self._metrics.apply_seconds.time():
                 await self._call_reply_back()
                 if coefficient != 1:
-                    await self._compute.run(self.shard.scale_gradient, coefficient)
+                    await self._compute.run(self._work.clip, coefficient)
                 reply = await self._step_when_logged(apply)
             await self._applied(apply, reply)
 
@@ -237,8 +225,8 @@ class SyncRun(PserverRun):
         async with self._condition:
             measured, self._measured = self._measured_as(apply), None
             following = self.rounds.round_applied(measured.norm if measured else None)
-            self._captures.miss(apply.round)
-            self.replacements.forget(apply.round)
+            self._work.captures.miss(apply.round)
+            self._work.replacements.forget(apply.round)
             self._reply = reply
             self._waiting_since = None
             if self.rounds.batch_barriers:
@@ -279,64 +267,18 @@ class SyncRun(PserverRun):
                 return reply
 
     def _step(self, apply: Apply[StagedBlock]) -> tuple[Reply, Callable[[], object] | None]:
-        """On the compute thread: aggregate in rank order, log, step, and encode what everybody will get.
-
-        With the reply comes what writes a checkpoint, if one is due. Raises OSError before anything has changed.
-        """
-        controls = controls_at(self.controls, apply.round)
-        replaced = self.replacements.blocks_for(apply.round, controls)
+        """On the compute thread. With the reply comes what writes a checkpoint, if one is due."""
         measured = self._measured_as(apply)
-        gradient, present = (measured.gradient, measured.present) if measured else self._aggregate(apply)
-        numbers = override_rates(controls, apply.hyper_parameters)
-        if self.storage is not None:
-            logged = None if len(present) == len(self.shard.layout.places) else present
-            update = Update(
-                apply.round, apply.ranks, numbers, logged, apply.nonfinite,
-                replaced=tuple(replaced), norm=measured.norm if measured else None,
-            )  # fmt: skip
-            self.storage.append(update, [*self.shard.encode_gradient(logged), *map(view_bytes, replaced.values())])
-        reach_failpoint("apply.before")
-        self.shard.apply(gradient, present, numbers)
-        self.shard.replace_blocks(replaced)
-        self.shard.publish(present, replaced)
-        self._changed.update(dict.fromkeys((*present, *replaced), apply.round))
-        reach_failpoint("apply.after")
-        self._captures.take(apply.round)
-        return self._encode(apply.round, self._outcome(apply)), self._snapshot_if_due(apply)
-
-    def _aggregate(self, apply: Apply[StagedBlock]) -> tuple[Tensor, tuple[str, ...]]:
-        """On the compute thread: the gradient, and the blocks that are stepped with it."""
-        taken = () if apply.nonfinite else apply.contributions
-        contributions = [{name: b.part() for name, b in c.blocks.items()} for c in taken]
-        gradient, present = self.shard.aggregate(contributions)
-        controls = controls_at(self.controls, apply.round)
-        replaced = self.replacements.blocks_for(apply.round, controls)
-        return gradient, self._not_fixed(present, {*controls.frozen, *(controls.replaced if replaced else ())})
+        reply = self._work.step(apply, controls_at(self.controls, apply.round), measured)
+        return reply, self._snapshot_if_due(apply, measured)
 
     def _encode(self, round_: Round, more: Mapping[str, str] | None = None) -> Reply:
-        blocks: list[tuple[WireTensor, bytes | memoryview]] = [*self.shard.lend()]
-        if self.rounds.max_delay:  # then a member's push of a later round says nothing of what it still reads
-            blocks = [(tensor, bytes(data)) for tensor, data in blocks]
-        metadata = {**self._metadata(round_), **(more or {})}
-        versioned = VersionedBlocks(blocks, dict(self._changed), metadata, round_ - 1, self.shard.lend_differences())
-        versioned.parts(round_ - 1)  # what most will ask for, while we are on this thread
-        return Reply(round_, versioned.parts(), versioned)
+        return self._work.encode(round_, more)
 
-    def _not_fixed(self, names: tuple[str, ...], fixed: Collection[str]) -> tuple[str, ...]:
-        """Those of these blocks that are stepped: not those of parameters that are frozen, or set in this round."""
-        if not fixed:
-            return names
-        return tuple(name for name in names if self.shard.layout.place[name].block.parameter not in fixed)
-
-    def _outcome(self, apply: Apply[StagedBlock]) -> dict[str, str]:
-        """What the reply's metadata says besides: for whom the round was skipped."""
-        return {SKIPPED_KEY: json.dumps(apply.nonfinite)} if apply.nonfinite else {}
-
-    def _snapshot_if_due(self, apply: Apply[StagedBlock]) -> Callable[[], object] | None:
+    def _snapshot_if_due(self, apply: Apply[StagedBlock], measured: Measured | None) -> Callable[[], object] | None:
         if self.storage is None or not self.writer.is_due(apply.round):
             return None
         history = self._history()
-        measured = self._measured_as(apply)
         norm = measured.norm if measured else None
         history.add(apply.round, apply.ranks, apply.nonfinite, norm, keep=self.rounds.max_delay + 1)
         return self.storage.snapshot(self.shard, history)
@@ -368,7 +310,7 @@ class SyncRun(PserverRun):
     def keep_replacement(self, parameter: str, digest: str, since: Round, body: bytes) -> None:
         """See PserverRun."""
         self.check_failure()
-        self.replacements.add(parameter, digest, since, body)
+        self._work.replacements.add(parameter, digest, since, body)
 
     async def look_after(self, round_: Round | None, make: Look[T], wait_seconds: float) -> T:
         """See PserverRun; without a round, what there is now."""
@@ -380,7 +322,7 @@ class SyncRun(PserverRun):
         self.check_failure()
         metadata = self._metadata(round_)
         try:
-            return await self._captures.wait(round_, lambda: make(metadata), wait_seconds, rounds.applied)
+            return await self._work.captures.wait(round_, lambda: make(metadata), wait_seconds, rounds.applied)
         except TimeoutError:
             waits = name_trainers(self.missing) or "its apply"
             text = f"round {round_} waits for {waits}"
@@ -389,7 +331,7 @@ class SyncRun(PserverRun):
     async def end(self, reason: GradpostError) -> None:
         """End the waits for a look, too."""
         await super().end(reason)
-        self._captures.end(reason)
+        self._work.captures.end(reason)
 
     def _warn_of_disagreement(self, apply: Apply[StagedBlock]) -> None:
         for rank, contribution in zip(apply.ranks, apply.contributions, strict=True):
@@ -412,7 +354,10 @@ class SyncRun(PserverRun):
     # ------------------------------------------------------------------ get
 
     async def get_norm(self, fence: Fence, wait_seconds: float) -> NormAnswer:
-        """See PserverRun. Raises as `get`; of a round that is over, what was told of it then."""
+        """The norm of this shard's part of a round's gradient, waiting up to `wait_seconds` for it; raises as `get`.
+
+        Of a round that is over it is what was told of it then, if anything was.
+        """
         deadline = asyncio.get_running_loop().time() + wait_seconds
         async with self._condition:
             while True:
@@ -469,13 +414,17 @@ class SyncRun(PserverRun):
         self.rounds.admit_get(fence.rank, fence.trainer_incarnation, fence.round)
 
     def _take_norm(self, norm: AgreedNorm) -> None:
-        """The first one that matches lets the round be stepped."""
+        """The first one that matches lets the round be stepped. Raises NormChanged for what was taken of another."""
         assert self._measured is not None
         assert self.install.max_grad_norm is not None
-        self._measured.check(norm)
+        if not norm.own.is_same(self._measured.norm):
+            round_ = self._measured.apply.round
+            raise NormChanged(
+                f"the gradient of round {round_} is another one since its norm was asked for", round=round_
+            )
         if self.rounds.measuring is not None:
-            apply, coefficient = self.rounds.norm_agreed(), norm.coefficient(self.install.max_grad_norm)
-            self._apply_task = asyncio.create_task(self._apply(apply, coefficient), name=f"apply round {apply.round}")
+            coefficient = norm.coefficient(self.install.max_grad_norm)
+            self._begin(self._apply(self.rounds.norm_agreed(), coefficient))
 
     async def _wait(self, round_: Round, deadline: float) -> None:
         """For a change of the run's state, within the condition. Raises RoundPending, or RoundTimeout."""

@@ -1,0 +1,133 @@
+"""What a synchronous run does to its shard in a round, on the compute thread; `SyncRun` decides and waits.
+
+clipped:    measure ──► the norm is told ──► clip ──► step
+otherwise:  step, which aggregates
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import xxhash
+from torch import Tensor
+
+from ps_protocol.controls import override_rates
+from ps_protocol.messages import Controls
+from ps_protocol.norms import ShardNorm
+from ps_protocol.routes import SKIPPED_KEY
+from ps_protocol.vocabulary import Round
+from ps_protocol.wire_types import WireTensor
+from services.runtime.failpoints import reach_failpoint
+
+from .captures import Captures
+from .durable.storage import RunStorage
+from .durable.update_log import Update
+from .replacements import Replacements
+from .reply import Reply
+from .rounds import Apply
+from .shard import Shard
+from .tensors import StagedBlock, view_bytes
+from .versioned_blocks import VersionedBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A complete round, aggregated, and not stepped before somebody brings the global norm.
+
+    `gradient` is the shard's, flat float32, and holds until it aggregates again; `present` are blocks in it.
+    """
+
+    apply: Apply[StagedBlock]
+    gradient: Tensor
+    present: tuple[str, ...]
+    norm: ShardNorm
+
+
+class RoundWork:
+    """Owns what belongs to rounds beside the shard: who looks after one, and which values one sets."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        storage: RunStorage | None,
+        metadata: Callable[[Round], Mapping[str, str]],
+        *,
+        lends: bool,
+    ) -> None:
+        """`metadata` is a reply's; `lends`: it may consist of views of the values, which are called back in time."""
+        self.replacements = Replacements(shard.layout)
+        self.captures = Captures()
+        self._shard = shard
+        self._storage = storage
+        self._metadata = metadata
+        self._lends = lends
+        self._changed = dict.fromkeys(shard.layout.place, shard.version)  # in which round each block did last
+
+    def measure(self, apply: Apply[StagedBlock], controls: Controls) -> Measured:
+        """Aggregate in rank order, and take the norm of what will be stepped."""
+        gradient, present = self._aggregate(apply, controls)
+        norm = ShardNorm(_name_contributions(apply, controls), self._shard.sum_of_squares(present))
+        return Measured(apply, gradient, present, norm)
+
+    def clip(self, coefficient: float) -> None:
+        """Multiply what was measured, once."""
+        self._shard.scale_gradient(coefficient)
+
+    def step(self, apply: Apply[StagedBlock], controls: Controls, measured: Measured | None) -> Reply:
+        """Aggregate in rank order unless that is done, log, step, and encode what everybody will get.
+
+        Raises OSError before anything has changed.
+        """
+        replaced = self.replacements.blocks_for(apply.round, controls)
+        gradient, present = (measured.gradient, measured.present) if measured else self._aggregate(apply, controls)
+        numbers = override_rates(controls, apply.hyper_parameters)
+        if self._storage is not None:
+            logged = None if len(present) == len(self._shard.layout.places) else present
+            update = Update(
+                apply.round, apply.ranks, numbers, logged, apply.nonfinite,
+                replaced=tuple(replaced), norm=measured.norm if measured else None,
+            )  # fmt: skip
+            self._storage.append(update, [*self._shard.encode_gradient(logged), *map(view_bytes, replaced.values())])
+        reach_failpoint("apply.before")
+        self._shard.apply(gradient, present, numbers)
+        self._shard.replace_blocks(replaced)
+        self._shard.publish(present, replaced)
+        self._changed.update(dict.fromkeys((*present, *replaced), apply.round))
+        reach_failpoint("apply.after")
+        self.captures.take(apply.round)
+        return self.encode(apply.round, {SKIPPED_KEY: json.dumps(apply.nonfinite)} if apply.nonfinite else {})
+
+    def _aggregate(self, apply: Apply[StagedBlock], controls: Controls) -> tuple[Tensor, tuple[str, ...]]:
+        """The gradient, and the blocks that are stepped with it: none of parameters that are frozen, or set now."""
+        taken = () if apply.nonfinite else apply.contributions
+        contributions = [{name: b.part() for name, b in c.blocks.items()} for c in taken]
+        gradient, present = self._shard.aggregate(contributions)
+        if fixed := _fixed_parameters(apply.round, controls):
+            place = self._shard.layout.place
+            present = tuple(name for name in present if place[name].block.parameter not in fixed)
+        return gradient, present
+
+    def encode(self, round_: Round, more: Mapping[str, str] | None = None) -> Reply:
+        """The version that the shard has, for everybody."""
+        blocks: list[tuple[WireTensor, bytes | memoryview]] = [*self._shard.lend()]
+        if not self._lends:
+            blocks = [(tensor, bytes(data)) for tensor, data in blocks]
+        metadata = {**self._metadata(round_), **(more or {})}
+        versioned = VersionedBlocks(blocks, dict(self._changed), metadata, round_ - 1, self._shard.lend_differences())
+        versioned.parts(round_ - 1)  # what most will ask for, while we are on this thread
+        return Reply(round_, versioned.parts(), versioned)
+
+
+def _fixed_parameters(round_: Round, controls: Controls) -> Collection[str]:
+    return {*controls.frozen, *(controls.replaced if controls.since == round_ else ())}
+
+
+def _name_contributions(apply: Apply[StagedBlock], controls: Controls) -> str:
+    """A digest of whose gradients a norm is made of, and of which parameters: the same on every pserver.
+
+    Without the latter a trainer could add up norms from before and after a change that freezes a parameter.
+    """
+    parameters = sorted(_fixed_parameters(apply.round, controls))
+    return xxhash.xxh3_64_hexdigest(repr((apply.identity, parameters)).encode())
