@@ -42,17 +42,6 @@ class AgreedNorm:
         """The 2-norm of the whole gradient."""
         return math.sqrt(self.total)
 
-    def coefficient(self, max_norm: float) -> float:
-        """What every gradient is multiplied by, as `torch.nn.utils.clip_grad_norm_` does; NaN if the norm is.
-
-        >>> AgreedNorm(ShardNorm("", 9.0), 25.0).coefficient(10.0)
-        1.0
-        >>> round(AgreedNorm(ShardNorm("", 9.0), 25.0).coefficient(1.0), 5)
-        0.2
-        """
-        coefficient = max_norm / (self.norm + EPSILON)
-        return 1.0 if coefficient >= 1 else coefficient
-
     def to_header(self) -> str:
         """Three words; numbers so that they come back exactly.
 
@@ -74,6 +63,18 @@ class AgreedNorm:
                     if _is_sum(norm.total, norm.own.sum_of_squares):
                         return norm
         raise BadHeader("the header gradpost-norm is no norm", expected="digest, own sum, total", actual=text[:40])
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """What every gradient is multiplied by, as `torch.nn.utils.clip_grad_norm_` does; NaN if the norm is.
+
+    >>> clip_coefficient(5.0, 10.0)
+    1.0
+    >>> round(clip_coefficient(5.0, 1.0), 5)
+    0.2
+    """
+    coefficient = max_norm / (norm + EPSILON)
+    return 1.0 if coefficient >= 1 else coefficient
 
 
 def _is_sum(total: float, part: float) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -104,7 +105,7 @@ class ParameterClient:
         self.nonfinite: NonfinitePolicy = "reject"  # of the run
         self.rendezvous: str | None = None  # strategy ring: where trainers meet
         self.max_grad_norm: float | None = None  # of the run
-        self.grad_norm: float | None = None  # of the newest round that was pulled, before it was clipped
+        self.grad_norm: float | None = None  # of the newest round, before it was clipped; NaN if that was skipped
         self.must_upload = False  # the initial values are this trainer's to push
         self.membership = Membership(self.settings, self._control)
 
@@ -372,6 +373,7 @@ class ParameterClient:
         if not self.joined.consistency.max_delay and round_ >= self._begun_round:  # else the next one is on its way
             self.feedback.settle(is_applied=not culprits)
         if culprits:
+            self.grad_norm = None if self.max_grad_norm is None else math.nan
             self.metrics.skipped.inc()
             names = ", ".join(f"trainer {rank}" for rank in culprits)
             self.log.warning(f"round {round_} was skipped on all pservers: NaN or infinity in gradients of {names}")

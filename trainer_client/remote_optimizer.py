@@ -126,7 +126,10 @@ class RemoteOptimizer(Optimizer):
 
     @property
     def grad_norm(self) -> float | None:
-        """With `max_grad_norm`: the 2-norm of the newest round's aggregated gradient before it was clipped."""
+        """With `max_grad_norm`: the 2-norm of the newest round's aggregated gradient before it was clipped.
+
+        NaN if the round was skipped; None before the first round.
+        """
         return self._session.client.grad_norm
 
     def summary(self) -> RunSummary:

@@ -21,7 +21,7 @@ from ps_protocol.messages import (
     NormAnswer,
     PushAnswer,
 )
-from ps_protocol.norms import AgreedNorm
+from ps_protocol.norms import AgreedNorm, clip_coefficient
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
@@ -423,7 +423,7 @@ class SyncRun(PserverRun):
                 f"the gradient of round {round_} is another one since its norm was asked for", round=round_
             )
         if self.rounds.measuring is not None:
-            coefficient = norm.coefficient(self.install.max_grad_norm)
+            coefficient = clip_coefficient(norm.norm, self.install.max_grad_norm)
             self._begin(self._apply(self.rounds.norm_agreed(), coefficient))
 
     async def _wait(self, round_: Round, deadline: float) -> None:

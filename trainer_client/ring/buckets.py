@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 BYTES = 4  # of an element, float32
+PIECE = 1 << 20  # elements that are squared at once
 
 
 class FlatBucket:
@@ -35,6 +36,11 @@ class FlatBucket:
                 part.copy_(gradients[name])
             else:
                 part.zero_()
+
+    def sum_of_squares(self) -> Tensor:
+        """Of all elements: a float64 scalar, on their device."""
+        pieces = (piece.double() for piece in torch.split(self.flat, PIECE))
+        return torch.stack([torch.dot(piece, piece) for piece in pieces]).sum()
 
     def begin(self) -> None:
         """The next gradients are to come."""

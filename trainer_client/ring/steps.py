@@ -2,6 +2,7 @@
 
     step t:  bucket by bucket, last layers first ──► sum of all trainers' ──► average ──► the optimizer's own step
              and then a small vector of counts: which gradients there were, and whose are not finite
+             (clipped: rank 0 tells the average's norm, so that it is the same bits on all)
 
 The sums are the same bits on all trainers, and so are the parameters. The vector is how all agree what becomes of the
 round: nobody steps before it is here.
@@ -9,6 +10,7 @@ round: nobody steps before it is here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel, ContributionConflict, GradientChanged, NonFiniteGradient
+from ps_protocol.norms import clip_coefficient
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Rank, Round
 
@@ -217,6 +220,7 @@ class RingSteps:
 
     def _end(self, present: Collection[str], culprits: Collection[Rank]) -> None:
         if culprits:
+            self._client.grad_norm = None if self._client.max_grad_norm is None else math.nan
             self._client.metrics.skipped.inc()
             self._say(f"round {self.begun} was skipped by all trainers: NaN or infinity in gradients of", culprits)
         else:
@@ -233,6 +237,8 @@ class RingSteps:
             with torch.no_grad():
                 for bucket in self._buckets:
                     bucket.flat.mul_(1 / self._group.size)
+                if self._client.max_grad_norm is not None:
+                    self._clip(self._client.max_grad_norm)
                 for name, parameter in self._parameters.items():
                     average, part = self._averages[name], self._bucket_of[name].parts[name]
                     if average.data_ptr() != part.data_ptr():
@@ -242,6 +248,16 @@ class RingSteps:
         finally:
             for name, parameter in self._parameters.items():
                 parameter.grad = own[name]
+
+    def _clip(self, max_norm: float) -> None:
+        """Multiply the averages so that their norm is `max_norm` at most; zeros stand where nobody has a gradient."""
+        squares = torch.stack([bucket.sum_of_squares() for bucket in self._buckets]).sum(0, keepdim=True)
+        self._group.spread(squares)  # machines may round a sum differently, and nothing would mend that
+        self._group.wait()
+        self._client.grad_norm = norm = math.sqrt(float(squares))
+        coefficient = clip_coefficient(norm, max_norm)
+        for bucket in self._buckets if coefficient != 1 else ():
+            bucket.flat.mul_(coefficient)
 
 
 def choose_device(parameters: Mapping[str, Tensor]) -> torch.device:

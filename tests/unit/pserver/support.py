@@ -19,13 +19,15 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.errors import StaleRun
 from ps_protocol.fence import Fence
 from ps_protocol.frames import FrameLimits, encode_header, parse_frame
-from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRun, PserverRegistered
+from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRun, NormAnswer, PserverRegistered
+from ps_protocol.norms import AgreedNorm
 from ps_protocol.plan import SlicePlan, make_plan
 from ps_protocol.routes import (
     BARRIER_HEADER,
     COMPUTED_ON_KEY,
     HAVE_HEADER,
     HYPER_PARAMETERS_KEY,
+    NORM_HEADER,
     NUM_BLOCKS_KEY,
     WAIT_HEADER,
 )
@@ -196,13 +198,24 @@ class Bench:
         names: Sequence[str] = (),
         with_barrier: bool = False,
         have: Round | None = None,
+        norm: AgreedNorm | None = None,
         **changes: Any,
     ) -> bytes:
         headers = {WAIT_HEADER: str(wait_seconds), **({BARRIER_HEADER: "batch"} if with_barrier else {})}
         if have is not None:
             headers[HAVE_HEADER] = str(have)
+        if norm is not None:
+            headers[NORM_HEADER] = norm.to_header()
         body = json.dumps(list(names)).encode() if names else b""
         return await self.call("get", self.fence(rank, round_, **changes), body, headers=headers)
+
+    async def norm(
+        self, rank: int, round_: int, wait_seconds: float = 10, *, with_barrier: bool = True, **changes: Any
+    ) -> NormAnswer:
+        headers = {WAIT_HEADER: str(wait_seconds), **({BARRIER_HEADER: "batch"} if with_barrier else {})}
+        return NormAnswer.model_validate_json(
+            await self.call("norm", self.fence(rank, round_, **changes), headers=headers)
+        )
 
     def contribution(self, rank: int, round_: int) -> dict[str, Tensor]:
         return {f"{name}.block0": gradient for name, gradient in gradients_of(rank, round_).items()}

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from ps_protocol.errors import ContributionConflict, ContributionMissing, FutureRound, GradpostError, StaleTrainer
-from services.pserver.rounds import Apply, Rounds
+from ps_protocol.norms import ShardNorm
+from services.pserver.rounds import Apply, Measure, Rounds
 
 NAMES = ("a", "b", "c")
 NUM_BLOCKS = len(NAMES)
@@ -55,7 +56,9 @@ class Model:
     """What the protocol says, in its own words. Every event returns its answer, or the class of its refusal."""
 
     members: dict[int, int]
+    clips: bool = False
     applied: int = 0
+    is_measuring: bool = False  # complete, and waits for somebody who brings the global norm
     is_applying: bool = False
     staged: dict[int, Staged] = field(default_factory=dict)
     batch: set[int] = field(default_factory=set)  # whose batch barrier of round applied + 1 is in
@@ -104,10 +107,11 @@ class Model:
         self.staged = {rank: staged for rank, staged in self.staged.items() if rank not in gone}
         self.batch -= gone
         self.fetched -= gone
+        self.is_measuring = False  # it may be another gradient now
 
-    def must_apply(self) -> bool:
-        here = set(self.members)
-        return bool(here) and not self.is_applying and self.batch == here and self.fetched == here
+    def must_go_on(self) -> bool:
+        here, is_busy = set(self.members), self.is_applying or self.is_measuring
+        return bool(here) and not is_busy and self.batch == here and self.fetched == here
 
     def finish_apply(self) -> None:
         self.applied += 1
@@ -148,7 +152,7 @@ def snapshot(rounds: Rounds[str]) -> Any:
         rank: (dict(c.blocks), c.num_blocks, repr(c.hyper_parameters)) for rank, c in rounds.contributions.items()
     }
     sets = set(rounds.batch_barriers), set(rounds.fetch_barriers)
-    return dict(rounds.members), rounds.applied, rounds.applying, contributions, sets
+    return dict(rounds.members), rounds.applied, rounds.measuring, rounds.applying, contributions, sets
 
 
 class Interleavings(RuleBasedStateMachine):
@@ -156,11 +160,11 @@ class Interleavings(RuleBasedStateMachine):
 
     on_the_way = Bundle("on_the_way")  # pushes whose headers were let in and whose body is still being received
 
-    @initialize(num_trainers=st.integers(1, 4))
-    def start(self, num_trainers: int) -> None:
+    @initialize(num_trainers=st.integers(1, 4), clips=st.booleans())
+    def start(self, num_trainers: int, clips: bool) -> None:
         members = dict.fromkeys(range(num_trainers), 1)
-        self.rounds: Rounds[str] = Rounds(members)
-        self.model = Model(dict(members))
+        self.rounds: Rounds[str] = Rounds(members, clips=clips)
+        self.model = Model(dict(members), clips)
         self.lives = dict(members)  # the newest incarnation of every rank that ever was
         self.sent: list[Push | Barrier] = []  # for replays
         self.counted: list[Barrier] = []
@@ -206,6 +210,14 @@ class Interleavings(RuleBasedStateMachine):
         """A duplicate, or a late one of an earlier round or life."""
         self._deliver(self.sent[-1 - age % len(self.sent)])
 
+    @precondition(lambda self: self.model.is_measuring)
+    @rule()
+    def the_norm_is_brought(self) -> None:
+        measured = self.rounds.measuring
+        assert self.rounds.norm_agreed() is measured
+        self.model.is_measuring = False
+        self._begin_apply(measured)
+
     @precondition(lambda self: self.model.is_applying)
     @rule()
     def apply_ends(self) -> None:
@@ -239,7 +251,7 @@ class Interleavings(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "rounds"):
             self._drive_on(sorted(self.model.members))
-            self.apply_ends()
+            self._end_round()
             self.the_machine_is_where_the_model_is()
 
     # ------------------------------------------------------------ what must hold
@@ -250,6 +262,7 @@ class Interleavings(RuleBasedStateMachine):
         assert rounds.members == model.members
         assert rounds.applied == model.applied
         assert rounds.open == model.applied + 1
+        assert (rounds.measuring is not None) == model.is_measuring
         assert (rounds.applying is not None) == model.is_applying
         assert rounds.batch_barriers == model.batch
         assert rounds.fetch_barriers == model.fetched
@@ -262,12 +275,27 @@ class Interleavings(RuleBasedStateMachine):
         assert [apply.round for apply in self.applies] == list(range(1, len(self.applies) + 1))
         assert len(self.applies) == self.model.applied + self.model.is_applying
 
-    def _check_apply(self, apply: Apply[str] | None) -> None:
+    def _check_order(self, order: Apply[str] | Measure[str] | None) -> None:
         """Called after every event that was accepted, with the model already where the event led."""
-        assert (apply is not None) == self.model.must_apply()
-        if apply is None:
+        assert (order is not None) == self.model.must_go_on()
+        if order is None:
             return
+        assert isinstance(order, Measure) == self.model.clips
+        if isinstance(order, Measure):
+            assert order.apply is self.rounds.measuring
+            self._check_apply(order.apply)
+            self.model.is_measuring = True
+        else:
+            self._begin_apply(order)
+
+    def _begin_apply(self, apply: Apply[str] | None) -> None:
+        assert apply is not None
         assert apply is self.rounds.applying
+        self._check_apply(apply)
+        self.applies.append(apply)
+        self.model.is_applying = True
+
+    def _check_apply(self, apply: Apply[str]) -> None:
         members = self.model.members
         assert apply.ranks == tuple(sorted(members))
         barriers = [b for b in self.counted if b.kind == "batch" and b.round == apply.round]
@@ -280,8 +308,7 @@ class Interleavings(RuleBasedStateMachine):
             assert (contribution.num_blocks, contribution.hyper_parameters) == staged.said
         lowest = self.model.staged[min(members)]
         assert apply.hyper_parameters == (lowest.said or ())[1]
-        self.applies.append(apply)
-        self.model.is_applying = True
+        assert apply.identity == (apply.round, tuple(sorted(members.items())), ())
 
     # ------------------------------------------------------------ helpers
 
@@ -304,18 +331,18 @@ class Interleavings(RuleBasedStateMachine):
             if isinstance(answer, int):
                 self._prove(event)
             return
-        apply: list[Apply[str] | None] = []
+        order: list[Apply[str] | Measure[str] | None] = []
 
         def barrier() -> str:
             arrived = getattr(self.rounds, f"{event.kind}_barrier_arrived")
-            apply.append(arrived(event.rank, event.incarnation, event.round))
+            order.append(arrived(event.rank, event.incarnation, event.round))
             return "open" if event.round == self.model.applied + 1 else "already_applied"
 
         answer = self._expect(self.model.barrier(event), barrier)
         if not isinstance(answer, type):
             self.counted.append(event)
             self._prove(event)
-            self._check_apply(apply[0])
+            self._check_order(order[0])
 
     def _prove(self, event: Push | Barrier) -> None:
         is_fetch = isinstance(event, Barrier) and event.kind == "fetch"
@@ -342,7 +369,7 @@ class Interleavings(RuleBasedStateMachine):
 
     def _change_members(self, members: dict[int, int]) -> None:
         self.model.change_members(members)
-        self._check_apply(self.rounds.members_changed(members))
+        self._check_order(self.rounds.members_changed(members))
 
     def _what_it_owes(self, rank: int) -> list[Push]:
         """The pushes that make a member's contribution complete, given what it has staged and said."""
@@ -358,8 +385,7 @@ class Interleavings(RuleBasedStateMachine):
         return [Push(rank, life, round_, b, None) for b in blocks] + [Push(rank, life, round_, (), said)]
 
     def _drive_on(self, order: list[int], *, last_one_leaves: bool = False) -> None:
-        if self.model.is_applying:
-            self.apply_ends()
+        self._end_round()
         begun = self.model.applied
         assert self.rounds.applied == begun
         for rank in order:
@@ -371,7 +397,13 @@ class Interleavings(RuleBasedStateMachine):
             elif rank not in self.model.batch:
                 assert not self.model.is_applying
                 self._deliver(Barrier("batch", rank, self.model.members[rank], begun + 1))
-        assert self.rounds.applying is not None, f"stuck: {self.rounds!r}"
+        assert self.rounds.measuring or self.rounds.applying, f"stuck: {self.rounds!r}"
+
+    def _end_round(self) -> None:
+        if self.model.is_measuring:
+            self.the_norm_is_brought()
+        if self.model.is_applying:
+            self.apply_ends()
 
 
 TestInterleavings = Interleavings.TestCase
@@ -550,3 +582,90 @@ def test_a_new_life_of_a_rank_starts_with_nothing_staged():
     with pytest.raises(ContributionMissing):
         rounds.batch_barrier_arrived(0, 2, 1)
     assert rounds.missing == [0, 1]
+
+
+# ---------------------------------------------------------------- clipping
+
+
+def measured(rounds: Rounds[str]) -> Apply[str]:
+    orders = []
+    for rank, incarnation in rounds.members.items():
+        complete(rounds, rank, incarnation)
+        orders.append(rounds.batch_barrier_arrived(rank, incarnation, rounds.open))
+    assert orders[:-1] == [None] * (len(orders) - 1)
+    assert isinstance(orders[-1], Measure)
+    return orders[-1].apply
+
+
+@pytest.mark.clip
+def test_a_round_that_is_clipped_is_applied_when_its_norm_is_known():
+    rounds: Rounds[str] = Rounds({0: 1, 1: 1}, clips=True)
+    apply = measured(rounds)
+    assert repr(rounds) == "<Round 1 [measuring | waiting for: nobody]>"
+    assert rounds.batch_barrier_arrived(0, 1, 1) is None
+    assert rounds.norm_agreed() is apply
+    assert (rounds.measuring, rounds.applying) == (None, apply)
+    norm = ShardNorm("digest", 2.0)
+    assert rounds.round_applied(norm) is None
+    assert rounds.history.norms == {1: norm}
+
+
+@pytest.mark.clip
+def test_rounds_that_are_staged_ahead_are_measured_one_after_the_other():
+    rounds: Rounds[str] = Rounds({0: 1}, 1, clips=True)
+    first = measured(rounds)
+    rounds.blocks_arrived(0, {"a": "2"}, 1, LAMBDAS[0], 2)
+    assert rounds.batch_barrier_arrived(0, 1, 2) is None
+    assert rounds.norm_agreed() is first
+    second = rounds.round_applied()
+    assert isinstance(second, Measure)
+    assert second.apply.round == 2
+
+
+@pytest.mark.clip
+@pytest.mark.parametrize("members", [{0: 1, 1: 1}, {0: 1}, {0: 1, 1: 2}])
+def test_a_freeze_forgets_what_was_measured_and_its_end_measures_again(members):
+    rounds: Rounds[str] = Rounds({0: 1, 1: 1}, clips=True)
+    before = measured(rounds)
+    rounds.freeze()
+    assert rounds.measuring is None
+    order = rounds.members_changed(members)
+    if members == {0: 1, 1: 2}:
+        assert order is None
+        complete(rounds, 1, 2)
+        order = rounds.batch_barrier_arrived(1, 2, 1)
+    assert isinstance(order, Measure)
+    assert (order.apply.identity == before.identity) == (members == {0: 1, 1: 1})
+    assert order.apply.identity[1] == tuple(members.items())
+
+
+@pytest.mark.clip
+def test_what_was_measured_with_a_lost_trainer_is_so_again_if_it_is_in_the_round():
+    """Another pserver has applied it already, with the norm that everybody has agreed on."""
+    rounds: Rounds[str] = Rounds({0: 1, 1: 1}, clips=True)
+    before = measured(rounds)
+    rounds.freeze()
+    order = rounds.members_changed({0: 1}, sets={1: (0, 1)})
+    assert isinstance(order, Measure)
+    assert order.apply.identity == before.identity
+
+
+@pytest.mark.clip
+def test_a_round_that_is_decided_to_be_empty_has_no_norm():
+    rounds: Rounds[str] = Rounds({0: 1}, clips=True)
+    measured(rounds)
+    rounds.freeze()
+    apply = rounds.members_changed({1: 1}, starts={1: 2}, sets={1: ()})
+    assert isinstance(apply, Apply)
+    assert apply.ranks == ()
+    assert rounds.round_applied() is None
+    assert rounds.history.norms == {}
+
+
+@pytest.mark.clip
+def test_verdicts_belong_to_the_identity_of_what_is_measured():
+    rounds: Rounds[str] = Rounds({0: 1}, clips=True)
+    complete(rounds, 0)
+    order = rounds.batch_barrier_arrived(0, 1, 1, is_finite=False)
+    assert isinstance(order, Measure)
+    assert order.apply.identity == (1, ((0, 1),), (0,))

@@ -238,3 +238,7 @@ def flip(path: Path, where: float) -> None:
     content = bytearray(path.read_bytes())
     content[int(where * len(content))] ^= 4
     path.write_bytes(content)
+
+
+def test_histories_from_before_there_were_norms_are_read():
+    assert History.from_json("[[[7, [0, 1]]], [[7, [1]]], []]") == History({7: (0, 1)}, {7: (1,)})

@@ -1,0 +1,111 @@
+"""What a trainer does until all pservers have the norm of one and the same gradient."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from ps_protocol.errors import NormChanged, StaleTrainer
+from ps_protocol.norms import AgreedNorm, ShardNorm
+from trainer_client import agreement
+from trainer_client.agreement import NormAgreement
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.clip]
+
+Answers = Sequence[ShardNorm | None]
+
+
+class Pservers:
+    """What each of them has now, and answers; a get that brings another norm is refused."""
+
+    def __init__(self, *answers: Answers) -> None:
+        self._answers = list(answers)  # one after the other; the last one stays
+        self.num_asked = 0
+        self.brought: list[AgreedNorm | None] = []
+
+    @property
+    def now(self) -> Answers:
+        return self._answers[min(self.num_asked, len(self._answers)) - 1]
+
+    async def ask(self) -> Answers:
+        self.num_asked += 1
+        await asyncio.sleep(0)
+        return self.now
+
+    async def get(self, index: int, norm: AgreedNorm | None) -> float | None:
+        await asyncio.sleep(0)
+        own = self.now[index]
+        if norm is not None and (own is None or not norm.own.is_same(own)):
+            raise NormChanged("it is another one")
+        self.brought.append(norm)
+        return None if norm is None else norm.total
+
+    async def bring_to_all(self, agreement: NormAgreement) -> list[float | None]:
+        def get_of(index: int):
+            return agreement.bring(index, lambda norm: self.get(index, norm))
+
+        return await asyncio.gather(*(get_of(index) for index in range(len(self.now))))
+
+
+def of(contributions: str, *squares: float) -> list[ShardNorm]:
+    return [ShardNorm(contributions, one) for one in squares]
+
+
+async def test_all_are_asked_once_and_each_is_brought_the_sum() -> None:
+    pservers = Pservers(of("a", 9.0, 16.0))
+    agreement = NormAgreement(pservers.ask)
+    assert await pservers.bring_to_all(agreement) == [25.0, 25.0]
+    assert pservers.num_asked == 1
+    assert agreement.norm == 5.0
+
+
+async def test_norms_from_before_and_after_a_change_of_members_are_asked_for_again() -> None:
+    pservers = Pservers([*of("before", 9.0), *of("after", 1.0)], of("after", 3.0, 1.0))
+    agreement = NormAgreement(pservers.ask)
+    assert await pservers.bring_to_all(agreement) == [4.0, 4.0]
+    assert pservers.num_asked == 2
+    assert agreement.norm == 2.0
+
+
+async def test_a_gradient_that_is_another_one_when_its_norm_is_brought_is_asked_for_again_by_one_of_the_gets() -> None:
+    pservers = Pservers(of("a", 9.0, 16.0))
+    agreement = NormAgreement(pservers.ask)
+    first = await agreement.bring(0, lambda norm: pservers.get(0, norm))
+    assert first == 25.0
+    pservers._answers.append(of("a", 9.0, 7.0))  # it has come back, and rounds otherwise
+    pservers.num_asked += 1
+    brought = []
+
+    async def get(norm: AgreedNorm | None) -> float | None:
+        brought.append(norm)
+        return await pservers.get(1, norm)
+
+    assert await agreement.bring(1, get) == 16.0
+    assert [norm and norm.own.sum_of_squares for norm in brought] == [16.0, 7.0]
+
+
+async def test_a_round_that_was_applied_without_a_norm_needs_none() -> None:
+    pservers = Pservers([None, None])
+    agreement = NormAgreement(pservers.ask)
+    assert await pservers.bring_to_all(agreement) == [None, None]
+    assert agreement.norm is None
+
+
+@pytest.mark.parametrize("last", [[*of("a", 1.0), *of("b", 1.0)], [None, *of("a", 1.0)]])
+async def test_pservers_that_never_agree_are_not_asked_for_ever(last: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "PAUSE_SECONDS", 0.0)
+    pservers = Pservers(last)
+    with pytest.raises(NormChanged, match="do not agree on whose gradients"):
+        await NormAgreement(pservers.ask).bring(0, lambda norm: pservers.get(0, norm))
+    assert pservers.num_asked == agreement.MAX_ASKED
+
+
+async def test_what_ends_the_run_ends_the_agreement() -> None:
+    async def ask() -> Answers:
+        raise StaleTrainer("it is no member any more")
+
+    pservers = Pservers(of("a", 1.0))
+    with pytest.raises(StaleTrainer):
+        await NormAgreement(ask).bring(0, lambda norm: pservers.get(0, norm))
