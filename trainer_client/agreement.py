@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from ps_protocol.errors import NormChanged
 from ps_protocol.norms import AgreedNorm, ShardNorm, agree
+from ps_protocol.vocabulary import Round
+
+from .pserver_client import PserverClient
 
 T = TypeVar("T")
 
@@ -19,7 +23,7 @@ class NormAgreement:
     """On one round's norm, in one pull. All methods run on the I/O loop."""
 
     def __init__(self, ask: Callable[[], Awaitable[Sequence[ShardNorm | None]]]) -> None:
-        """`ask` asks every pserver, in order; None: the round was applied there without a norm."""
+        """`ask` asks every pserver, in order; None: the round is over there, and none is known."""
         self._ask = ask
         self._lock = asyncio.Lock()
         self._num_asked = 0
@@ -54,5 +58,26 @@ class NormAgreement:
                 norms = await self._ask()
                 self._num_asked += 1
                 told = [norm for norm in norms if norm is not None]
-                self._agreed = (agree(told) or ()) if len(told) == len(norms) else () if told else [None] * len(norms)
+                # What one of them passed over, or has forgotten by now, no other waits for.
+                self._agreed = [None] * len(norms) if len(told) < len(norms) else agree(told) or ()
             return self._num_asked
+
+
+async def finish_rounds(pservers: Sequence[PserverClient], last: Round, max_delay: int) -> None:
+    """Bring the norms of rounds before `last` that may not be over everywhere; returns when they are.
+
+    For a trainer that has come later: those whose rounds they are may all be gone. How far pservers can be apart says
+    how many there are.
+    """
+    for round_ in range(max(1, last - 1 - 2 * max_delay), last):
+        agreement = NormAgreement(partial(_ask_all, pservers, round_))
+        for index, pserver in enumerate(pservers):
+            await agreement.bring(index, partial(_bring, pserver, round_))
+
+
+async def _ask_all(pservers: Sequence[PserverClient], round_: Round) -> list[ShardNorm | None]:
+    return [await pserver.norm(round_) for pserver in pservers]
+
+
+async def _bring(pserver: PserverClient, round_: Round, norm: AgreedNorm | None) -> None:
+    await pserver.norm(round_, norm=norm)

@@ -33,7 +33,7 @@ from ps_protocol.vocabulary import (
     Round,
 )
 
-from .agreement import NormAgreement
+from .agreement import NormAgreement, finish_rounds
 from .authorization import BearerAuth
 from .buckets import Bucket, Payload, make_buckets
 from .differences import Differences
@@ -467,17 +467,25 @@ class ParameterClient:
         round_: Round,
         indices: Sequence[PserverIndex],
         fetch: Callable[[PserverIndex, AgreedNorm | None], Coroutine[Any, Any, Pulled]],
-        **barrier: bool,
+        *,
+        with_batch_barrier: bool = False,
+        is_finite: bool = True,
     ) -> list[Pulled]:
-        """Call `fetch` for these pservers; where gradients are clipped, with the round's norm."""
+        """Call `fetch` for these pservers; where gradients are clipped, with the round's norm.
+
+        The barrier rides on the question for that.
+        """
         if self.max_grad_norm is None or round_ == 0:
             return await self.membership.guard(_gather(fetch(index, None) for index in indices))
 
         async def ask() -> list[ShardNorm | None]:
             return await _gather(
-                pserver.norm(round_, **{"with_batch_barrier": False, **barrier}) for pserver in self.pservers
+                pserver.norm(round_, with_batch_barrier=with_batch_barrier, is_finite=is_finite)
+                for pserver in self.pservers
             )
 
+        if round_ == self.start - 1:
+            await self.membership.guard(finish_rounds(self.pservers, round_, self.joined.consistency.max_delay))
         agreement = NormAgreement(ask)
         pulled = await self.membership.guard(
             _gather(agreement.bring(index, partial(fetch, index)) for index in indices)

@@ -192,13 +192,26 @@ class PserverClient:
 
         return await self._repeat(BARRIER, attempt, round_)
 
-    async def norm(self, round_: Round, *, with_batch_barrier: bool, is_finite: bool = True) -> ShardNorm | None:
-        """Wait until this pserver has aggregated a round, and return its part of the norm; None if it is over."""
+    async def norm(
+        self,
+        round_: Round,
+        *,
+        with_batch_barrier: bool = False,
+        is_finite: bool = True,
+        norm: AgreedNorm | None = None,
+    ) -> ShardNorm | None:
+        """Wait until this pserver has aggregated a round, and return its part of the norm.
+
+        None if the round is over and it knows none. With the global `norm` it waits until it is over; raises
+        NormChanged if that is another one there.
+        """
 
         async def attempt() -> NormAnswer:
             headers = {**self._fence.at_round(round_).to_headers(), WAIT_HEADER: f"{WAIT_SECONDS:g}"}
             if with_batch_barrier:
                 headers |= {BARRIER_HEADER: "batch", **_verdict(is_finite)}
+            if norm is not None:
+                headers[NORM_HEADER] = norm.to_header()
             response = await self._http.send("POST", self._url(NORM), headers)
             _raise_for_problem(response)
             return NormAnswer.model_validate_json(response.content)

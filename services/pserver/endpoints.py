@@ -85,16 +85,20 @@ class TensorEndpoints:
             await _send_parts(scope, send, (await run.get_buffers(fence)).parts)
 
     async def norm(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer the norm of this shard's part of a round's gradient; the batch barrier may ride on it."""
+        """Answer the norm of this shard's part of a round's gradient, or take the global one.
+
+        The batch barrier may ride on it.
+        """
         headers = _headers(scope)
         await discard_body(receive)
         fence = Fence.from_headers(headers)
         wait_seconds = _wait_seconds(headers)
+        norm = _norm(headers)
         self._pserver.run.check_fence(fence)
         run = _clipping(self._pserver.run)
         _count_riding_barrier(run, fence, headers)
         async with self._waiting.place(fence.rank):
-            answer = await run.get_norm(fence, wait_seconds)
+            answer = await run.get_norm(fence, wait_seconds, norm)
         await _send_json(send, answer.model_dump_json())
 
     async def get(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,7 +108,7 @@ class TensorEndpoints:
         run = self._pserver.run
         wait_seconds = _wait_seconds(headers)
         have = _have(headers)
-        norm = AgreedNorm.from_header(headers[NORM_HEADER]) if NORM_HEADER in headers else None
+        norm = _norm(headers)
         names = await _receive_names(receive)
         run.check_fence(fence)
         run.check_names(names)
@@ -176,6 +180,10 @@ def _have(headers: dict[str, str]) -> Round | None:
     if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
         raise BadHeader(f"the header {HAVE_HEADER} is no round", expected="digits", actual=text[:40])
     return int(text)
+
+
+def _norm(headers: dict[str, str]) -> AgreedNorm | None:
+    return AgreedNorm.from_header(headers[NORM_HEADER]) if NORM_HEADER in headers else None
 
 
 async def _receive_names(receive: Receive) -> list[str]:

@@ -31,14 +31,17 @@ class History:
         *,
         keep: int,
     ) -> None:
-        """A round was applied; of those before it `keep` - 1 are remembered."""
+        """A round was applied; of those before it `keep` - 1 are remembered.
+
+        One that was passed over makes none forgotten: they may not be over on other pservers.
+        """
         self.participants[round_] = ranks
         if nonfinite:
             self.nonfinite[round_] = nonfinite
         if norm is not None:
             self.norms[round_] = norm
         known: dict[Round, Any]
-        for known in (self.participants, self.nonfinite, self.norms):
+        for known in (self.participants, self.nonfinite, self.norms) if ranks else ():
             for old in [old for old in known if old <= round_ - keep]:
                 del known[old]
 

@@ -36,6 +36,7 @@ _VERDICT = _header(
 )  # fmt: skip
 
 
+_NORM = _header(NORM_HEADER, "where gradients are clipped: digest, sum of squares here and everywhere", required=False)
 _WAIT = _header(WAIT_HEADER, "how long to wait at most, in seconds", required=False, schema={"type": "number"})
 
 
@@ -65,7 +66,7 @@ GET_OPENAPI: dict[str, Any] = {
             required=False,
             schema={"type": "integer"},
         ),
-        _header(NORM_HEADER, "where gradients are clipped: digest, sum of squares here and everywhere", required=False),
+        _NORM,
         _WAIT,
     ],
     "requestBody": {
@@ -81,8 +82,9 @@ BUFFERS_OPENAPI: dict[str, Any] = {
 }
 NORM_OPENAPI: dict[str, Any] = {
     "tags": ["tensors"],
-    "description": "Waits until the round's contributions are complete. The batch barrier may ride on it.",
-    "parameters": [*_FENCE, {**_BARRIER, "required": False}, _VERDICT, _WAIT],
+    "description": "Waits until the round's contributions are complete, or with the global norm until it is over. The "
+    "batch barrier may ride on it.",
+    "parameters": [*_FENCE, {**_BARRIER, "required": False}, _VERDICT, _NORM, _WAIT],
     "responses": _json_answer(NormAnswer),
 }
 BARRIER_OPENAPI: dict[str, Any] = {

@@ -86,7 +86,7 @@ class Rounds(Generic[Payload]):
         self.history = history or History()  # of the newest k + 1 applied rounds
         self.measuring: Apply[Payload] | None = None  # complete, and waits for the global norm
         self.applying: Apply[Payload] | None = None
-        self._clips = clips
+        self.clips = clips
         self.is_frozen = False
         self.paused_from: Round | None = None  # no such round is applied until somebody says so
         self._starts: dict[Rank, Round] = {}  # of those who have not been here from round 1
@@ -321,7 +321,7 @@ class Rounds(Generic[Payload]):
             return None
         contributions = tuple(self.contributions[rank] for rank in ranks)
         apply = Apply(self.open, ranks, contributions, tuple(sorted(self._nonfinite.get(self.open, ()))))
-        if self._clips and ranks:
+        if self.clips and ranks:
             self.measuring = apply
             return Measure(apply)
         self.applying = apply

@@ -353,10 +353,11 @@ class SyncRun(PserverRun):
 
     # ------------------------------------------------------------------ get
 
-    async def get_norm(self, fence: Fence, wait_seconds: float) -> NormAnswer:
+    async def get_norm(self, fence: Fence, wait_seconds: float, brought: AgreedNorm | None = None) -> NormAnswer:
         """The norm of this shard's part of a round's gradient, waiting up to `wait_seconds` for it; raises as `get`.
 
-        Of a round that is over it is what was told of it then, if anything was.
+        Of a round that is over it is what was told of it then, if anything was. With the global norm, which lets the
+        round be stepped, it waits until it is over.
         """
         deadline = asyncio.get_running_loop().time() + wait_seconds
         async with self._condition:
@@ -367,7 +368,9 @@ class SyncRun(PserverRun):
                     return NormAnswer() if norm is None else NormAnswer(**norm._asdict())
                 if self._is_measured(fence.round):
                     assert self._measured is not None
-                    return NormAnswer(**self._measured.norm._asdict())
+                    if brought is None:
+                        return NormAnswer(**self._measured.norm._asdict())
+                    self._take_norm(brought)
                 await self._wait(fence.round, deadline)
 
     def _is_measured(self, round_: Round) -> bool:

@@ -5,6 +5,9 @@ interleavings. A pserver that dies keeps what it has applied (the log) and loses
 asked for a round's bytes again still has them until it has pulled the round from everybody. A trainer that is silent
 may still send, be heard again, or have a successor, which then sends beside it. What the coordinator has sent may
 arrive, or arrive once more, at any later time.
+
+Where gradients are clipped, a trainer asks every pserver for its norm before a get brings the sum to each of them, one
+after the other, with anything in between.
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ps_protocol.errors import Conflict, StaleTrainer
 from ps_protocol.messages import FrozenRounds
+from ps_protocol.norms import AgreedNorm, ShardNorm, agree
 from ps_protocol.optimizers import HyperParameters
 from services.coordinator.decision import Membership, Rollback, decide, newest_common
 from services.pserver.changes import Changes
 from services.pserver.history import History
-from services.pserver.rounds import Rounds
+from services.pserver.rounds import Measure, Rounds
 
 NUMBERS: list[HyperParameters] = [{"lr": 0.1}]
 MAX_TRAINERS = 3
@@ -36,13 +40,15 @@ class Pserver:
     rounds: Rounds[int]
     attempt: int = 0
     history: dict[int, dict[int, int]] = field(default_factory=dict)  # by round: which life of each rank is in it
+    norms: dict[int, ShardNorm] = field(default_factory=dict)  # by round, where gradients are clipped: what was told
+    totals: dict[int, float] = field(default_factory=dict)  # and what it was clipped by
     changes: Changes = field(default_factory=Changes)
     life: int = 1
     is_up: bool = True  # else it holds what is on its disk, and serves nothing
 
-    def settle(self, apply: object) -> None:
-        """Applies are done at once; what follows from them, too."""
-        while apply is not None:
+    def settle(self, order: object, norm: ShardNorm | None = None) -> None:
+        """Applies are done at once, and what follows from them, up to a round that waits for its norm."""
+        while order is not None and not isinstance(order, Measure):
             following = self.rounds.applying
             assert following is not None
             lives = {}
@@ -50,7 +56,44 @@ class Pserver:
                 assert contribution.is_complete, f"half of trainer {rank} would be applied"
                 lives[rank] = contribution.blocks["b"]
             self.history[following.round] = lives
-            apply = self.rounds.round_applied()
+            if norm is not None:
+                self.norms[following.round] = norm
+            order, norm = self.rounds.round_applied(norm), None
+
+    def norm_of(self, round_: int, index: int) -> ShardNorm | None:
+        """What it tells of a round that is complete here: its sum says which lives are in it, and which pserver it is.
+
+        None if the round is not, or was passed over.
+        """
+        if round_ <= self.rounds.applied:
+            return self.rounds.history.norms.get(round_)
+        measured = self.rounds.measuring
+        if measured is None or measured.round != round_:
+            return None
+        lives = (contribution.blocks["b"] for contribution in measured.contributions)
+        return ShardNorm(repr(measured.identity), float(100 * index + sum(lives)))
+
+    def take_norm(self, round_: int, index: int, norm: AgreedNorm) -> bool:
+        """A get brings it; whether it is the one of what was measured here, if that has not been applied."""
+        own = self.norm_of(round_, index)
+        if own is None or not norm.own.is_same(own):
+            return round_ <= self.rounds.applied
+        if self.rounds.measuring is not None and round_ > self.rounds.applied:
+            self.totals[round_] = norm.total
+            self.settle(self.rounds.norm_agreed(), own)
+        return True
+
+    def restore(self, applied: int, max_delay: int) -> None:
+        """What is on the disk: everything up to a round."""
+        for known in (self.history, self.norms, self.totals):
+            for round_ in [round_ for round_ in known if round_ > applied]:
+                del known[round_]
+        newest = range(applied - max_delay, applied + 1)
+        participants = {r: tuple(lives) for r, lives in self.history.items() if r in newest}
+        norms = {r: norm for r, norm in self.norms.items() if r in newest}
+        self.rounds = Rounds(
+            {}, max_delay, applied=applied, history=History(participants, norms=norms), clips=self.rounds.clips
+        )
 
 
 @dataclass
@@ -61,6 +104,8 @@ class Trainer:
     attempt: int
     pushed: set[int] = field(default_factory=set)  # pservers that have acknowledged every push
     pulled: set[int] = field(default_factory=set)
+    norms: dict[int, ShardNorm | None] = field(default_factory=dict)  # by pserver; None: it is over there without one
+    finished: int = 0  # rounds before its first
     has_begun: bool = True  # a joining trainer begins once it has pulled the round before its first
 
 
@@ -89,14 +134,22 @@ class Faults(RuleBasedStateMachine):
 
     @initialize(
         num_trainers=st.integers(1, MAX_TRAINERS), num_pservers=st.integers(1, 3), max_delay=st.integers(0, 1),
-        take_over=st.booleans(), min_trainers=st.integers(1, MAX_TRAINERS),
+        take_over=st.booleans(), min_trainers=st.integers(1, MAX_TRAINERS), clips=st.booleans(),
     )  # fmt: skip
-    def begin(self, num_trainers: int, num_pservers: int, max_delay: int, take_over: bool, min_trainers: int) -> None:
+    def begin(
+        self,
+        num_trainers: int,
+        num_pservers: int,
+        max_delay: int,
+        take_over: bool,
+        min_trainers: int,
+        clips: bool,
+    ) -> None:
         members = dict.fromkeys(range(num_trainers), 1)
-        self.max_delay, self.take_over, self.min_trainers = max_delay, take_over, min_trainers
+        self.max_delay, self.take_over, self.min_trainers, self.clips = max_delay, take_over, min_trainers, clips
         self.membership = Membership(dict(members))
         self.attempt, self.resume, self.number = 0, 0, 0
-        self.pservers = [Pserver(Rounds(members, max_delay)) for _ in range(num_pservers)]
+        self.pservers = [Pserver(Rounds(members, max_delay, clips=clips)) for _ in range(num_pservers)]
         self.trainers = {rank: Trainer(rank, 1, 1, 0) for rank in members}  # whom the coordinator hears
         self.silent: list[Trainer] = []  # whom it does not hear any more; their requests arrive yet
         self.ended: dict[tuple[int, int], int] = {}  # by round and rank: the life that pulled it from everybody
@@ -116,7 +169,7 @@ class Faults(RuleBasedStateMachine):
         """Whoever is heard hears of every rollback, too, by its heartbeats."""
         if trainer.attempt < self.attempt and self.trainers.get(trainer.rank) is trainer:
             trainer.attempt, trainer.round = self.attempt, self.resume + 1
-            trainer.pushed, trainer.pulled = set(), set()
+            trainer.pushed, trainer.pulled, trainer.norms = set(), set(), {}
 
     @rule(which=st.integers(0, 9), to=st.integers(0, 9))
     def push(self, which: int, to: int) -> None:
@@ -139,9 +192,21 @@ class Faults(RuleBasedStateMachine):
         return True
 
     def _has_begun(self, trainer: Trainer) -> bool:
-        if not trainer.has_begun:
-            trainer.has_begun = 0 < trainer.round <= min(p.rounds.applied for p in self.pservers) + 1
+        if not trainer.has_begun and trainer.round > 0:
+            if self.clips:
+                self._finish_rounds(trainer)
+            trainer.has_begun = trainer.round <= min(p.rounds.applied for p in self.pservers) + 1
+            trainer.norms = {} if trainer.has_begun else trainer.norms
         return trainer.has_begun
+
+    def _finish_rounds(self, trainer: Trainer) -> None:
+        """Those whose rounds they are may all be gone: who comes brings the norms, of one round after the other."""
+        for round_ in range(max(1, trainer.round - 2 - 2 * self.max_delay), trainer.round):
+            if round_ > trainer.finished:
+                brought = [self._bring_norm(trainer, index, round_) for index in range(len(self.pservers))]
+                if not all(brought):
+                    break
+                trainer.finished, trainer.norms = round_, {}
 
     @rule(which=st.integers(0, 9), to=st.integers(0, 9))
     def barrier(self, which: int, to: int) -> None:
@@ -164,11 +229,47 @@ class Faults(RuleBasedStateMachine):
             pserver.settle(rounds.batch_barrier_arrived(trainer.rank, trainer.incarnation, round_))
         except StaleTrainer:
             return
+        if self.clips and not self._bring_norm(trainer, index, round_):
+            return
         if rounds.applied >= round_:
             trainer.pulled.add(index)
         if len(trainer.pulled) == len(self.pservers):
             self.ended[round_, trainer.rank] = trainer.incarnation
-            trainer.round, trainer.pushed, trainer.pulled = round_ + 1, set(), set()
+            trainer.round, trainer.pushed, trainer.pulled, trainer.norms = round_ + 1, set(), set(), {}
+
+    def _bring_norm(self, trainer: Trainer, index: int, round_: int) -> bool:
+        """Ask one pserver for its norm, or once all have been asked bring it the sum; whether it was, and is taken."""
+        if len(trainer.norms) < len(self.pservers):
+            for asked in {index, *trainer.pulled}:  # the latter are asked again if it has changed elsewhere
+                self._ask_norm(trainer, asked, round_)
+            return False
+        told = [trainer.norms[index] for index in range(len(self.pservers))]
+        if None in told:
+            return True
+        agreed = agree([norm for norm in told if norm is not None])
+        if agreed is not None:
+            if not self._may_get(trainer, index, round_):
+                return False
+            if self.pservers[index].take_norm(round_, index, agreed[index]):
+                return True
+        trainer.norms = {}
+        return False
+
+    def _ask_norm(self, trainer: Trainer, index: int, round_: int) -> None:
+        if self._may_get(trainer, index, round_):
+            told = self.pservers[index].norm_of(round_, index)
+            if told is not None or round_ <= self.pservers[index].rounds.applied:
+                trainer.norms[index] = told
+
+    def _may_get(self, trainer: Trainer, index: int, round_: int) -> bool:
+        pserver = self.pservers[index]
+        if not pserver.is_up or pserver.attempt != trainer.attempt:
+            return False
+        try:
+            pserver.rounds.admit_get(trainer.rank, trainer.incarnation, round_)
+        except StaleTrainer:
+            return False
+        return True
 
     @rule(slow=st.integers(0, MAX_TRAINERS))
     def take_steps(self, slow: int) -> None:
@@ -239,10 +340,7 @@ class Faults(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9))
     def restart_pserver(self, which: int) -> None:
         pserver = self.pservers[which % len(self.pservers)]
-        applied = pserver.rounds.applied
-        newest = range(applied - self.max_delay, applied + 1)
-        participants = {r: tuple(lives) for r, lives in pserver.history.items() if r in newest}
-        pserver.rounds = Rounds({}, self.max_delay, applied=applied, history=History(participants))
+        pserver.restore(pserver.rounds.applied, self.max_delay)
         pserver.is_up, pserver.changes = False, Changes()
         pserver.life += 1
         self.is_dirty = True
@@ -389,10 +487,7 @@ class Faults(RuleBasedStateMachine):
         if not is_ours or not pserver.changes.is_news(message.number):
             return False
         if pserver.attempt != message.attempt:
-            resume = message.resume
-            pserver.history = {r: lives for r, lives in pserver.history.items() if r <= resume}
-            newest = {r: tuple(lives) for r, lives in pserver.history.items() if r >= resume - self.max_delay}
-            pserver.rounds = Rounds({}, self.max_delay, applied=resume, history=History(newest))
+            pserver.restore(message.resume, self.max_delay)
             pserver.attempt = message.attempt
         pserver.changes.end(message.number)
         pserver.settle(pserver.rounds.members_changed(decided.members, decided.starts, decided.sets))
@@ -408,6 +503,7 @@ class Faults(RuleBasedStateMachine):
                 if one.attempt == other.attempt:
                     for round_ in one.history.keys() & other.history.keys():
                         assert one.history[round_] == other.history[round_], f"round {round_}"
+                        assert one.totals.get(round_) == other.totals.get(round_), f"round {round_}"
 
     @invariant()
     def whoever_has_ended_a_round_is_in_it(self) -> None:
@@ -455,7 +551,8 @@ def walk(seed: int) -> None:
     chance = random.Random(seed)
     faults = Faults()
     max_delay, take_over, min_trainers = chance.choice((0, 0, 1)), chance.random() < 0.5, chance.choice((1, 1, 2, 3))
-    faults.begin(chance.randint(2, 3), chance.randint(1, 3), max_delay, take_over, min_trainers)
+    num_trainers, num_pservers, clips = chance.randint(2, 3), chance.randint(1, 3), chance.random() < 0.5
+    faults.begin(num_trainers, num_pservers, max_delay, take_over, min_trainers, clips)
 
     def which() -> int:
         return chance.randrange(10)

@@ -86,17 +86,17 @@ async def test_a_gradient_that_is_another_one_when_its_norm_is_brought_is_asked_
     assert [norm and norm.own.sum_of_squares for norm in brought] == [16.0, 7.0]
 
 
-async def test_a_round_that_was_applied_without_a_norm_needs_none() -> None:
-    pservers = Pservers([None, None])
+@pytest.mark.parametrize("first", [None, ShardNorm("a", 1.0)])
+async def test_a_round_that_is_over_without_a_known_norm_needs_none(first: ShardNorm | None) -> None:
+    pservers = Pservers([first, None])
     agreement = NormAgreement(pservers.ask)
     assert await pservers.bring_to_all(agreement) == [None, None]
     assert agreement.norm is None
 
 
-@pytest.mark.parametrize("last", [[*of("a", 1.0), *of("b", 1.0)], [None, *of("a", 1.0)]])
-async def test_pservers_that_never_agree_are_not_asked_for_ever(last: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pservers_that_never_agree_are_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "PAUSE_SECONDS", 0.0)
-    pservers = Pservers(last)
+    pservers = Pservers([*of("a", 1.0), *of("b", 1.0)])
     with pytest.raises(NormChanged, match="do not agree on whose gradients"):
         await NormAgreement(pservers.ask).bring(0, lambda norm: pservers.get(0, norm))
     assert pservers.num_asked == agreement.MAX_ASKED
