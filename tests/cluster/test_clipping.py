@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from ps_protocol.errors import BadModel, GradientChanged
 from trainer_client import RemoteOptimizer, Session
+from trainer_client.ring.buckets import FlatBucket
 from trainer_client.testing import LocalCluster
 
 from .conftest import Carrier
@@ -22,12 +24,19 @@ pytestmark = [pytest.mark.cluster, pytest.mark.clip]
 
 STEPS = 20
 MAX_NORM = 0.5
-SMALL = {"bucket_bytes": 2000, "min_block_size": 100}
+BUCKETS = {"bucket_bytes": 2000}
+SMALL = {**BUCKETS, "min_block_size": 100}
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "AdamW": partial(torch.optim.AdamW, lr=0.01),
 }
+
+
+@pytest.fixture(scope="module")
+def ring() -> Iterator[LocalCluster]:
+    with LocalCluster(pservers=0, trainers=2, strategy="ring") as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +83,9 @@ def train_locally(kind: str) -> tuple[dict[str, Tensor], list[float]]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}, norms
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_the_whole_gradient_is_clipped_as_in_one_process(cluster: LocalCluster, kind: str, overlap: bool) -> None:
+def check_parity(address: str, kind: str, *, overlap: bool, **arguments: Any) -> None:
     work = partial(train, kind=kind, overlap=overlap, max_grad_norm=MAX_NORM)
-    (one, norms), (other, same_norms) = run_trainers(cluster.address, [work, work], **SMALL)
+    (one, norms), (other, same_norms) = run_trainers(address, [work, work], **arguments)
     expected, expected_norms = train_locally(kind)
     assert_identical(one, other)
     assert norms == same_norms
@@ -86,6 +93,68 @@ def test_the_whole_gradient_is_clipped_as_in_one_process(cluster: LocalCluster, 
     for name, tensor in expected.items():
         torch.testing.assert_close(one[name], tensor, rtol=1e-4, atol=1e-5)
     assert min(norms) < MAX_NORM < max(norms)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_whole_gradient_is_clipped_as_in_one_process(cluster: LocalCluster, kind: str, overlap: bool) -> None:
+    check_parity(cluster.address, kind, overlap=overlap, **SMALL)
+
+
+@pytest.mark.ring
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_ring_clips_the_same(ring: LocalCluster, overlap: bool) -> None:
+    check_parity(ring.address, "momentum", overlap=overlap, **BUCKETS)
+
+
+@pytest.mark.ring
+def test_all_of_a_ring_clip_by_one_number(ring: LocalCluster) -> None:
+    """Machines may add squares up in another order, and parameters that differ in a bit never meet again."""
+
+    def work(session: Session, error: float) -> tuple[dict[str, Tensor], list[float]]:
+        def add_up(self: FlatBucket) -> Tensor:
+            return sum_of_squares(self) * (1 + error)
+
+        sum_of_squares = FlatBucket.sum_of_squares
+        model = make_model()
+        optimizer = RemoteOptimizer(
+            OPTIMIZERS["momentum"](model.named_parameters()), session=session, max_grad_norm=MAX_NORM
+        )
+        norms = []
+        for bucket in optimizer._steps._buckets:  # type: ignore[union-attr]
+            bucket.sum_of_squares = partial(add_up, bucket)  # type: ignore[method-assign]
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(model, step, session.rank).backward()
+            optimizer.step()
+            assert optimizer.grad_norm is not None
+            norms.append(optimizer.grad_norm)
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}, norms
+
+    (one, norms), (other, same) = run_trainers(ring.address, [partial(work, error=e) for e in (0.0, 1e-3)], **BUCKETS)
+    assert_identical(one, other)
+    assert norms == same
+
+
+def skip_one(session: Session) -> list[float]:
+    weight = nn.Parameter(torch.zeros(4))
+    sgd = torch.optim.SGD([("weight", weight)], lr=1.0)
+    optimizer = RemoteOptimizer(sgd, session=session, max_grad_norm=1.0, nonfinite="skip_round")
+    norms = []
+    for step in range(3):
+        weight.grad = torch.full((4,), math.nan if (session.rank, step) == (1, 1) else 3.0)
+        optimizer.step()
+        assert optimizer.grad_norm is not None
+        norms.append(optimizer.grad_norm)
+    assert weight.tolist() == pytest.approx([-1.0] * 4, rel=1e-6)  # two steps of norm 1
+    return norms
+
+
+@pytest.mark.ring
+def test_a_skipped_round_has_no_norm(ring: LocalCluster, cluster: LocalCluster) -> None:
+    for one in (ring, cluster):
+        for norms in run_trainers(one.address, [skip_one, skip_one]):
+            assert norms == [6.0, pytest.approx(math.nan, nan_ok=True), 6.0]
 
 
 def test_a_limit_that_is_never_reached_changes_no_bit(cluster: LocalCluster) -> None:
@@ -190,6 +259,7 @@ def _push_given_gradients(session: Session, **arguments: Any) -> dict[str, Tenso
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(180)
 def test_processes_may_die_while_a_norm_is_agreed_on(carrier: Carrier) -> None:
     """A limit that is never reached leaves every bit as it is; all of the agreement takes place."""
