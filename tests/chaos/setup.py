@@ -30,6 +30,7 @@ class Setup:
     server: Literal["uvicorn", "granian"] = "uvicorn"
     http2: bool = True
     durability: Literal["log", "fsync"] = "log"
+    clips: bool = False  # by a norm that is never reached, so that all agree on it and no number changes
     fakes_time: bool = False  # its services run under libfaketime, so that their clocks can jump
     seconds: float = 18.0  # of faults
 
@@ -57,7 +58,8 @@ class Setup:
         names = ("mode", "max_delay", "max_staleness", "on_trainer_loss", "nonfinite", "num_pservers", "num_trainers")
         parts = [f"{name.removeprefix('num_')} {shown[name]}" for name in names if shown[name] != ""]
         carrier = [self.server, *([] if self.http2 else ["HTTP/1.1"])]
-        return ", ".join([*parts, self.durability, *carrier, *(["libfaketime"] if self.fakes_time else [])])
+        rest = [*(["clipped"] if self.clips else []), *(["libfaketime"] if self.fakes_time else [])]
+        return ", ".join([*parts, self.durability, *carrier, *rest])
 
 
 def draw_setup(seed: int, *, may_fake_time: bool, mode: Mode | None = None) -> Setup:
@@ -84,4 +86,5 @@ def draw_setup(seed: int, *, may_fake_time: bool, mode: Mode | None = None) -> S
         fakes_time=may_fake_time and chance.random() < 0.3,
         durability=chance.choice(("log", "log", "fsync")),
         http2=chance.random() < 0.7,
+        clips=chance.random() < 0.4 and mode == "sync",
     )
