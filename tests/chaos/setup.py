@@ -86,5 +86,5 @@ def draw_setup(seed: int, *, may_fake_time: bool, mode: Mode | None = None) -> S
         fakes_time=may_fake_time and chance.random() < 0.3,
         durability=chance.choice(("log", "log", "fsync")),
         http2=chance.random() < 0.7,
-        clips=chance.random() < 0.4 and mode == "sync",
+        clips=chance.random() < 0.5 and mode == "sync",
     )
