@@ -13,7 +13,7 @@ from ps_protocol import routes
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE
 from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE
-from ps_protocol.messages import BarrierAnswer, PushAnswer
+from ps_protocol.messages import BarrierAnswer, NormAnswer, PushAnswer
 from trainer_client.testing import LocalCluster
 
 from .apps import call, run_coordinator, run_pserver
@@ -22,7 +22,7 @@ from .reading import read_json
 Document: TypeAlias = dict[str, Any]
 
 OF_EVERY_SERVICE = {routes.HEALTH, routes.READY, routes.METRICS}
-TENSORS = {routes.SEND, routes.INITIAL, routes.GET, routes.BARRIER}
+TENSORS = {routes.SEND, routes.INITIAL, routes.GET, routes.NORM, routes.BARRIER}
 FENCED = [("post", path) for path in sorted(TENSORS)] + [("get", routes.BUFFERS)]
 CONTROL = {
     routes.RUN, routes.FREEZE, routes.MEMBERS, routes.RESTORABLE, routes.WANT_CHECKPOINT, routes.REPLACEMENT,
@@ -104,11 +104,14 @@ def test_the_fence_is_required(pserver: Document) -> None:
         headers = {p["name"]: p["required"] for p in pserver["paths"][path][method]["parameters"]}
         assert headers.items() >= dict.fromkeys(HEADERS, True).items()
         of_a_barrier = {routes.BARRIER_HEADER: True, routes.VERDICT_HEADER: False}
-        more = {routes.BARRIER: of_a_barrier, routes.GET: dict.fromkeys(OPTIONAL_ON_A_GET, False)}
+        more = {routes.BARRIER: of_a_barrier} | {
+            route: dict.fromkeys(optional, False)
+            for route, optional in ((routes.GET, {*OPTIONAL, routes.HAVE_HEADER}), (routes.NORM, OPTIONAL))
+        }
         assert headers == dict.fromkeys(HEADERS, True) | more.get(path, {})
 
 
-OPTIONAL_ON_A_GET = (routes.BARRIER_HEADER, routes.VERDICT_HEADER, routes.HAVE_HEADER, routes.WAIT_HEADER)
+OPTIONAL = (routes.BARRIER_HEADER, routes.VERDICT_HEADER, routes.NORM_HEADER, routes.WAIT_HEADER)
 
 
 @pytest.mark.parametrize("path", [routes.SEND, routes.INITIAL])
@@ -123,6 +126,12 @@ def test_a_barrier_takes_nothing(pserver: Document) -> None:
     operation = pserver["paths"][routes.BARRIER]["post"]
     assert "requestBody" not in operation
     assert json_members(operation) == BarrierAnswer.model_fields.keys()
+
+
+def test_a_norm_is_a_message(pserver: Document) -> None:
+    operation = pserver["paths"][routes.NORM]["post"]
+    assert "requestBody" not in operation
+    assert json_members(operation) == NormAnswer.model_fields.keys()
 
 
 def test_a_get_may_name_blocks(pserver: Document) -> None:

@@ -40,6 +40,7 @@ def test_the_headers_are_those_of_the_fence_in_order() -> None:
         [routes.BARRIER_HEADER],
         [routes.VERDICT_HEADER],
         [routes.HAVE_HEADER],
+        [routes.NORM_HEADER],
         [routes.WAIT_HEADER],
     ]
 
