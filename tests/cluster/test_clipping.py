@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,7 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ps_protocol.errors import BadModel, GradientChanged
-from trainer_client import RemoteOptimizer, Session
+from ps_protocol.norms import agree
+from ps_protocol.optimizers import HyperParameters, check_optimizer
+from ps_protocol.vocabulary import ParameterSpec
+from trainer_client import ParameterClient, RemoteOptimizer, Session
 from trainer_client.ring.buckets import FlatBucket
 from trainer_client.testing import LocalCluster
 
@@ -257,6 +261,40 @@ def _push_given_gradients(session: Session, **arguments: Any) -> dict[str, Tenso
         optimizer.step()
     optimizer.synchronize()
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def test_who_comes_later_ends_a_round_that_only_some_pservers_have_stepped(carrier: Carrier) -> None:
+    numbers: list[HyperParameters] = [{"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}]
+    spec, optimizer = ParameterSpec("w", (2, 8)), check_optimizer("SGD", [{"nesterov": False, "maximize": False}])
+
+    async def join() -> ParameterClient:
+        client = ParameterClient(cluster.address, rank=0, world_size=1, max_grad_norm=1.0)
+        await client.join()
+        await client.declare([spec], optimizer)
+        return client
+
+    async def die_in_the_middle() -> None:
+        client = await join()
+        await client.send_initial({"w": torch.zeros(2, 8)})
+        await client.get(0)
+        await client.send(1, {"w": torch.full((2, 8), 3.0)}, numbers)
+        told = [await pserver.norm(1, with_batch_barrier=True) for pserver in client.pservers]
+        agreed = agree([norm for norm in told if norm is not None])
+        assert agreed is not None
+        await client.pservers[0].norm(1, norm=agreed[0])
+        await client.leave("failed", "it dies before it has told the other one")
+
+    async def go_on() -> Tensor:
+        client = await join()
+        assert client.start == 2
+        values = await client.get(1)
+        await client.leave()
+        return values["w"]
+
+    with LocalCluster(pservers=2, trainers=1, **carrier, min_block_size=8, on_trainer_loss="wait") as cluster:
+        asyncio.run(die_in_the_middle())
+        w = asyncio.run(asyncio.wait_for(go_on(), 20))
+    torch.testing.assert_close(w, torch.full((2, 8), -0.25))  # norm 12, clipped to 1
 
 
 @pytest.mark.extended

@@ -10,7 +10,7 @@ import pytest
 from ps_protocol.errors import NormChanged, StaleTrainer
 from ps_protocol.norms import AgreedNorm, ShardNorm
 from trainer_client import agreement
-from trainer_client.agreement import NormAgreement
+from trainer_client.agreement import NormAgreement, finish_rounds
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.clip]
 
@@ -109,3 +109,30 @@ async def test_what_ends_the_run_ends_the_agreement() -> None:
     pservers = Pservers(of("a", 1.0))
     with pytest.raises(StaleTrainer):
         await NormAgreement(ask).bring(0, lambda norm: pservers.get(0, norm))
+
+
+class OpenRounds:
+    """A pserver that waits for the norms of some rounds, one after the other, and has stepped those before."""
+
+    def __init__(self, applied: int, square: float) -> None:
+        self.applied = applied
+        self._square = square
+
+    async def norm(self, round_: int, *, norm: AgreedNorm | None = None) -> ShardNorm | None:
+        assert round_ <= self.applied + 1, f"would wait for ever for round {self.applied + 1}"
+        own = ShardNorm(f"round {round_}", self._square)
+        if norm is not None and round_ > self.applied:
+            assert (norm.own, norm.total) == (own, 25.0)
+            self.applied = round_
+        return own
+
+
+@pytest.mark.parametrize(
+    ("max_delay", "last", "applied"), [(0, 4, (2, 3)), (0, 2, (0, 1)), (2, 9, (3, 6)), (1, 4, (0, 0))]
+)
+async def test_who_comes_later_ends_the_rounds_before_its_own(
+    max_delay: int, last: int, applied: tuple[int, int]
+) -> None:
+    pservers = [OpenRounds(applied[0], 9.0), OpenRounds(applied[1], 16.0)]
+    await finish_rounds(pservers, last, max_delay)
+    assert [pserver.applied for pserver in pservers] == [last - 1] * 2
