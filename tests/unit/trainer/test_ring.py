@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from trainer_client.ring.buckets import FlatBucket, cut_buckets
+from trainer_client.ring.buckets import PIECE, FlatBucket, cut_buckets
 from trainer_client.ring.rendezvous import address_towards, join_store, open_store
 
 pytestmark = pytest.mark.ring
@@ -42,3 +42,13 @@ def test_a_store_is_found_at_the_address_that_was_offered() -> None:
     store, rendezvous = open_store("127.0.0.1", timedelta(seconds=5))
     store.set("key", "value")
     assert join_store(rendezvous, timedelta(seconds=5)).get("key") == b"value"
+
+
+@pytest.mark.clip
+@pytest.mark.parametrize("size", [0, 1, PIECE, 2 * PIECE + 3])
+def test_squares_are_added_up_in_64_bits(size: int) -> None:
+    bucket = FlatBucket({"a": size}, CPU)
+    bucket.put("a", torch.full((size,), 1e30))  # whose square is infinite in 32
+    total = bucket.sum_of_squares()
+    assert total.dtype == torch.float64
+    assert float(total) == pytest.approx(size * float(torch.tensor(1e30)) ** 2, rel=1e-12)
