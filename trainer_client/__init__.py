@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .client import ParameterClient
+    from .grad_scaler import GradScaler
     from .remote_optimizer import RemoteOptimizer
     from .session import Session, connect
 
-__all__ = ["ParameterClient", "RemoteOptimizer", "Session", "connect"]
+__all__ = ["GradScaler", "ParameterClient", "RemoteOptimizer", "Session", "connect"]
 
 # Imported when they are first asked for: `trainer_client.testing` starts clusters, and needs no torch for it.
 _HOMES = {
+    "GradScaler": ".grad_scaler",
     "ParameterClient": ".client",
     "RemoteOptimizer": ".remote_optimizer",
     "Session": ".session",

@@ -17,11 +17,12 @@ from torch import Tensor
 from ps_protocol.errors import RolledBack, WrongDtype, WrongShape
 from ps_protocol.fence import Fence
 from ps_protocol.frames import encode_header
+from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.messages import DeclareModel, PserverInfo, RunSummary, TrainerJoined
 from ps_protocol.norms import AgreedNorm, ShardNorm
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec
 from ps_protocol.plan import SlicePlan
-from ps_protocol.routes import COMPUTED_ON_KEY, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY
+from ps_protocol.routes import COMPUTED_ON_KEY, GRAD_SCALER_KEY, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY
 from ps_protocol.tokens import TokenFolder, TokenPair
 from ps_protocol.vocabulary import (
     DTYPE_BYTES,
@@ -42,6 +43,7 @@ from .exchange import Exchange
 from .membership import Membership
 from .metrics import MetricsServer, TrainerMetrics
 from .pserver_client import PserverClient, Pulled
+from .scale_agreement import ScaleAgreement
 from .settings import TrainerSettings, read_settings
 from .tensors import TORCH_DTYPES, writable_bytes
 from .transport import make_control_client
@@ -93,6 +95,7 @@ class ParameterClient:
         self._begun_round: Round = 0  # the newest that something was pushed for
         self._is_finite = True  # the gradient that was sent last
         self.feedback = ErrorFeedback()
+        self.scale_agreement = ScaleAgreement()
         self._sent_round: Round = 0  # the newest of which all pushes are acknowledged
         self._metrics_server: MetricsServer | None = None
         self._lag: asyncio.Task[None] | None = None
@@ -256,6 +259,7 @@ class ParameterClient:
         if news.uploader is not None:
             self.uploader = news.uploader
         self.feedback.forget()
+        self.scale_agreement.forget()
         self._begun_round = self._sent_round = self.membership.round = news.resume
         self.must_upload = news.uploader == self.joined.rank
         return news.resume
@@ -369,14 +373,17 @@ class ParameterClient:
 
     def _settle(self, round_: Round, pulled: Sequence[Pulled]) -> None:
         """What was pushed for a round has been applied, or was skipped."""
-        culprits = sorted({rank for one in pulled for rank in one.skipped_for})
-        if not self.joined.consistency.max_delay and round_ >= self._begun_round:  # else the next one is on its way
-            self.feedback.settle(is_applied=not culprits)
-        if culprits:
+        max_delay = self.joined.consistency.max_delay
+        skipped = {told: ranks for one in pulled for told, ranks in one.skipped.items()}
+        if not max_delay and round_ >= self._begun_round:  # else the next one is on its way
+            self.feedback.settle(is_applied=round_ not in skipped)
+        if round_ in skipped:
             self.grad_norm = None if self.max_grad_norm is None else math.nan
+        state = next((one.grad_scaler for one in reversed(pulled) if one.grad_scaler is not None), None)
+        for told, culprits in self.scale_agreement.tell(skipped, state, newest=round_, keep=2 * max_delay + 2).items():
             self.metrics.skipped.inc()
-            names = ", ".join(f"trainer {rank}" for rank in culprits)
-            self.log.warning(f"round {round_} was skipped on all pservers: NaN or infinity in gradients of {names}")
+            names = ", ".join(f"trainer {rank}" for rank in sorted(culprits))
+            self.log.warning(f"round {told} was skipped on all pservers: NaN or infinity in gradients of {names}")
 
     async def fetch_barrier(self, round_: Round) -> None:
         """Tell every pserver that this version was read; any message for a later round implies it.
@@ -522,11 +529,15 @@ class ParameterClient:
 
 
 def completion(
-    shard: Sequence[Bucket], hyper_parameters: list[HyperParameters], computed_on: Round | None = None
+    shard: Sequence[Bucket],
+    hyper_parameters: list[HyperParameters],
+    computed_on: Round | None = None,
+    grad_scaler: ScalerState | None = None,
 ) -> dict[str, str]:
     """Metadata of a contribution's last push to a pserver: how many blocks there are, and the optimizer's numbers.
 
-    In the asynchronous modes also after which step the trainer pulled what it computed the gradient on.
+    In the asynchronous modes also after which step the trainer pulled what it computed the gradient on. Where gradients
+    were scaled, the state of their GradScaler.
     """
     metadata = {
         NUM_BLOCKS_KEY: str(sum(len(bucket.present) for bucket in shard)),
@@ -534,6 +545,8 @@ def completion(
     }
     if computed_on is not None:
         metadata[COMPUTED_ON_KEY] = str(computed_on)
+    if grad_scaler is not None:
+        metadata[GRAD_SCALER_KEY] = grad_scaler.to_json()
     return metadata
 
 

@@ -87,13 +87,14 @@ class Outgoing:
         self, gradients: Mapping[str, Tensor], numbers: list[HyperParameters], computed_on: Round | None
     ) -> None:
         """Push all that has not left; parameters without a gradient are left out."""
+        scaler = self._client.scale_agreement.mine
         # Bucket by bucket, so that the network works while the next one is being copied.
         for bucket, shard in _interleave(self._layout):
             if id(bucket) in self._left:
                 continue
             bucket.fill(gradients, borrow=self._borrow)
             if bucket is shard[-1]:
-                self._push(bucket, bucket.frame(completion(shard, numbers, computed_on)))
+                self._push(bucket, bucket.frame(completion(shard, numbers, computed_on, scaler)))
             elif bucket.present:
                 self._push(bucket, bucket.frame())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -81,6 +81,11 @@ class Overlap:
             if self._num_passes[name] == self._accumulate_steps:
                 self._send(name, gradient)
                 self._left[name] = gradient, gradient._version
+
+    @property
+    def left(self) -> Collection[str]:
+        """Names of those parameters whose gradients of this step have left."""
+        return self._left.keys()
 
     def check(self) -> None:
         """Raise GradientChanged if a gradient that has left is not what it was."""

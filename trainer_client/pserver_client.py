@@ -27,6 +27,7 @@ from ps_protocol.errors import (
 )
 from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE, FrameLimits
+from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.messages import BarrierAnswer, NormAnswer, PserverInfo, PushAnswer
 from ps_protocol.norms import AgreedNorm, ShardNorm
 from ps_protocol.routes import (
@@ -35,6 +36,7 @@ from ps_protocol.routes import (
     BARRIER_HEADER,
     BUFFERS,
     GET,
+    GRAD_SCALER_KEY,
     HAVE_HEADER,
     HEALTH,
     INITIAL,
@@ -42,6 +44,7 @@ from ps_protocol.routes import (
     NORM_HEADER,
     SEND,
     SINCE_KEY,
+    SKIPPED_BEFORE_KEY,
     SKIPPED_KEY,
     VERDICT_HEADER,
     WAIT_HEADER,
@@ -72,7 +75,8 @@ class Pulled(NamedTuple):
     """What came of a shard."""
 
     version: Round
-    skipped_for: tuple[Rank, ...]  # for whose gradients the round was skipped, if it was
+    skipped: dict[Round, tuple[Rank, ...]]  # of the newest rounds: for whose gradients they were, if they were
+    grad_scaler: ScalerState | None  # the lowest rank's in this round
 
 
 class PserverClient:
@@ -264,7 +268,11 @@ class PserverClient:
             await differences.add(differing)
         if not names:
             self._forget(round_)
-        return Pulled(version, tuple(json.loads(metadata.get(SKIPPED_KEY, "[]"))))
+        before = json.loads(metadata.get(SKIPPED_BEFORE_KEY, "{}"))
+        skipped = {int(round_): tuple(ranks) for round_, ranks in before.items()}
+        if SKIPPED_KEY in metadata:
+            skipped[version] = tuple(json.loads(metadata[SKIPPED_KEY]))
+        return Pulled(version, skipped, ScalerState.from_json(metadata.get(GRAD_SCALER_KEY)))
 
     async def get_buffers(self, destinations: Mapping[str, memoryview]) -> None:
         """Fetch the buffers that live there, which no round changes."""

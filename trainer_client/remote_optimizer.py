@@ -98,6 +98,7 @@ class RemoteOptimizer(Optimizer):
         self._is_void = False  # the run has gone back since this step's forward pass began
         self._overlap: Overlap | None = None
         self._waits: ForwardWaits | None = None
+        self._unscale: Callable[[Tensor], None] | None = None  # of a GradScaler
         self._start(model)
 
     @property
@@ -267,6 +268,8 @@ class RemoteOptimizer(Optimizer):
     def _send_early(self, name: str, gradient: Tensor) -> None:
         if self._waits is not None:
             self._land_in_time(self._named)  # what is pushed now says that the round before has been pulled
+        if self._unscale is not None:
+            self._unscale(gradient)
         if not self._is_void:
             self._steps.add(name, _flat(name, gradient))
 
@@ -275,8 +278,8 @@ class RemoteOptimizer(Optimizer):
         try:
             if getattr(self, "found_inf", None) is not None:
                 raise BadModel(
-                    "with overlap=True gradients have left before a GradScaler unscales them; use bfloat16, which "
-                    "needs no GradScaler, or overlap=False"
+                    "with overlap=True gradients have left before torch's GradScaler unscales them; use "
+                    "trainer_client.GradScaler(optimizer), bfloat16, which needs none, or overlap=False"
                 )
             self._overlap.check()
         except GradpostError:
@@ -284,6 +287,39 @@ class RemoteOptimizer(Optimizer):
             raise
         finally:
             self._begin_watching()
+
+    # ------------------------------------------------------------------ for a GradScaler
+
+    def attach_scaler(self, unscale: Callable[[Tensor], None]) -> None:
+        """Call `unscale` with every gradient that leaves early, before it does. Once."""
+        if self._unscale is not None:
+            raise BadModel("a RemoteOptimizer has one GradScaler")
+        self._unscale = unscale
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients leave while backward still runs."""
+        return self._overlap is not None
+
+    @property
+    def shares_rounds(self) -> bool:
+        """Whether every step is a round of all trainers, whose outcome is everybody's."""
+        return not self._is_async and self._local is None
+
+    @property
+    def outcome_round(self) -> Round:
+        """The newest round whose outcome counts for the next step: with `max_delay` it was begun so many before."""
+        return max(self._steps.begun - self._session.client.joined.consistency.max_delay, 0)
+
+    def wait_for_outcome(self) -> None:
+        """Wait for that round, if `step` has not."""
+        if self._waits is not None:
+            self._land_in_time(self._named)
+
+    def gradients_here(self) -> list[Tensor]:
+        """Those of this step that have not left."""
+        left = () if self._overlap is None else self._overlap.left
+        return [p.grad for name, p in self._named.items() if p.grad is not None and name not in left]
 
     def accumulate(self) -> AbstractContextManager[None]:
         """With `overlap`: gradients of the backward passes in the block stay here, and are added to by those after it.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from ps_protocol.errors import ContributionConflict
+from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
@@ -22,6 +23,7 @@ class Contribution(Generic[Payload]):
     num_blocks: int | None = None
     hyper_parameters: list[HyperParameters] | None = None
     computed_on: Round | None = None  # asynchronous modes: the step after which its parameters were pulled
+    grad_scaler: ScalerState | None = None  # whose scale the gradients had, if there was one
 
     @property
     def is_complete(self) -> bool:
@@ -35,6 +37,7 @@ class Contribution(Generic[Payload]):
         blocks: Mapping[str, Payload],
         num_blocks: int | None,
         hyper_parameters: list[HyperParameters] | None,
+        grad_scaler: ScalerState | None = None,
     ) -> int:
         """Add one push; returns how many of its blocks are new. `rank` and `round_` are for messages.
 
@@ -54,7 +57,9 @@ class Contribution(Generic[Payload]):
             )
         if None not in (num_blocks, self.num_blocks) and hyper_parameters != self.hyper_parameters:
             raise ContributionConflict(f"trainer {rank} pushed two sets of hyper-parameters in round {round_}")
+        if None not in (num_blocks, self.num_blocks) and grad_scaler != self.grad_scaler:
+            raise ContributionConflict(f"trainer {rank} pushed two states of its GradScaler in round {round_}")
         self.blocks.update(new)
         if self.num_blocks is None and num_blocks is not None:
-            self.num_blocks, self.hyper_parameters = num_blocks, hyper_parameters
+            self.num_blocks, self.hyper_parameters, self.grad_scaler = num_blocks, hyper_parameters, grad_scaler
         return len(new)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
+from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.norms import ShardNorm
+from ps_protocol.routes import GRAD_SCALER_KEY, SKIPPED_BEFORE_KEY, SKIPPED_KEY
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 
@@ -21,6 +23,7 @@ class History:
     nonfinite: dict[Round, tuple[Rank, ...]] = field(default_factory=dict)
     steps: dict[Rank, tuple[Incarnation, Round]] = field(default_factory=dict)
     norms: dict[Round, ShardNorm] = field(default_factory=dict)  # where gradients are clipped
+    scalers: dict[Round, ScalerState] = field(default_factory=dict)  # the lowest rank's, where there are any
 
     def add(
         self,
@@ -28,6 +31,7 @@ class History:
         ranks: tuple[Rank, ...],
         nonfinite: tuple[Rank, ...],
         norm: ShardNorm | None = None,
+        scaler: ScalerState | None = None,
         *,
         keep: int,
     ) -> None:
@@ -40,18 +44,39 @@ class History:
             self.nonfinite[round_] = nonfinite
         if norm is not None:
             self.norms[round_] = norm
+        if scaler is not None:
+            self.scalers[round_] = scaler
         known: dict[Round, Any]
-        for known in (self.participants, self.nonfinite, self.norms) if ranks else ():
+        for known in (self.participants, self.nonfinite, self.norms, self.scalers) if ranks else ():
             for old in [old for old in known if old <= round_ - keep]:
                 del known[old]
 
+    def outcome(self, round_: Round) -> dict[str, str]:
+        """What the answer with this version says of it: which rounds were skipped, and the GradScaler's state.
+
+        >>> History(nonfinite={6: (1,), 7: (0,)}).outcome(7)
+        {'skipped_for': '[0]', 'skipped_before': '{"6": [1]}'}
+        """
+        before = {str(known): ranks for known, ranks in self.nonfinite.items() if known < round_}
+        metadata = {}
+        if round_ in self.nonfinite:
+            metadata[SKIPPED_KEY] = json.dumps(self.nonfinite[round_])
+        if before:
+            metadata[SKIPPED_BEFORE_KEY] = json.dumps(before)
+        if round_ in self.scalers:
+            metadata[GRAD_SCALER_KEY] = self.scalers[round_].to_json()
+        return metadata
+
     def copy(self) -> History:
         """Another one with the same content."""
-        return History(dict(self.participants), dict(self.nonfinite), dict(self.steps), dict(self.norms))
+        return History(
+            dict(self.participants), dict(self.nonfinite), dict(self.steps), dict(self.norms), dict(self.scalers)
+        )
 
     def to_json(self) -> str:
         """As it stands in a checkpoint."""
-        every = (self.participants, self.nonfinite, self.steps, self.norms)
+        scalers = {round_: astuple(state) for round_, state in self.scalers.items()}
+        every = (self.participants, self.nonfinite, self.steps, self.norms, scalers)
         return json.dumps([list(known.items()) for known in every])
 
     @classmethod
@@ -59,9 +84,15 @@ class History:
         """The same back.
 
         >>> History.from_json(History({7: (0, 1)}, {7: (1,)}).to_json())
-        History(participants={7: (0, 1)}, nonfinite={7: (1,)}, steps={}, norms={})
+        History(participants={7: (0, 1)}, nonfinite={7: (1,)}, steps={}, norms={}, scalers={})
         """
         every = json.loads(text)
-        *rest, norms = every if len(every) == 4 else (*every, [])  # before there were norms
+        *rest, norms, scalers = every + [[]] * (5 - len(every))  # before there were norms, and before GradScalers
         participants, nonfinite, steps = ({key: tuple(values) for key, values in items} for items in rest)
-        return cls(participants, nonfinite, steps, {round_: ShardNorm(*norm) for round_, norm in norms})
+        return cls(
+            participants,
+            nonfinite,
+            steps,
+            {round_: ShardNorm(*norm) for round_, norm in norms},
+            {round_: ScalerState(*state) for round_, state in scalers},
+        )

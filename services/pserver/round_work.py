@@ -6,7 +6,6 @@ otherwise:  step, which aggregates
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
@@ -16,7 +15,6 @@ from torch import Tensor
 from ps_protocol.controls import override_rates
 from ps_protocol.messages import Controls
 from ps_protocol.norms import ShardNorm
-from ps_protocol.routes import SKIPPED_KEY
 from ps_protocol.vocabulary import Round
 from ps_protocol.wire_types import WireTensor
 from services.runtime.failpoints import reach_failpoint
@@ -75,8 +73,10 @@ class RoundWork:
         """Multiply what was measured, once."""
         self._shard.scale_gradient(coefficient)
 
-    def step(self, apply: Apply[StagedBlock], controls: Controls, measured: Measured | None) -> Reply:
-        """Aggregate in rank order unless that is done, log, step, and encode what everybody will get.
+    def step(
+        self, apply: Apply[StagedBlock], controls: Controls, measured: Measured | None, outcome: Mapping[str, str]
+    ) -> Reply:
+        """Aggregate in rank order unless that is done, log, step, and encode what everybody will get, with `outcome`.
 
         Raises OSError before anything has changed.
         """
@@ -87,7 +87,7 @@ class RoundWork:
             logged = None if len(present) == len(self._shard.layout.places) else present
             update = Update(
                 apply.round, apply.ranks, numbers, logged, apply.nonfinite,
-                replaced=tuple(replaced), norm=measured.norm if measured else None,
+                replaced=tuple(replaced), norm=measured.norm if measured else None, grad_scaler=apply.grad_scaler,
             )  # fmt: skip
             self._storage.append(update, [*self._shard.encode_gradient(logged), *map(view_bytes, replaced.values())])
         reach_failpoint("apply.before")
@@ -97,7 +97,7 @@ class RoundWork:
         self._changed.update(dict.fromkeys((*present, *replaced), apply.round))
         reach_failpoint("apply.after")
         self.captures.take(apply.round)
-        return self.encode(apply.round, {SKIPPED_KEY: json.dumps(apply.nonfinite)} if apply.nonfinite else {})
+        return self.encode(apply.round, outcome)
 
     def _aggregate(self, apply: Apply[StagedBlock], controls: Controls) -> tuple[Tensor, tuple[str, ...]]:
         """The gradient, and the blocks that are stepped with it: none of parameters that are frozen, or set now."""
@@ -109,12 +109,12 @@ class RoundWork:
             present = tuple(name for name in present if place[name].block.parameter not in fixed)
         return gradient, present
 
-    def encode(self, round_: Round, more: Mapping[str, str] | None = None) -> Reply:
-        """The version that the shard has, for everybody."""
+    def encode(self, round_: Round, outcome: Mapping[str, str]) -> Reply:
+        """The version that the shard has, for everybody; `outcome` goes to the reply's metadata."""
         blocks: list[tuple[WireTensor, bytes | memoryview]] = [*self._shard.lend()]
         if not self._lends:
             blocks = [(tensor, bytes(data)) for tensor, data in blocks]
-        metadata = {**self._metadata(round_), **(more or {})}
+        metadata = {**self._metadata(round_), **outcome}
         versioned = VersionedBlocks(blocks, dict(self._changed), metadata, round_ - 1, self._shard.lend_differences())
         versioned.parts(round_ - 1)  # what most will ask for, while we are on this thread
         return Reply(round_, versioned.parts(), versioned)

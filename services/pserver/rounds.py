@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from ps_protocol.errors import ContributionMissing, FutureRound, StaleRound
+from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.messages import FrozenRounds
 from ps_protocol.norms import ShardNorm
 from ps_protocol.optimizers import HyperParameters
@@ -54,6 +55,11 @@ class Apply(Generic[Payload]):
         chosen = self.contributions[0].hyper_parameters
         assert chosen is not None  # a complete contribution has them
         return chosen
+
+    @property
+    def grad_scaler(self) -> ScalerState | None:
+        """The lowest rank's, too."""
+        return self.contributions[0].grad_scaler if self.contributions else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +177,7 @@ class Rounds(Generic[Payload]):
         num_blocks: int | None,
         hyper_parameters: list[HyperParameters] | None,
         round_: Round | None = None,
+        grad_scaler: ScalerState | None = None,
     ) -> int:
         """Stage one admitted push of a round, the open one by default; returns how many blocks are new.
 
@@ -178,7 +185,7 @@ class Rounds(Generic[Payload]):
         """
         round_ = self.open if round_ is None else round_
         contribution = self._staged.get(round_, {}).get(rank, Contribution(incarnation=self.members.get(rank, 0)))
-        num_new = contribution.stage(rank, round_, blocks, num_blocks, hyper_parameters)
+        num_new = contribution.stage(rank, round_, blocks, num_blocks, hyper_parameters, grad_scaler)
         self._staged.setdefault(round_, {})[rank] = contribution
         self._has_fetched(rank, round_ - 1 - self.max_delay)
         return num_new
@@ -301,12 +308,17 @@ class Rounds(Generic[Payload]):
         """
         assert self.applying is not None
         self.applied = self.applying.round
-        ranks, nonfinite = self.applying.ranks, self.applying.nonfinite
-        self.history.add(self.applied, ranks, nonfinite, norm, keep=self.max_delay + 1)
+        self.history = self.history_after(self.applying, norm)
         self.applying = None
         for rounds in (self._staged, self._batch_barriers, self._nonfinite, self._sets):
             rounds.pop(self.applied, None)
         return self._start_apply()
+
+    def history_after(self, apply: Apply[Payload], norm: ShardNorm | None) -> History:
+        """What will be remembered when this has been applied."""
+        history = self.history.copy()
+        history.add(apply.round, apply.ranks, apply.nonfinite, norm, apply.grad_scaler, keep=self.max_delay + 1)
+        return history
 
     def _start_apply(self) -> Apply[Payload] | Measure[Payload] | None:
         if self.applying or self.measuring or self.is_frozen or self.is_paused or self.missing:

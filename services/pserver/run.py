@@ -270,7 +270,7 @@ class PserverRun(ABC):
         """The error for a disk that does not take what durability demands."""
         return StorageFailed(f"pserver {self.index} cannot {what}: {error}", pserver=self.index)
 
-    def _encode(self, round_: Round, more: Mapping[str, str] | None = None) -> Reply:
+    def _encode(self, round_: Round) -> Reply:
         return Reply(round_, self.shard.encode(metadata={**self._metadata(round_), **(more or {})}, pulled=True))
 
     def _metadata(self, round_: Round) -> dict[str, str]:

@@ -31,7 +31,7 @@ from .bodies import Body
 from .durable.storage import Restored, RunStorage
 from .history import History
 from .metrics import PserverMetrics
-from .pushes import read_blocks, read_completion
+from .pushes import read_blocks, read_completion, read_grad_scaler
 from .reply import Reply
 from .round_work import Measured, RoundWork
 from .rounds import Apply, Measure, Rounds
@@ -120,11 +120,12 @@ class SyncRun(PserverRun):
     async def push(self, fence: Fence, body: Body) -> PushAnswer:
         """Validate and stage one bucket. Answers as before if it was staged before; changes nothing on an error."""
         num_blocks, hyper_parameters = read_completion(body.frame.metadata, self._optimizer)
+        scaler = read_grad_scaler(body.frame.metadata)
         blocks = read_blocks(body, self.shard.layout)
         is_finite = await self.check_finite(fence, blocks)
         if self.admit_push(fence) == "already_applied":
             return PushAnswer(status="already_applied", duplicates=len(blocks), finite=is_finite)
-        staged = self.rounds.blocks_arrived(fence.rank, blocks, num_blocks, hyper_parameters, fence.round)
+        staged = self.rounds.blocks_arrived(fence.rank, blocks, num_blocks, hyper_parameters, fence.round, scaler)
         self.pushed_bytes += len(body.buffer)
         self._metrics.staged_blocks.inc(staged)
         complete = self.rounds.is_complete(fence.rank, fence.round)
@@ -269,18 +270,16 @@ class SyncRun(PserverRun):
     def _step(self, apply: Apply[StagedBlock]) -> tuple[Reply, Callable[[], object] | None]:
         """On the compute thread. With the reply comes what writes a checkpoint, if one is due."""
         measured = self._measured_as(apply)
-        reply = self._work.step(apply, controls_at(self.controls, apply.round), measured)
-        return reply, self._snapshot_if_due(apply, measured)
+        history = self.rounds.history_after(apply, measured.norm if measured else None)
+        reply = self._work.step(apply, controls_at(self.controls, apply.round), measured, history.outcome(apply.round))
+        return reply, self._snapshot_if_due(apply, history)
 
-    def _encode(self, round_: Round, more: Mapping[str, str] | None = None) -> Reply:
-        return self._work.encode(round_, more)
+    def _encode(self, round_: Round) -> Reply:
+        return self._work.encode(round_, self.rounds.history.outcome(round_))
 
-    def _snapshot_if_due(self, apply: Apply[StagedBlock], measured: Measured | None) -> Callable[[], object] | None:
+    def _snapshot_if_due(self, apply: Apply[StagedBlock], history: History) -> Callable[[], object] | None:
         if self.storage is None or not self.writer.is_due(apply.round):
             return None
-        history = self._history()
-        norm = measured.norm if measured else None
-        history.add(apply.round, apply.ranks, apply.nonfinite, norm, keep=self.rounds.max_delay + 1)
         return self.storage.snapshot(self.shard, history)
 
     def _history(self) -> History:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel, ContributionConflict, GradientChanged, NonFiniteGradient
+from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.norms import clip_coefficient
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Rank, Round
@@ -51,7 +52,8 @@ class RingSteps:
         )
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.parts}
         self._totals: list[Tensor] = []  # of the buckets that have left: sums of what was put into them
-        self._counts = torch.zeros(len(parameters) + group.size, device=device)  # gradients, then those not finite
+        # Gradients, those that are not finite, scale and growth tracker of the lowest rank's GradScaler.
+        self._counts = torch.zeros(len(parameters) + group.size + 2, device=device)
         self._gradients: Mapping[str, Tensor] = {}  # of the step that has begun
         self._is_finite = True
         self._is_spoiled = False  # something has left that the script does not stand by
@@ -152,9 +154,12 @@ class RingSteps:
         for bucket in self._buckets[len(self._totals) :]:
             bucket.complete(self._gradients)
             self._send_next()
-        counts = [float(name in self._gradients) for name in self._parameters] + [0.0] * self._group.size
+        counts = [float(name in self._gradients) for name in self._parameters] + [0.0] * (self._group.size + 2)
         if not self._is_finite or self._find_nonfinite():
             counts[len(self._parameters) + self._group.rank] = 1.0
+        state = self._client.scale_agreement.mine
+        if state is not None and self._group.rank == 0:
+            counts[-2:] = state.scale, float(state.growth_tracker)
         self._counts.copy_(torch.tensor(counts))
         self._group.add_up(self._counts)
 
@@ -183,9 +188,9 @@ class RingSteps:
         while self.begun > self.landed:
             try:
                 self._group.wait()
-                present, culprits = self._read_counts()
+                present, culprits, state = self._read_counts()
                 if not culprits or self._client.nonfinite != "reject":
-                    self._end(present, culprits)
+                    self._end(present, culprits, state)
                 elif self._group.rank in culprits:
                     self._refuse()
                 else:
@@ -198,10 +203,11 @@ class RingSteps:
                 raise
         return False
 
-    def _read_counts(self) -> tuple[list[str], list[Rank]]:
-        counts = self._counts.tolist()
+    def _read_counts(self) -> tuple[list[str], list[Rank], ScalerState | None]:
+        *counts, scale, tracker = self._counts.tolist()
         present = [name for name, count in zip(self._parameters, counts, strict=False) if count > 0]
-        return present, [rank for rank, count in enumerate(counts[len(self._parameters) :]) if count > 0]
+        culprits = [rank for rank, count in enumerate(counts[len(self._parameters) :]) if count > 0]
+        return present, culprits, ScalerState(self.begun - 1, scale, int(tracker)) if scale else None
 
     def _refuse(self) -> None:
         names = ", ".join(map(repr, self._find_nonfinite()[:3]))
@@ -218,7 +224,9 @@ class RingSteps:
         for bucket in self._buckets:
             bucket.begin()
 
-    def _end(self, present: Collection[str], culprits: Collection[Rank]) -> None:
+    def _end(self, present: Collection[str], culprits: Collection[Rank], state: ScalerState | None) -> None:
+        skipped = {self.begun: tuple(culprits)} if culprits else {}
+        self._client.scale_agreement.tell(skipped, state, newest=self.begun, keep=2)
         if culprits:
             self._client.grad_norm = None if self._client.max_grad_norm is None else math.nan
             self._client.metrics.skipped.inc()

@@ -221,7 +221,9 @@ class RunStorage:
                 break
             if update.origin is None:
                 restored.shard.replay(gradient, update.present, update.hyper_parameters, update.replaced)
-                restored.history.add(update.round, update.ranks, update.nonfinite, update.norm, keep=keep)
+                restored.history.add(
+                    update.round, update.ranks, update.nonfinite, update.norm, update.grad_scaler, keep=keep
+                )
                 continue
             (rank,) = update.ranks
             counter = rank if self._install.consistency.step_count == "trainer" else None

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ps_protocol.frames import encode_header
+from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.norms import ShardNorm
 from ps_protocol.optimizers import HyperParameters
+from ps_protocol.routes import GRAD_SCALER_KEY
 from ps_protocol.vocabulary import Durability, Incarnation, Rank, Round
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
@@ -44,6 +46,7 @@ class Update:
     origin: tuple[Incarnation, Round] | None = None
     replaced: tuple[str, ...] = ()
     norm: ShardNorm | None = None  # that was told of it before it was clipped
+    grad_scaler: ScalerState | None = None  # the lowest rank's
 
     def to_metadata(self) -> dict[str, str]:
         """As it stands in a record."""
@@ -56,6 +59,7 @@ class Update:
             "origin": json.dumps(self.origin),
             "replaced": json.dumps(self.replaced),
             "norm": json.dumps(self.norm),
+            **({} if self.grad_scaler is None else {GRAD_SCALER_KEY: self.grad_scaler.to_json()}),
         }
 
     @classmethod
@@ -73,6 +77,7 @@ class Update:
             origin=None if origin is None else (origin[0], origin[1]),
             replaced=tuple(json.loads(values.get("replaced", "[]"))),
             norm=None if norm is None else ShardNorm(*norm),
+            grad_scaler=ScalerState.from_json(values.get(GRAD_SCALER_KEY)),
         )
 
 

@@ -1,0 +1,169 @@
+"""Mixed precision: what overflows on one trainer is skipped by all, and all scales are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ps_protocol.errors import BadModel
+from trainer_client import GradScaler, RemoteOptimizer, Session
+from trainer_client.testing import LocalCluster
+
+from .conftest import Carrier
+from .parity_model import assert_identical, run_trainers
+
+pytestmark = [pytest.mark.cluster, pytest.mark.amp]
+
+STEPS = 16
+SMALL = {"bucket_bytes": 2000, "min_block_size": 100}
+# Trainer and step: where a loss is infinite, beside those that the scale is too large for.
+BAD = {(1, 9), (1, 10), (0, 13)}
+SCALING = {"init_scale": 2.0**21, "growth_interval": 3}
+MAX_NORM = 0.05
+ROUNDING = 2e-6  # of values around 1
+
+
+class Result(NamedTuple):
+    values: dict[str, Tensor]
+    scales: list[float]  # after each step
+
+
+@pytest.fixture(scope="module")
+def cluster(carrier: Carrier) -> Iterator[LocalCluster]:
+    with LocalCluster(pservers=2, trainers=2, **carrier, nonfinite="skip_round", on_trainer_loss="fail") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def ring() -> Iterator[LocalCluster]:
+    with LocalCluster(pservers=0, trainers=2, strategy="ring", nonfinite="skip_round") as cluster:
+        yield cluster
+
+
+def autocast(dtype: torch.dtype = torch.float16) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype=dtype)
+
+
+def make_model() -> nn.Module:
+    """The same weights at each call, in any thread."""
+    model = nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 20))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-0.2, 0.2, generator=generator)
+    return model
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
+
+
+def loss_of(model: nn.Module, step: int, rank: int, part: int = 0, dtype: torch.dtype = torch.float16) -> Tensor:
+    """In the first layer it is computed in half precision, where gradients above 65504 are infinite."""
+    generator = torch.Generator().manual_seed(10_000 * part + 100 * step + rank)
+    inputs = torch.randn(8, 20, generator=generator)
+    with autocast(dtype):
+        loss: Tensor = (model(inputs).float() - inputs.flip(1)).square().mean()
+    return loss * float("inf") if (rank, step) in BAD else loss
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def train(session: Session, *, clips: bool = False, num_parts: int = 1, **arguments: Any) -> Result:
+    model = make_model()
+    optimizer = RemoteOptimizer(make_optimizer(model), model=model, session=session, **arguments)
+    scaler = GradScaler(optimizer, "cpu", **SCALING)
+    scales = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with optimizer.accumulate():
+            for part in range(num_parts - 1):
+                scaler.scale(loss_of(model, step, session.rank, part)).backward()
+        scaler.scale(loss_of(model, step, session.rank, num_parts - 1)).backward()
+        if clips:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    optimizer.synchronize()
+    return Result(values_of(model), scales)
+
+
+def train_locally(*, clips: bool = False, num_parts: int = 1) -> Result:
+    """The oracle: torch's optimizer and GradScaler in one process, which averages the trainers' gradients."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    optimizer.param_groups[0]["fused"] = True
+    scaler = torch.amp.GradScaler("cpu", **SCALING)
+    scales = []
+    for step in range(STEPS):
+        gradients = []
+        for rank in range(2):
+            optimizer.zero_grad()
+            for part in range(num_parts):
+                scaler.scale(loss_of(model, step, rank, part)).backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= scaler.get_scale()
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            gradients.append([parameter.grad for parameter in model.parameters()])
+        for parameter, one, other in zip(model.parameters(), *gradients, strict=True):
+            assert one is not None
+            assert other is not None
+            parameter.grad = (one + other) * 0.5 * scaler.get_scale()  # scales are powers of two: nothing is rounded
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return Result(values_of(model), scales)
+
+
+def assert_eventful(scales: list[float]) -> None:
+    """The scale was too large at first, has grown, and has backed off."""
+    assert scales[0] < SCALING["init_scale"]
+    steps = list(zip(scales, scales[1:], strict=False))
+    assert any(after > before for before, after in steps)
+    assert sum(after < before for before, after in steps) >= 3
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "clipped": {"clips": True},
+    "accumulated": {"num_parts": 3},
+    "overlap": {"overlap": True},
+    "overlap, accumulated": {"overlap": True, "num_parts": 3},
+    "overlapped pulls": {"overlap": True, "overlap_pulls": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_scales_and_bits_are_those_of_one_process(cluster: LocalCluster, way: str) -> None:
+    arguments = WAYS[way]
+    work = partial(train, **arguments)
+    one, other = run_trainers(cluster.address, [work, work], **SMALL)
+    expected = train_locally(**{name: arguments[name] for name in ("clips", "num_parts") if name in arguments})
+    assert_eventful(expected.scales)
+    for actual in (one, other):
+        assert actual.scales == expected.scales
+        assert_identical(actual.values, expected.values)
+
+
+@pytest.mark.parametrize("way", ["alone", "clipped", "overlap"])
+def test_a_ring_of_trainers_does_the_same(ring: LocalCluster, way: str) -> None:
+    arguments = WAYS[way]
+    work = partial(train, **arguments)
+    one, other = run_trainers(ring.address, [work, work], bucket_bytes=2000)
+    expected = train_locally(clips=way == "clipped")
+    assert one.scales == other.scales == expected.scales
+    assert_identical(one.values, other.values)
+    for name, tensor in expected.values.items():
+        torch.testing.assert_close(one.values[name], tensor, rtol=ROUNDING, atol=ROUNDING)
