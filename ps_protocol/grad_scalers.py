@@ -16,7 +16,7 @@ from .vocabulary import Round
 
 @dataclass(frozen=True, slots=True)
 class ScalerState:
-    """`after` is the newest round whose outcome is in it; `growth_tracker` counts those applied since the last change."""
+    """`after` is the newest round whose outcome is in it; `growth_tracker` counts what was applied since a change."""
 
     after: Round
     scale: float  # a float32

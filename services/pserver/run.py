@@ -271,7 +271,7 @@ class PserverRun(ABC):
         return StorageFailed(f"pserver {self.index} cannot {what}: {error}", pserver=self.index)
 
     def _encode(self, round_: Round) -> Reply:
-        return Reply(round_, self.shard.encode(metadata={**self._metadata(round_), **(more or {})}, pulled=True))
+        return Reply(round_, self.shard.encode(metadata=self._metadata(round_), pulled=True))
 
     def _metadata(self, round_: Round) -> dict[str, str]:
         return {"run": self.install.run, "attempt": str(self.install.attempt), "round": str(round_)}

@@ -84,7 +84,9 @@ def digest_contribution(
     digest: xxhash.xxh3_128, identity: tuple[Round, Rank], contribution: Contribution[StagedBlock]
 ) -> None:
     """Add everything that a trainer has staged."""
-    digest.update(repr((identity, contribution.num_blocks, contribution.hyper_parameters)).encode())
+    digest.update(
+        repr((identity, contribution.num_blocks, contribution.hyper_parameters, contribution.grad_scaler)).encode()
+    )
     for name, block in sorted(contribution.blocks.items()):
         digest.update(name.encode())
         for view in block.bytes():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -130,7 +131,7 @@ def train_locally(*, clips: bool = False, num_parts: int = 1) -> Result:
 def assert_eventful(scales: list[float]) -> None:
     """The scale was too large at first, has grown, and has backed off."""
     assert scales[0] < SCALING["init_scale"]
-    steps = list(zip(scales, scales[1:], strict=False))
+    steps = list(itertools.pairwise(scales))
     assert any(after > before for before, after in steps)
     assert sum(after < before for before, after in steps) >= 3
 
@@ -167,3 +168,115 @@ def test_a_ring_of_trainers_does_the_same(ring: LocalCluster, way: str) -> None:
     assert_identical(one.values, other.values)
     for name, tensor in expected.values.items():
         torch.testing.assert_close(one.values[name], tensor, rtol=ROUNDING, atol=ROUNDING)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("overlap", [False, True])
+def test_with_delay_an_outcome_counts_later_and_for_all(carrier: Carrier, overlap: bool) -> None:
+    """Scales are as torch's, with the outcomes of a delay before: halved more than once for one that is too large."""
+    work = partial(train, overlap=overlap)
+    settings = {"nonfinite": "skip_round", "on_trainer_loss": "fail", "max_delay": 2}
+    with LocalCluster(pservers=2, trainers=2, **carrier, **settings) as cluster:
+        one, other = run_trainers(cluster.address, [work, work], **SMALL)
+    assert one.scales == other.scales
+    assert one.scales[:2] == [SCALING["init_scale"]] * 2
+    assert_eventful([SCALING["init_scale"], *one.scales[2:]])
+    assert_identical(one.values, other.values)
+
+
+def test_the_lowest_ranks_scale_counts(cluster: LocalCluster) -> None:
+    """And what the script sets counts from then on."""
+
+    def work(session: Session) -> list[float]:
+        weight = nn.Parameter(torch.zeros(4))
+        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
+        scaler = GradScaler(optimizer, "cpu", init_scale=2.0 ** (5 + session.rank))
+        if session.rank == 0:
+            scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
+        scales = [scaler.get_scale()]
+        for new_scale in (None, None, 8.0, None):
+            scaler.scale(weight.sum()).backward()
+            scaler.step(optimizer)
+            assert weight.grad is not None
+            assert weight.grad.tolist() == [1.0] * 4
+            optimizer.zero_grad()
+            scaler.update(new_scale)
+            scales.append(scaler.get_scale())
+        assert weight.tolist() == [-4.0] * 4
+        return scales
+
+    assert run_trainers(cluster.address, [work, work]) == [[64.0, 64, 64, 8, 8]] * 2
+
+
+def test_torchs_own_scaler_goes_by_its_own_gradients(cluster: LocalCluster) -> None:
+    """The round is skipped by all, and only the trainer that has overflowed goes on with a smaller scale."""
+
+    def work(session: Session) -> tuple[float, list[float]]:
+        weight = nn.Parameter(torch.zeros(4))
+        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            factor = float("inf") if (session.rank, step) == (1, 1) else 1.0
+            scaler.scale(weight.sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return scaler.get_scale(), weight.tolist()
+
+    assert run_trainers(cluster.address, [work, work]) == [(64.0, [-2.0] * 4), (32.0, [-2.0] * 4)]
+
+
+def test_what_a_scaler_cannot_do_is_refused_with_the_remedy(cluster: LocalCluster, carrier: Carrier) -> None:
+    def misuse(session: Session) -> None:
+        weight = nn.Parameter(torch.zeros(4))
+        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
+        scaler = GradScaler(optimizer, "cpu")
+        with pytest.raises(BadModel, match=r"torch\.amp\.GradScaler"):
+            scaler.step(torch.optim.SGD([weight]))
+        with pytest.raises(BadModel, match=r"torch\.amp\.GradScaler"):
+            scaler.unscale_(torch.optim.SGD([weight]))
+        with pytest.raises(BadModel, match="one GradScaler"):
+            GradScaler(optimizer, "cpu")
+        disabled = GradScaler(optimizer, "cpu", enabled=False)
+        assert disabled.scale(weight).tolist() == weight.tolist()
+        assert (disabled.get_scale(), disabled.state_dict()) == (1.0, {})
+
+    run_trainers(cluster.address, [misuse, misuse])
+
+    def policy(session: Session) -> None:
+        weight = nn.Parameter(torch.zeros(4))
+        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
+        with pytest.raises(BadModel, match="GRADPOST_NONFINITE") as caught:
+            GradScaler(optimizer, "cpu")
+        assert caught.value.facts["actual"] == "reject"
+
+    def rounds(session: Session) -> None:
+        weight = nn.Parameter(torch.zeros(4))
+        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session, overlap=True)
+        with pytest.raises(BadModel, match="bfloat16"):
+            GradScaler(optimizer, "cpu")
+
+    with LocalCluster(pservers=1, trainers=1, **carrier) as lonely:
+        run_trainers(lonely.address, [policy])
+    with LocalCluster(pservers=1, trainers=1, **carrier, mode="async") as lonely:
+        run_trainers(lonely.address, [rounds])
+
+
+def test_where_steps_are_not_rounds_each_trainer_has_its_own_scale(carrier: Carrier) -> None:
+    def work(session: Session) -> list[float]:
+        weight = nn.Parameter(torch.zeros(4))
+        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
+        scaler = GradScaler(optimizer, "cpu", init_scale=64.0, growth_interval=2)
+        scales = []
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(weight.sum() * (float("inf") if step == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return scales
+
+    with LocalCluster(pservers=1, trainers=1, **carrier, mode="async") as lonely:
+        assert run_trainers(lonely.address, [work]) == [[64.0, 32, 32, 64]]
+    with LocalCluster(pservers=1, trainers=1, **carrier) as lonely:
+        assert run_trainers(lonely.address, [work], local_steps=2) == [[64.0, 32, 32, 64]]

@@ -6,6 +6,7 @@ import ast
 import re
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,10 @@ from trainer_client.settings import BUCKET_BYTES, EARLY_BUCKET_BYTES
 from trainer_client.testing import LocalCluster
 
 from .conftest import NUM_PSERVERS, NUM_TRAINERS
-from .markdown import ROOT, codes, read, section, tables, without_code
+from .markdown import ROOT, codes, examples, read, section, tables, without_code
 
 TEXT = read("overview.md")
+[LOOP] = examples(TEXT, "python")
 PACKAGES = ("ps_protocol", "ps_http2", "services", "trainer_client", "gradpost")
 
 
@@ -159,3 +161,16 @@ def test_every_package_has_a_section() -> None:
     headings = re.findall(r"^### ([\w/]+):", without_code(TEXT), re.MULTILINE)
     services = ["services/pserver", "services/coordinator", "services/runtime"]
     assert headings == ["ps_protocol", "ps_http2", *services, *PACKAGES[3:]]
+
+
+@pytest.mark.cluster
+@pytest.mark.amp
+def test_the_loop_with_a_scaler() -> None:
+    model = torch.nn.Linear(4, 2)
+    before = model.weight.detach().clone()
+    with LocalCluster(pservers=1, trainers=1, nonfinite="skip_round") as cluster, Session(cluster.address) as session:
+        optimizer = RemoteOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1), session=session)
+        names: dict[str, Any] = {"torch": torch, "optimizer": optimizer, "model": model, "device": "cpu"}
+        exec(LOOP.text, names | {"loader": [(torch.ones(3, 4), torch.zeros(3, dtype=torch.int64))] * 2})
+        assert optimizer.round == 2
+    assert not torch.equal(model.weight, before)
