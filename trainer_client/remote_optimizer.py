@@ -231,7 +231,7 @@ class RemoteOptimizer(Optimizer):
         if self._overlap is not None:
             self._check_early()
         has_overflowed = unscale_gradients(self, self._named.values())
-        if has_overflowed and self._session.client.nonfinite == "reject" and not self._is_async:
+        if has_overflowed and self._session.client.nonfinite == "reject" and self.shares_rounds:
             text = f"the gradients of trainer {self._session.rank} have overflowed, and nonfinite is reject"
             raise NonFiniteGradient(f"{text}: with a GradScaler it has to be skip_round, or allow")
         if has_overflowed:  # takes part with nothing

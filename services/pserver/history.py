@@ -67,6 +67,11 @@ class History:
             metadata[GRAD_SCALER_KEY] = self.scalers[round_].to_json()
         return metadata
 
+    def take_outcomes(self, other: History) -> None:
+        """What trainers are told of another run's rounds, whoever took part in them: this one goes on from there."""
+        self.nonfinite.update(other.nonfinite)
+        self.scalers.update(other.scalers)
+
     def copy(self) -> History:
         """Another one with the same content."""
         return History(

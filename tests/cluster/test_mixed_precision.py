@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ps_protocol.errors import BadModel
+from ps_protocol.errors import BadModel, GradientChanged
 from trainer_client import GradScaler, RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
@@ -180,8 +180,54 @@ def test_with_delay_an_outcome_counts_later_and_for_all(carrier: Carrier, overla
         one, other = run_trainers(cluster.address, [work, work], **SMALL)
     assert one.scales == other.scales
     assert one.scales[:2] == [SCALING["init_scale"]] * 2
-    assert_eventful([SCALING["init_scale"], *one.scales[2:]])
+    assert_eventful(one.scales[2:])
     assert_identical(one.values, other.values)
+
+
+def test_what_has_not_left_early_is_unscaled_in_the_end(cluster: LocalCluster) -> None:
+    """One parameter gets no gradient in the pass after which gradients leave, another is not in this one's reach."""
+
+    def work(session: Session) -> list[float]:
+        often, once = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+        optimizer = RemoteOptimizer(
+            torch.optim.SGD([("often", often), ("once", once)], lr=1.0), session=session, overlap=True
+        )
+        scaler = GradScaler(optimizer, "cpu", init_scale=64.0)
+        for step in range(2):
+            optimizer.zero_grad()
+            with optimizer.accumulate():
+                scaler.scale((often * 3 + once * 2).sum()).backward()
+            scaler.scale(often.sum()).backward()
+            if step:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            for parameter, gradient in ((often, 4.0), (once, 2.0)):
+                assert parameter.grad is not None
+                assert parameter.grad.tolist() == [gradient] * 3
+        return [often[0].item(), once[0].item()]
+
+    assert run_trainers(cluster.address, [work, work]) == [[-8.0, -4.0]] * 2
+
+
+def test_with_overlap_the_average_is_clipped(cluster: LocalCluster) -> None:
+    def clips_itself(session: Session) -> None:
+        model = make_model()
+        optimizer = RemoteOptimizer(make_optimizer(model), session=session, overlap=True)
+        scaler = GradScaler(optimizer, "cpu", init_scale=64.0)
+        scaler.scale(1000 * loss_of(model, 0, 0)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        with pytest.raises(GradientChanged, match="max_grad_norm"):
+            scaler.step(optimizer)
+
+    run_trainers(cluster.address, [clips_itself, clips_itself], **SMALL)
+    early, late = (partial(train, overlap=overlap, max_grad_norm=MAX_NORM) for overlap in (True, False))
+    one, other = run_trainers(cluster.address, [early, early], **SMALL)
+    assert_eventful(one.scales)
+    for actual in (other, run_trainers(cluster.address, [late, late], **SMALL)[0]):
+        assert actual.scales == one.scales
+        assert_identical(actual.values, one.values)
 
 
 def test_the_lowest_ranks_scale_counts(cluster: LocalCluster) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import httpx
@@ -12,6 +13,7 @@ import torch
 from .conftest import Carrier
 from .faulty_run import SCRIPT, FaultyRun, expected_result
 from .scaling_script import GROWTH_INTERVAL, INIT_SCALE, overflows
+from .test_resume import train
 
 pytestmark = [pytest.mark.cluster, pytest.mark.amp, pytest.mark.extended, pytest.mark.timeout(300)]
 
@@ -37,10 +39,10 @@ def expected_scales(rounds: int, max_delay: int = 0) -> dict[int, float]:
     return scales
 
 
-def check_scales(run: FaultyRun, rounds: int, max_delay: int = 0) -> None:
+def check_scales(lines: Iterable[str], rounds: int, max_delay: int = 0) -> None:
     expected = expected_scales(rounds, max_delay)
     told: dict[str, list[tuple[int, float]]] = {}
-    for line in run.lines:
+    for line in lines:
         # A log line of another thread may stand before it, or behind.
         if found := re.search(r"^\[trainer (\d)\].*scale (\d+) (\d+\.\d+)", line):
             told.setdefault(found[1], []).append((int(found[2]), float(found[3])))
@@ -64,7 +66,7 @@ def test_a_trainer_that_was_killed_comes_back_to_the_others_scale(carrier: Carri
         run.kill(run.cluster.trainers[rank])
         run.start_trainer(rank)
         results = run.results()
-        check_scales(run, 60, max_delay)
+        check_scales(run.lines, 60, max_delay)
     if max_delay == 0:  # else parameters depend on the time
         assert results == result_of(60)
 
@@ -82,7 +84,7 @@ def test_pservers_that_come_back_know_it_too(carrier: Carrier, tmp_path: Path, o
             run.cluster.start_pserver(index)
         run.start_trainer(1)
         assert run.results() == result_of(60)
-        check_scales(run, 60)
+        check_scales(run.lines, 60)
 
 
 @pytest.mark.parametrize("overlap", ["false", "true"])
@@ -96,4 +98,15 @@ def test_a_run_that_goes_back_has_the_same_scales_again(carrier: Carrier, overla
         assert answer.is_success, answer.text
         run.wait_for_line("steps of this trainer are lost", of="trainer 0")
         assert run.results() == result_of(90)
-        check_scales(run, 90)
+        check_scales(run.lines, 90)
+
+
+def test_a_resumed_run_goes_on_with_its_scale(tmp_path: Path) -> None:
+    """It stops after a round that was skipped, whose outcome is in no scale yet; and has other pservers then."""
+    assert is_skipped(26)
+    first = train(tmp_path, script=SCALING_SCRIPT, rounds=26, GRADPOST_NONFINITE="skip_round")
+    second = train(
+        tmp_path, "--resume", "--pservers", 3, script=SCALING_SCRIPT, rounds=50, GRADPOST_NONFINITE="skip_round"
+    )
+    assert (first[0], second[0]) == (0, 0), first[1] + second[1]
+    check_scales([*first[1].splitlines(), *second[1].splitlines()], 50)

@@ -168,7 +168,10 @@ def test_every_package_has_a_section() -> None:
 def test_the_loop_with_a_scaler() -> None:
     model = torch.nn.Linear(4, 2)
     before = model.weight.detach().clone()
-    with LocalCluster(pservers=1, trainers=1, nonfinite="skip_round") as cluster, Session(cluster.address) as session:
+    with (
+        LocalCluster(pservers=1, trainers=1, nonfinite="skip_round") as cluster,
+        Session(coordinator=cluster.address) as session,
+    ):
         optimizer = RemoteOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1), session=session)
         names: dict[str, Any] = {"torch": torch, "optimizer": optimizer, "model": model, "device": "cpu"}
         exec(LOOP.text, names | {"loader": [(torch.ones(3, 4), torch.zeros(3, dtype=torch.int64))] * 2})

@@ -8,6 +8,7 @@ For every installation:             open_run()  begins a run's state anew, or go
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -175,13 +176,18 @@ class Disk:
         if manifest is None:
             raise StorageFailed(f"there is no checkpoint of round {install.restore} of run {source}")
         plan = SlicePlan.from_json(install.plan)
-        shards = (
-            (file.pserver, ShardState.decode(read_shard_file(self._place, source, file))[0]) for file in manifest.shards
-        )
-        state = cut_anew(shards, manifest.slice_plan(), plan, self.folder.index)
+        history = History()
+
+        def read_shards() -> Iterator[tuple[PserverIndex, ShardState]]:
+            for file in manifest.shards:
+                shard_state, metadata = ShardState.decode(read_shard_file(self._place, source, file))
+                history.take_outcomes(History.from_json(metadata["history"]))
+                yield file.pserver, shard_state
+
+        state = cut_anew(read_shards(), manifest.slice_plan(), plan, self.folder.index)
         shard = Shard(plan, self.folder.index)
         shard.load_state(state)
-        return Restored(shard, History())
+        return Restored(shard, history)
 
     def _let_go(self) -> None:
         assert self.folder is not None

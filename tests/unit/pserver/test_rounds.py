@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from ps_protocol.errors import ContributionConflict, ContributionMissing, FutureRound, GradpostError, StaleTrainer
+from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.norms import ShardNorm
 from services.pserver.rounds import Apply, Measure, Rounds
 
@@ -149,7 +150,8 @@ contents = st.tuples(
 def snapshot(rounds: Rounds[str]) -> Any:
     """Everything that it holds, copied."""
     contributions = {
-        rank: (dict(c.blocks), c.num_blocks, repr(c.hyper_parameters)) for rank, c in rounds.contributions.items()
+        rank: (dict(c.blocks), c.num_blocks, repr((c.hyper_parameters, c.grad_scaler)))
+        for rank, c in rounds.contributions.items()
     }
     sets = set(rounds.batch_barriers), set(rounds.fetch_barriers)
     return dict(rounds.members), rounds.applied, rounds.measuring, rounds.applying, contributions, sets
@@ -508,6 +510,7 @@ def test_a_bucket_is_only_packaging():
         ({}, (1, LAMBDAS[0])),  # another number, smaller
         ({}, (3, LAMBDAS[0])),  # and larger
         ({}, (2, LAMBDAS[1])),  # other numbers for the optimizer: each pserver could keep another one of them
+        ({}, (2, LAMBDAS[0], 1, ScalerState(0, 8.0, 0))),  # a GradScaler that was not there before
     ],
 )
 def test_other_content_under_one_identity_is_a_conflict_and_stages_nothing(blocks, said):

@@ -1,0 +1,104 @@
+"""What answers say of the rounds before: which were skipped, and what the lowest rank's GradScaler was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ps_protocol.consistency import Consistency
+from ps_protocol.errors import ContributionConflict, MalformedFrame
+from ps_protocol.frames import parse_frame
+from ps_protocol.grad_scalers import ScalerState
+from ps_protocol.routes import BARRIER_HEADER, VERDICT_HEADER
+from services.pserver.history import History
+
+from .refusals import unchanged
+from .support import Bench, bench, encode
+
+pytestmark = pytest.mark.asyncio
+
+
+async def push(b: Bench, rank: int, round_: int, scaler: str | None) -> None:
+    metadata = b.completion() | ({} if scaler is None else {"grad_scaler": scaler})
+    await b.call("send", b.fence(rank, round_), encode(b.contribution(rank, round_), metadata))
+
+
+async def play(b: Bench, round_: int, *scalers: ScalerState | None, bad: tuple[int, ...] = ()) -> dict[str, str]:
+    """One round of trainers with these GradScalers; the metadata of its version."""
+    for rank, scaler in enumerate(scalers):
+        await push(b, rank, round_, None if scaler is None else scaler.to_json())
+    for rank in range(len(scalers)):
+        verdict = {VERDICT_HEADER: "nonfinite"} if rank in bad else {}
+        await b.call("barrier", b.fence(rank, round_), headers={BARRIER_HEADER: "batch", **verdict})
+    return await metadata_of(b, round_)
+
+
+async def metadata_of(b: Bench, round_: int) -> dict[str, str]:
+    return dict(parse_frame(await b.get(0, round_)).metadata)
+
+
+def state(after: int, scale: float = 1024.0) -> ScalerState:
+    return ScalerState(after, scale, after)
+
+
+async def test_the_lowest_ranks_scaler_is_told_to_all() -> None:
+    async with bench(nonfinite="skip_round") as b:
+        assert "grad_scaler" not in await play(b, 1, None, None)
+        assert "grad_scaler" not in await play(b, 2, None, state(1))
+        told = await play(b, 3, state(2, 8.0), state(2, 16.0), bad=(1,))
+        assert ScalerState.from_json(told["grad_scaler"]) == state(2, 8.0)
+        assert told["skipped_for"] == "[1]"
+        assert not told.keys() & {"skipped_before"}
+        assert "grad_scaler" not in await play(b, 4, None, None)
+
+
+@pytest.mark.parametrize("text", ["", "null", "{}", "[" * 100_000, '{"after":0,"scale":NaN,"growth_tracker":0}'])
+async def test_what_is_no_state_is_refused(text: str) -> None:
+    async with bench() as b:
+        await unchanged(b, MalformedFrame, push(b, 0, 1, text))
+
+
+async def test_another_state_in_the_same_round_is_a_conflict() -> None:
+    async with bench() as b:
+        await push(b, 0, 1, state(0).to_json())
+        await push(b, 0, 1, state(0).to_json())
+        for other in (None, state(0, 8.0).to_json()):
+            refusal = await unchanged(b, ContributionConflict, push(b, 0, 1, other))
+            assert "GradScaler" in refusal.text
+
+
+async def test_with_delay_the_rounds_before_are_told_of_too() -> None:
+    async with bench(nonfinite="skip_round", consistency=Consistency(max_delay=1)) as b:
+        assert "skipped_before" not in await play(b, 1, None, None, bad=(0,))
+        assert json.loads((await play(b, 2, None, None, bad=(0, 1)))["skipped_before"]) == {"1": [0]}
+        told = await play(b, 3, None, None)
+        assert "skipped_for" not in told
+        assert json.loads(told["skipped_before"]) == {"2": [0, 1]}
+        assert "skipped_before" not in await play(b, 4, None, None)
+
+
+@pytest.mark.parametrize("checkpoint_rounds", [1, 100])
+async def test_a_pserver_that_comes_back_tells_the_same(tmp_path: Path, checkpoint_rounds: int) -> None:
+    settings: dict[str, Any] = {
+        "state_dir": tmp_path,
+        "durability": "log",
+        "nonfinite": "skip_round",
+        "checkpoint_rounds": checkpoint_rounds,
+        "consistency": Consistency(max_delay=1),
+    }
+    async with bench(**settings) as b:
+        await play(b, 1, state(0), state(0), bad=(1,))
+        told = await play(b, 2, state(1), state(1), bad=(0,))
+        assert {"skipped_for", "skipped_before", "grad_scaler"} <= told.keys()
+    async with bench(incarnation=2, **settings) as b:
+        assert await metadata_of(b, 2) == told
+
+
+async def test_another_run_goes_on_with_them() -> None:
+    history, source = History({9: (0,)}, {9: (0,)}), History({7: (0, 1)}, {7: (1,)}, {0: (1, 7)}, {}, {7: state(6)})
+    history.take_outcomes(source)
+    assert history == History({9: (0,)}, {9: (0,), 7: (1,)}, {}, {}, {7: state(6)})
+    assert History.from_json(history.to_json()) == history
