@@ -238,7 +238,7 @@ def test_the_lowest_ranks_scale_counts(cluster: LocalCluster) -> None:
         optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
         scaler = GradScaler(optimizer, "cpu", init_scale=2.0 ** (5 + session.rank))
         if session.rank == 0:
-            scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
+            scaler.load_state_dict({**scaler.state_dict(), "scale": 16.0})
         scales = [scaler.get_scale()]
         for new_scale in (None, None, 8.0, None):
             scaler.scale(weight.sum()).backward()
@@ -251,7 +251,7 @@ def test_the_lowest_ranks_scale_counts(cluster: LocalCluster) -> None:
         assert weight.tolist() == [-4.0] * 4
         return scales
 
-    assert run_trainers(cluster.address, [work, work]) == [[64.0, 64, 64, 8, 8]] * 2
+    assert run_trainers(cluster.address, [work, work]) == [[16.0, 16, 16, 8, 8], [64.0, 16, 16, 8, 8]]
 
 
 def test_torchs_own_scaler_goes_by_its_own_gradients(cluster: LocalCluster) -> None:
@@ -272,7 +272,7 @@ def test_torchs_own_scaler_goes_by_its_own_gradients(cluster: LocalCluster) -> N
     assert run_trainers(cluster.address, [work, work]) == [(64.0, [-2.0] * 4), (32.0, [-2.0] * 4)]
 
 
-def test_what_a_scaler_cannot_do_is_refused_with_the_remedy(cluster: LocalCluster, carrier: Carrier) -> None:
+def test_a_scaler_has_one_optimizer_which_has_one_scaler(cluster: LocalCluster) -> None:
     def misuse(session: Session) -> None:
         weight = nn.Parameter(torch.zeros(4))
         optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
@@ -289,6 +289,9 @@ def test_what_a_scaler_cannot_do_is_refused_with_the_remedy(cluster: LocalCluste
 
     run_trainers(cluster.address, [misuse, misuse])
 
+
+@pytest.mark.extended
+def test_what_a_scaler_cannot_do_is_refused_with_the_remedy(carrier: Carrier) -> None:
     def policy(session: Session) -> None:
         weight = nn.Parameter(torch.zeros(4))
         optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
@@ -308,6 +311,7 @@ def test_what_a_scaler_cannot_do_is_refused_with_the_remedy(cluster: LocalCluste
         run_trainers(lonely.address, [rounds])
 
 
+@pytest.mark.extended
 def test_where_steps_are_not_rounds_each_trainer_has_its_own_scale(carrier: Carrier) -> None:
     def work(session: Session) -> list[float]:
         weight = nn.Parameter(torch.zeros(4))
