@@ -81,8 +81,12 @@ SINCE_KEY = "since"  # of an answer to one who has something: blocks that have n
 # metadata of a pushed frame
 NUM_BLOCKS_KEY = "num_blocks"
 HYPER_PARAMETERS_KEY = "hyper_parameters"
+NUM_SLOTS_KEY = "num_slots"  # of the same frame as num_blocks: how many slots and step states come besides
 COMPUTED_ON_KEY = "computed_on"  # asynchronous modes: the step after which the parameters were pulled
 GRAD_SCALER_KEY = "grad_scaler"  # the trainer's, whose scale the gradients had; in the answer the lowest rank's
 
 # metadata of a frame of slots: how often each block was stepped
 STEPS_KEY = "steps"
+# the same with all that a trainer's state_dict needs; a pushed frame that has it holds slots, and nothing else
+STATES_KEY = "states"
+SLOT_NAMES_KEY = "slots"  # which slots there are at all

@@ -22,7 +22,13 @@ from ps_protocol.messages import DeclareModel, PserverInfo, RunSummary, TrainerJ
 from ps_protocol.norms import AgreedNorm, ShardNorm
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec
 from ps_protocol.plan import SlicePlan
-from ps_protocol.routes import COMPUTED_ON_KEY, GRAD_SCALER_KEY, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY
+from ps_protocol.routes import (
+    COMPUTED_ON_KEY,
+    GRAD_SCALER_KEY,
+    HYPER_PARAMETERS_KEY,
+    NUM_BLOCKS_KEY,
+    NUM_SLOTS_KEY,
+)
 from ps_protocol.tokens import TokenFolder, TokenPair
 from ps_protocol.vocabulary import (
     DTYPE_BYTES,
@@ -507,10 +513,10 @@ class ParameterClient:
             owned.setdefault(spec.pserver, {})[spec.name] = memory[spec.name]
         await self.membership.guard(_gather(self.pservers[i].get_buffers(wanted) for i, wanted in owned.items()))
 
-    async def push(self, round_: Round, bucket: Bucket, frame: Payload) -> bool:
-        """Push one bucket; its buffer belongs to this request until it returns. Whether the pserver found it finite."""
+    async def push(self, round_: Round, pserver: PserverIndex, frame: Payload) -> bool:
+        """Push one frame; its memory belongs to this request until it returns. Whether the pserver found it finite."""
         self._begun_round = round_
-        answer = await self.membership.guard(self.pservers[bucket.pserver].push(round_, frame))
+        answer = await self.membership.guard(self.pservers[pserver].push(round_, frame))
         return answer.finite
 
     async def _push_all(
@@ -524,6 +530,10 @@ class ParameterClient:
 
         return all(await _gather(push(frame) for frame in frames))
 
+    async def ask_all(self, ask: Callable[[PserverClient], Coroutine[Any, Any, T]]) -> list[T]:
+        """The answers of all pservers, which are asked at once, in the order of their indices."""
+        return await self.membership.guard(_gather(ask(pserver) for pserver in self.pservers))
+
     async def _on_all(self, action: Callable[[PserverClient], Coroutine[Any, Any, object]]) -> None:
         await self.membership.guard(_gather(action(pserver) for pserver in self.pservers))
 
@@ -533,11 +543,12 @@ def completion(
     hyper_parameters: list[HyperParameters],
     computed_on: Round | None = None,
     grad_scaler: ScalerState | None = None,
+    num_slots: int = 0,
 ) -> dict[str, str]:
     """Metadata of a contribution's last push to a pserver: how many blocks there are, and the optimizer's numbers.
 
     In the asynchronous modes also after which step the trainer pulled what it computed the gradient on. Where gradients
-    were scaled, the state of their GradScaler.
+    were scaled, the state of their GradScaler; and how many slots and step states belong to it, if any do.
     """
     metadata = {
         NUM_BLOCKS_KEY: str(sum(len(bucket.present) for bucket in shard)),
@@ -547,6 +558,8 @@ def completion(
         metadata[COMPUTED_ON_KEY] = str(computed_on)
     if grad_scaler is not None:
         metadata[GRAD_SCALER_KEY] = grad_scaler.to_json()
+    if num_slots:
+        metadata[NUM_SLOTS_KEY] = str(num_slots)
     return metadata
 
 

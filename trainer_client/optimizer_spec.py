@@ -13,9 +13,8 @@ from ps_protocol.optimizers import RULES, HyperParameters, OptimizerSpec, check_
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     """The spec of an optimizer; raises UnsupportedOptimizer with the reason.
 
-    A subclass of an allowed class is refused: its rule may be another one. So is an optimizer that has stepped, since
-    its slots would be lost: those on the pservers begin empty. `foreach`, `fused` and `capturable` choose an
-    implementation, which is the pserver's business; they are ignored.
+    A subclass of an allowed class is refused: its rule may be another one. `foreach`, `fused` and `capturable` choose
+    an implementation, which is the pserver's business; they are ignored.
     """
     cls = type(optimizer)
     if cls is not getattr(torch.optim, cls.__name__, None):
@@ -27,11 +26,6 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     rule = RULES.get(cls.__name__)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise UnsupportedOptimizer("differentiable=True cannot work across a network", actual="differentiable=True")
-    if any(map(_has_stepped, optimizer.state.values())):
-        raise UnsupportedOptimizer(
-            "the optimizer has slots of earlier steps, which would be lost: a run's slots begin empty on the pservers",
-            expected="an optimizer that has not stepped",
-        )
     flags = () if rule is None else rule.flags
     return check_optimizer(
         cls.__name__, [{flag: bool(group[flag]) for flag in flags} for group in optimizer.param_groups]
@@ -46,12 +40,6 @@ def describe_local_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedOptimizer("LBFGS evaluates a closure several times a step, each on other gradients")
     return OptimizerSpec(type(optimizer).__name__, tuple({} for _ in optimizer.param_groups))
-
-
-def _has_stepped(state: dict[str, Any]) -> bool:
-    if "step" in state:
-        return float(state["step"]) > 0  # Adagrad has a state from the start
-    return any(isinstance(slot, torch.Tensor) for slot in state.values())
 
 
 def read_hyper_parameters(spec: OptimizerSpec, optimizer: torch.optim.Optimizer) -> list[HyperParameters]:

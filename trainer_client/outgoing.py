@@ -17,11 +17,12 @@ from torch import Tensor
 
 from ps_protocol.errors import GradpostError
 from ps_protocol.optimizers import HyperParameters
-from ps_protocol.vocabulary import Round
+from ps_protocol.vocabulary import PserverIndex, Round
 
 from .buckets import Bucket, Payload
 from .client import ParameterClient, completion
 from .io_thread import IoThread
+from .slot_transfer import SlotFrames
 
 END_SECONDS = 5.0  # for requests that are given up; they end at once
 
@@ -84,29 +85,37 @@ class Outgoing:
                 self._push(bucket, bucket.frame())
 
     def complete(
-        self, gradients: Mapping[str, Tensor], numbers: list[HyperParameters], computed_on: Round | None
+        self,
+        gradients: Mapping[str, Tensor],
+        numbers: list[HyperParameters],
+        computed_on: Round | None,
+        slots: Sequence[SlotFrames] | None = None,
     ) -> None:
-        """Push all that has not left; parameters without a gradient are left out."""
+        """Push all that has not left; parameters without a gradient are left out. `slots` go along, to each pserver."""
         scaler = self._client.scale_agreement.mine
+        for pserver, one in enumerate(slots or ()):
+            for frame in one.frames:
+                self._pushes.append(self._io.start(self._send(pserver, frame)))
         # Bucket by bucket, so that the network works while the next one is being copied.
         for bucket, shard in _interleave(self._layout):
             if id(bucket) in self._left:
                 continue
             bucket.fill(gradients, borrow=self._borrow)
             if bucket is shard[-1]:
-                self._push(bucket, bucket.frame(completion(shard, numbers, computed_on, scaler)))
+                num_slots = slots[bucket.pserver].num_slots if slots else 0
+                self._push(bucket, bucket.frame(completion(shard, numbers, computed_on, scaler, num_slots)))
             elif bucket.present:
                 self._push(bucket, bucket.frame())
 
     def _push(self, bucket: Bucket, frame: Payload) -> None:
         self._left.add(id(bucket))
-        self._pushes.append(self._io.start(self._send(bucket, frame)))
+        self._pushes.append(self._io.start(self._send(bucket.pserver, frame)))
 
-    async def _send(self, bucket: Bucket, frame: Payload) -> bool:
+    async def _send(self, pserver: PserverIndex, frame: Payload) -> bool:
         note_task(self._tasks)
         if not await self._before.wait():
             raise GradpostError(f"step {self.step} was not pushed, because the one before it failed")
-        return await self._client.push(self.step, bucket, frame)
+        return await self._client.push(self.step, pserver, frame)
 
     async def join(self) -> bool:
         """Wait until everything is acknowledged; whether every pserver found it finite. Raises what went wrong."""

@@ -26,6 +26,7 @@ from .client import ParameterClient
 from .differences import Differences
 from .io_thread import IoThread
 from .outgoing import Outgoing, note_task, nothing_to_wait_for
+from .slot_transfer import SlotFrames
 from .tensors import writable_bytes
 
 
@@ -87,15 +88,16 @@ class Pipeline:
         computed_on: Round,
         *,
         is_finite: bool = True,
+        slots: Sequence[SlotFrames] | None = None,
     ) -> None:
-        """Start to push flattened gradients (name -> shape (numel,)); a pull will follow.
+        """Start to push flattened gradients (name -> shape (numel,)), and slots if there are any; a pull will follow.
 
         `is_finite` is the trainer's own verdict on them; the pservers have one each, too.
         """
         outgoing = self._outgoing = self._outgoing or self._begin_pushes(step)
         is_async = self._client.joined.consistency.is_async
         try:
-            outgoing.complete(gradients, numbers, computed_on if is_async else None)
+            outgoing.complete(gradients, numbers, computed_on if is_async else None, slots)
         except BaseException:
             self.forget_gradients()
             raise

@@ -46,9 +46,13 @@ from ps_protocol.routes import (
     SINCE_KEY,
     SKIPPED_BEFORE_KEY,
     SKIPPED_KEY,
+    SLOT_NAMES_KEY,
+    SLOTS,
+    STATES_KEY,
     VERDICT_HEADER,
     WAIT_HEADER,
 )
+from ps_protocol.slots import StepState, read_states
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 from .buckets import Payload
@@ -77,6 +81,13 @@ class Pulled(NamedTuple):
     version: Round
     skipped: dict[Round, tuple[Rank, ...]]  # of the newest rounds: for whose gradients they were, if they were
     grad_scaler: ScalerState | None  # the lowest rank's in this round
+
+
+class HeldSlots(NamedTuple):
+    """What a pserver remembers besides the values."""
+
+    states: Mapping[str, StepState]  # of blocks that have been stepped
+    slots: frozenset[str]  # that there are, of all blocks
 
 
 class PserverClient:
@@ -278,6 +289,18 @@ class PserverClient:
         """Fetch the buffers that live there, which no round changes."""
         metadata, _, _ = await self._fetch("GET", BUFFERS, 0, {}, destinations, ())
         self._check_version(metadata, 0)
+
+    async def describe_slots(self, round_: Round) -> HeldSlots:
+        """Which slots there are after a round that this trainer has pulled."""
+        metadata, _, _ = await self._fetch("POST", SLOTS, round_, {}, {}, ())
+        self._check_version(metadata, round_)
+        names = json.loads(metadata[SLOT_NAMES_KEY])
+        return HeldSlots(read_states(metadata[STATES_KEY]), frozenset(names))
+
+    async def get_slots(self, round_: Round, destinations: Mapping[str, memoryview]) -> None:
+        """Fetch slots (`{slot}/{block}` -> its writable bytes) as of that round."""
+        metadata, _, _ = await self._fetch("POST", SLOTS, round_, {}, destinations, list(destinations))
+        self._check_version(metadata, round_)
 
     def _check_version(self, metadata: Mapping[str, str], round_: Round) -> Round:
         actual = (metadata.get("run"), metadata.get("attempt"))

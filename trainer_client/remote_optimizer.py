@@ -21,6 +21,7 @@ from .local_steps import LocalSteps, check_outer
 from .model_tensors import find_aliases, name_parameters, stored_tensors
 from .optimizer_spec import describe_local_optimizer, describe_optimizer, read_hyper_parameters
 from .overlap import Overlap
+from .remote_slots import RemoteSlots
 from .ring.group import Group
 from .ring.steps import RingSteps, choose_device
 from .session import Session, connect, open_session
@@ -83,9 +84,12 @@ class RemoteOptimizer(Optimizer):
         self._aliases = find_aliases(model, self._named | self._stored)
         self._session = _use_session(session, arguments)
         self._remote, self._local = self._share_work(optimizer, outer)
+        self._own = optimizer if self._is_ring or self._local is not None else None  # steps here
         self.spec = describe_local_optimizer(optimizer) if self._is_ring else describe_optimizer(self._remote)
-        if self._is_ring:
-            self.state = optimizer.state  # whose own steps make it
+        names = {id(parameter): name for name, parameter in self._named.items()}
+        self._slots = None if self._is_ring else RemoteSlots(self.spec, self._remote, names)
+        if self._own is not None:
+            self.state = self._own.state  # whose own steps make it
         if self._session.client.is_declared:
             raise BadModel("a session has one RemoteOptimizer; give it the parameters of all models, as groups")
         if num_unnamed:
@@ -183,6 +187,8 @@ class RemoteOptimizer(Optimizer):
         self._steps: Steps | RingSteps
         if group is None:
             self._steps = Steps(self._session, self._named, self._stored, self._local)
+            assert self._slots is not None  # there are pservers
+            self._slots.begin(self._steps)
         else:
             group.open(client.rendezvous)
             self._steps = RingSteps(self._session, self._named, self._stored, self._remote, group)
@@ -364,24 +370,38 @@ class RemoteOptimizer(Optimizer):
         """
         self._steps.take()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the numbers of the groups, as when a schedule is resumed; raises BadModel if there are slots.
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """What the wrapped optimizer's would be in one process: slots are fetched from the pservers, to host memory.
 
-        Slots and steps live on the pservers, so that `state_dict()` has none and none can be loaded here. With
-        strategy ring they are the wrapped optimizer's own, and all trainers have to load the same.
+        Of the newest step, which is waited for (`synchronize`); waits for no other trainer. Slots are float32 even
+        where parameters are not. With local steps, and in a ring, it is the wrapped optimizer's own.
+        """
+        if self._own is not None or self._slots is None:
+            return super().state_dict()
+        if not self._session.is_open:
+            raise RuntimeError("the session is closed; ask for state_dict() before close(), or before the script ends")
+        with self._slots.in_state(self):
+            return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the groups' numbers, and the slots with the next step: the lowest rank pushes them. Does not block.
+
+        Others may call it or not; theirs are only looked at. Before the first step in a run that has rounds already
+        (this trainer was started again, or the run resumed) slots are not taken, since the run has its own.
+        With local steps, and in a ring, they are the wrapped optimizer's own, and all trainers have to load the same.
+        Raises BadModel, or BadHyperParameters, if it does not fit; then nothing has changed.
         """
         shared = self.param_groups
-        if self._is_ring:
-            self._remote.load_state_dict(state_dict)
-            self.state, self.param_groups, self._remote.param_groups = (
-                self._remote.state,
-                self._remote.param_groups,
-                shared,
-            )
-        elif state_dict["state"]:
-            raise BadModel("a remote optimizer's slots live on the pservers; they cannot be loaded from a state_dict")
+        if self._own is not None:
+            self._own.load_state_dict(state_dict)
+            self.state, self.param_groups = self._own.state, self._own.param_groups
+            self._own.param_groups = shared
         else:
-            super().load_state_dict(state_dict)
+            assert self._slots is not None  # there are pservers
+            loaded, numbers = self._slots.read(state_dict)
+            self._slots.load(loaded)
+            super().load_state_dict(numbers)
         shared[:] = self.param_groups  # the wrapped optimizer, and schedulers on it, hold this very list
         self.param_groups = shared
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ps_protocol.errors import ContributionConflict, NonFiniteGradient, PserverLost, RolledBack
 from ps_protocol.optimizers import HyperParameters
+from ps_protocol.slots import StepState
 from ps_protocol.vocabulary import Round
 
 from .device_copies import GradientCopies, ParameterCopies, is_away
 from .landing import Landing, copy_landed, landing_of
+from .loading import Loading
 from .local_steps import LocalSteps
 from .pipeline import Pipeline
 from .session import Session
+from .slot_state import Slots
+from .slot_transfer import pull_slots
 from .tensors import writable_bytes
 
 
@@ -47,6 +51,7 @@ class Steps:
         self._change_was_said = False
         self._refused: NonFiniteGradient | None = None
         self._has_stored = False  # no round changes it
+        self._loading = Loading(self._client)
         self._begin_after(self._client.start - 1)
 
     def _begin_after(self, version: Round) -> None:
@@ -63,6 +68,7 @@ class Steps:
                 version = self._io.run(self._client.go_back())
             else:
                 self.begun = self.landed = version
+                self._loading.went_back(version)
                 return
 
     def _initial_values(self) -> dict[str, Tensor]:
@@ -123,9 +129,25 @@ class Steps:
             for arrived, host in self._copies.finish():
                 self._pipeline.add(step, arrived, host)
             gradients = {**gradients, **{name: self._copies.host(step, name) for name in away}}
-        self._pipeline.begin(step, gradients, numbers, computed_on=self.landed, is_finite=is_finite)
+        slots = self._loading.frames_for(step)
+        self._pipeline.begin(step, gradients, numbers, computed_on=self.landed, is_finite=is_finite, slots=slots)
         self.begun = step
         self._pending = set(self._parameters)
+
+    def load_slots(self, slots: Slots) -> None:
+        """Push these with the next step, if they are this trainer's to push. Does not block."""
+        self._loading.load(slots, self.begun)
+
+    def pull_slots(self, needed: Callable[[str, StepState], Sequence[str]]) -> Slots:
+        """The slots as of the newest step, which is taken first; those that were loaded and have not left, if any."""
+        while True:
+            self.take()
+            if self._loading.slots is not None:
+                return self._loading.slots
+            try:
+                return self._io.run(pull_slots(self._client, self.landed, needed))
+            except RolledBack as error:
+                self._go_back(error)
 
     def take_due(self) -> None:
         """Wait for the step that is due, `max_delay` steps behind the newest, and take the newest that is there."""
@@ -162,6 +184,7 @@ class Steps:
         self._refused = None
         if newest > self.landed:
             self.landed = newest
+            self._loading.landed(newest)
             self._land(newest, self._pending if self._is_by_parameter else set(self._parameters))
         return False
 

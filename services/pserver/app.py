@@ -18,7 +18,15 @@ from services.runtime.speed import add_speed_routes
 
 from .endpoints import TensorEndpoints
 from .inspection_routes import add_inspection_routes
-from .openapi import BARRIER_OPENAPI, BUFFERS_OPENAPI, FRAME_BODY, GET_OPENAPI, NORM_OPENAPI, SEND_OPENAPI
+from .openapi import (
+    BARRIER_OPENAPI,
+    BUFFERS_OPENAPI,
+    FRAME_BODY,
+    GET_OPENAPI,
+    NORM_OPENAPI,
+    SEND_OPENAPI,
+    SLOTS_OPENAPI,
+)
 from .pserver import Pserver
 
 _LIMITS = RequestLimits()
@@ -42,6 +50,7 @@ def make_pserver_app(
         ("POST", routes.SEND, tensors.send, "Push a bucket of gradient blocks", SEND_OPENAPI),
         ("POST", routes.INITIAL, tensors.initial, "Upload a bucket of initial values", SEND_OPENAPI),
         ("POST", routes.GET, tensors.get, "Get one version of the shard", GET_OPENAPI),
+        ("POST", routes.SLOTS, tensors.slots, "Get the optimizer's slots", SLOTS_OPENAPI),
         ("POST", routes.NORM, tensors.norm, "Get the norm of a round's gradient", NORM_OPENAPI),
         ("POST", routes.BARRIER, tensors.barrier, "Count a batch or fetch barrier", BARRIER_OPENAPI),
         ("GET", routes.BUFFERS, tensors.buffers, "Get the buffers that live here", BUFFERS_OPENAPI),

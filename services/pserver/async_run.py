@@ -26,7 +26,7 @@ from ps_protocol.fence import Fence
 from ps_protocol.messages import BarrierAnswer, FrozenRounds, InstallMembers, InstallRun, PushAnswer
 from ps_protocol.norms import AgreedNorm
 from ps_protocol.optimizers import HyperParameters
-from ps_protocol.routes import APPLIED_KEY, HISTORY_KEY
+from ps_protocol.routes import APPLIED_KEY, HISTORY_KEY, STATES_KEY
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.failpoints import reach_failpoint
@@ -41,9 +41,10 @@ from .contribution import Contribution
 from .durable.storage import Restored, RunStorage
 from .durable.update_log import Update as LoggedUpdate
 from .history import History
+from .loaded_slots import LoadedSlots
 from .metrics import PserverMetrics
 from .pulls import Pull, Pulls
-from .pushes import read_blocks, read_completion, read_computed_on
+from .pushes import read_blocks, read_completion, read_computed_on, read_num_slots
 from .reading import Reader, make_reader
 from .reply import Reply
 from .run import BarrierKind, Look, PserverRun, name_trainers
@@ -162,7 +163,10 @@ class AsyncRun(PserverRun):
         Waits for room in the queues; raises QueueFull if there is none for long. The same push again then tries
         again; what is staged stays.
         """
+        if STATES_KEY in body.frame.metadata:
+            return await self._push_slots(fence, body)
         num_blocks, hyper_parameters = read_completion(body.frame.metadata, self._optimizer)
+        num_slots = read_num_slots(body.frame.metadata)
         computed_on = read_computed_on(body.frame.metadata) if num_blocks is not None else None
         blocks = read_blocks(body, self.shard.layout)
         await self.check_finite(fence, blocks)
@@ -173,13 +177,26 @@ class AsyncRun(PserverRun):
         if computed_on is not None:
             self.clocks.check_delay(fence.rank, fence.round, computed_on)
             self._pulls.find(fence.rank, computed_on)
-        staged = self.clocks.blocks_arrived(fence.rank, blocks, num_blocks, hyper_parameters, computed_on)
+        staged = self.clocks.blocks_arrived(fence.rank, blocks, num_blocks, hyper_parameters, computed_on, num_slots)
         self.pushed_bytes += len(body.buffer)
         self._metrics.staged_blocks.inc(staged)
+        return await self._staged(fence, staged, len(blocks))
+
+    async def _push_slots(self, fence: Fence, body: Body) -> PushAnswer:
+        """Slots that a trainer has loaded, as a part of its contribution."""
+        slots = self.read_slots(body)
+        if self._rules.step_count == "trainer":
+            raise ModeMismatch("with step_count trainer each counts its own steps, so that none can load them for all")
+        if self.admit_push(fence) == "already_applied":
+            return PushAnswer(status="already_applied", duplicates=len(slots))
+        self._catch_up(fence)
+        return await self._staged(fence, self.clocks.slots_arrived(fence.rank, slots), len(slots))
+
+    async def _staged(self, fence: Fence, num_new: int, num_pushed: int) -> PushAnswer:
         complete = self.clocks.staged(fence.rank).is_complete
         if complete:
             await self._queue(fence)
-        return PushAnswer(status="staged", staged=staged, duplicates=len(blocks) - staged, complete=complete)
+        return PushAnswer(status="staged", staged=num_new, duplicates=num_pushed - num_new, complete=complete)
 
     def _catch_up(self, fence: Fence) -> None:
         if num_lost := self.clocks.catch_up(fence.rank, fence.round):
@@ -204,7 +221,8 @@ class AsyncRun(PserverRun):
                     self._check_stopped(blocks)
                     full = [name for name in blocks if not self._queues[name].has_room]
                     if not full and self._pause is None and not self.controls.is_paused and self._is_next(blocks):
-                        if self.storage is not None and self.storage.has_log:
+                        has_log = self.storage is not None and self.storage.has_log
+                        if has_log or self.clocks.staged(fence.rank).slots:
                             logging = self._begin_pause(self._log_and_take(fence.rank))
                         else:
                             self._take(fence.rank)
@@ -266,18 +284,26 @@ class AsyncRun(PserverRun):
             await asyncio.wait([task])
 
     async def _log_and_take(self, rank: Rank) -> None:
-        """Write a complete contribution into the log, and only then into the queues."""
+        """Write a complete contribution into the log, and only then into the queues, and its slots into the shard."""
         contribution = self.clocks.staged(rank)
         here = [place.name for place in self.shard.layout.places if place.name in contribution.blocks]
         names = tuple(name for name in here if not self._is_frozen(name))
         life, step = self.clocks.members[rank], self.clocks.opens[rank]
         numbers = self._numbers_of(contribution)
-        update = LoggedUpdate(self.clocks.taken + 1, (rank,), numbers, names, origin=(life, step))
+        loaded = LoadedSlots.of_staged(contribution.slots)
+        update = LoggedUpdate(
+            self.clocks.taken + 1, (rank,), numbers, names, origin=(life, step),
+            loaded=loaded.describe() if loaded else None,
+        )  # fmt: skip
         try:
-            await asyncio.to_thread(self._append, update, [contribution.blocks[name] for name in names])
+            await asyncio.to_thread(self._append, update, [contribution.blocks[name] for name in names], loaded)
         except OSError as error:
             await self._append_failed(self.storage_failed(f"log step {step} of trainer {rank}", error))
         self._log_fails_since = None
+        if loaded:
+            await self._drain()
+            self.check_failure()
+            await self._compute.run(self.shard.load_slots, loaded)
         self._take(rank)
 
     def _numbers_of(self, contribution: Contribution[StagedBlock]) -> list[HyperParameters]:
@@ -287,9 +313,10 @@ class AsyncRun(PserverRun):
     def _is_frozen(self, name: str) -> bool:
         return self.shard.layout.place[name].block.parameter in self.controls.frozen
 
-    def _append(self, update: LoggedUpdate, blocks: Sequence[StagedBlock]) -> None:
-        assert self.storage is not None
-        self.storage.append(update, [view_bytes(block.tensor().float()) for block in blocks])
+    def _append(self, update: LoggedUpdate, blocks: Sequence[StagedBlock], loaded: LoadedSlots | None) -> None:
+        if self.storage is not None:
+            behind = loaded.parts() if loaded else ()
+            self.storage.append(update, [*(view_bytes(block.tensor().float()) for block in blocks), *behind])
 
     async def _append_failed(self, failure: GradpostError) -> NoReturn:
         """A full disk gets the round time-out to be emptied; until then the trainers send again."""
@@ -444,6 +471,9 @@ class AsyncRun(PserverRun):
             self._condition.notify_all()
 
     # ------------------------------------------------------------------ get
+
+    def _check_slots(self, fence: Fence, version: Round) -> None:
+        """There is no common round: each block is as it is."""
 
     async def get(
         self, fence: Fence, wait_seconds: float, names: Sequence[str] = (), norm: AgreedNorm | None = None

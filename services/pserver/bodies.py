@@ -54,6 +54,11 @@ class BufferPool:
             self.idle_bytes += len(buffer)
             self._idle[len(buffer)].append(buffer)
 
+    def let_go(self, buffer: memoryview) -> None:
+        """Free a buffer: one of its size will not be needed again."""
+        self.used_bytes -= len(buffer)
+        self._peak_bytes -= len(buffer)
+
     def forget_idle(self) -> None:
         """Free what lies idle: other sizes will come from now on."""
         self._idle.clear()
@@ -65,13 +70,17 @@ class Body:
     """One received frame: its buffer and the parsed header."""
 
     def __init__(self, pool: BufferPool, num_bytes: int) -> None:
+        self.comes_again = True  # a body of this size, in the next round
         self._pool = pool
         self._memory = pool.take(num_bytes)
         self.buffer = self._memory[:num_bytes]
         self.frame: Frame
 
     def __del__(self) -> None:
-        self._pool.give_back(self._memory)
+        if self.comes_again:
+            self._pool.give_back(self._memory)
+        else:
+            self._pool.let_go(self._memory)
 
     @property
     def data(self) -> memoryview:

@@ -17,6 +17,7 @@ from typing import Generic
 from ps_protocol.consistency import Consistency, needed_clock, oldest_start
 from ps_protocol.errors import ContributionMissing, DelayExceeded, FutureRound
 from ps_protocol.optimizers import HyperParameters
+from ps_protocol.slots import StepState
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 from .admission import Admission, admit, check_member
@@ -131,13 +132,19 @@ class Clocks(Generic[Payload]):
         num_blocks: int | None,
         hyper_parameters: list[HyperParameters] | None,
         computed_on: Round | None,
+        num_slots: int = 0,
     ) -> int:
         """Stage one admitted push of the open step; returns how many blocks are new. See `Contribution.stage`."""
         steps = self._steps[rank]
-        num_new = steps.staged.stage(rank, steps.open, blocks, num_blocks, hyper_parameters)
+        num_new = steps.staged.stage(rank, steps.open, blocks, num_blocks, hyper_parameters, num_slots=num_slots)
         if steps.staged.computed_on is None:
             steps.staged.computed_on = computed_on
         return num_new
+
+    def slots_arrived(self, rank: Rank, slots: Mapping[str, Payload | StepState]) -> int:
+        """Stage slots that a trainer has loaded, with its open step; returns how many are new."""
+        steps = self._steps[rank]
+        return steps.staged.stage_slots(rank, steps.open, slots)
 
     def take(self, rank: Rank) -> Taken[Payload]:
         """Take the complete contribution of the open step, to be queued as a whole; the next step opens."""

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 from ps_protocol.errors import ContributionConflict
 from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.optimizers import HyperParameters
+from ps_protocol.slots import StepState
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 Payload = TypeVar("Payload")
@@ -24,11 +25,13 @@ class Contribution(Generic[Payload]):
     hyper_parameters: list[HyperParameters] | None = None
     computed_on: Round | None = None  # asynchronous modes: the step after which its parameters were pulled
     grad_scaler: ScalerState | None = None  # whose scale the gradients had, if there was one
+    slots: dict[str, Payload | StepState] = field(default_factory=dict)  # that it brings along, if it does
+    num_slots: int = 0
 
     @property
     def is_complete(self) -> bool:
         """Complete and counted are two things: this one says that all of it is here."""
-        return self.num_blocks == len(self.blocks)
+        return self.num_blocks == len(self.blocks) and self.num_slots == len(self.slots)
 
     def stage(
         self,
@@ -38,15 +41,14 @@ class Contribution(Generic[Payload]):
         num_blocks: int | None,
         hyper_parameters: list[HyperParameters] | None,
         grad_scaler: ScalerState | None = None,
+        num_slots: int = 0,
     ) -> int:
         """Add one push; returns how many of its blocks are new. `rank` and `round_` are for messages.
 
         All or nothing: on a ContributionConflict (other bytes or other hyper-parameters under the same identity,
-        or more blocks than the trainer said) nothing is staged.
+        or more blocks than the trainer said) nothing is staged. `num_slots` is said together with `num_blocks`.
         """
-        for name in blocks.keys() & self.blocks.keys():
-            if blocks[name] != self.blocks[name]:
-                raise ContributionConflict(f"trainer {rank} pushed other bytes for block {name!r} in round {round_}")
+        _check_same(self.blocks, blocks, f"trainer {rank} pushed other bytes for block", round_)
         new = {name: payload for name, payload in blocks.items() if name not in self.blocks}
         total = self.num_blocks if num_blocks is None else num_blocks
         if total is not None and (total < len(self.blocks) + len(new) or self.num_blocks not in (None, total)):
@@ -59,7 +61,33 @@ class Contribution(Generic[Payload]):
             raise ContributionConflict(f"trainer {rank} pushed two sets of hyper-parameters in round {round_}")
         if None not in (num_blocks, self.num_blocks) and grad_scaler != self.grad_scaler:
             raise ContributionConflict(f"trainer {rank} pushed two states of its GradScaler in round {round_}")
+        if num_blocks is not None:
+            self._check_slots(rank, round_, len(self.slots), num_slots)
         self.blocks.update(new)
         if self.num_blocks is None and num_blocks is not None:
-            self.num_blocks, self.hyper_parameters, self.grad_scaler = num_blocks, hyper_parameters, grad_scaler
+            self.num_blocks, self.hyper_parameters = num_blocks, hyper_parameters
+            self.grad_scaler, self.num_slots = grad_scaler, num_slots
         return len(new)
+
+    def stage_slots(self, rank: Rank, round_: Round, slots: Mapping[str, Payload | StepState]) -> int:
+        """Add one push of slots; returns how many of them are new. All or nothing, as `stage`."""
+        _check_same(self.slots, slots, f"trainer {rank} pushed something else for", round_)
+        num_slots = len(self.slots.keys() | slots.keys())
+        self._check_slots(rank, round_, num_slots, max(num_slots, self.num_slots))
+        num_new = num_slots - len(self.slots)
+        self.slots.update(slots)
+        return num_new
+
+    def _check_slots(self, rank: Rank, round_: Round, staged: int, said: int) -> None:
+        if staged > said or (self.num_blocks is not None and said != self.num_slots):
+            raise ContributionConflict(
+                f"trainer {rank} pushed more slots in round {round_} than it said, or said two numbers",
+                expected=said if self.num_blocks is None else self.num_slots,
+                actual=max(staged, said),
+            )
+
+
+def _check_same(known: Mapping[str, object], new: Mapping[str, object], what: str, round_: Round) -> None:
+    for name in new.keys() & known.keys():
+        if new[name] != known[name]:
+            raise ContributionConflict(f"{what} {name!r} in round {round_}")

@@ -84,6 +84,17 @@ class TensorEndpoints:
         async with self._waiting.place(fence.rank):
             await _send_parts(scope, send, (await run.get_buffers(fence)).parts)
 
+    async def slots(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer those of the optimizer's slots that are named in the body (a JSON list), or what there is."""
+        fence = Fence.from_headers(_headers(scope))
+        run = self._pserver.run
+        keys = await _receive_names(receive)
+        run.check_fence(fence)
+        async with self._waiting.place(fence.rank):
+            parts = await run.get_slots(fence, keys)
+            await _send_parts(scope, send, parts)
+        run.pulled_bytes += sum(map(len, parts))
+
     async def norm(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the norm of this shard's part of a round's gradient, or take the global one.
 

@@ -47,7 +47,8 @@ def _json_answer(model: type[PushAnswer] | type[BarrierAnswer] | type[NormAnswer
 SEND_OPENAPI: dict[str, Any] = {
     "tags": ["tensors"],
     "description": "The body is a safetensors stream. The metadata of a contribution's last push holds `num_blocks` "
-    "(how many blocks the trainer sent here in this round) and `hyper_parameters` (JSON, one object a group).",
+    "(how many blocks the trainer sent here in this round) and `hyper_parameters` (JSON, one object a group). A push "
+    "whose metadata holds `states` brings slots.",
     "parameters": _FENCE,
     "requestBody": {"required": True, "content": _BINARY},
     "responses": _json_answer(PushAnswer),
@@ -74,6 +75,17 @@ GET_OPENAPI: dict[str, Any] = {
         "content": {"application/json": {"schema": {"type": "array", "items": {"type": "string"}}}},
     },
     "responses": {"200": {"description": "exactly the version of the fence's round", "content": _BINARY}},
+}
+SLOTS_OPENAPI: dict[str, Any] = {
+    "tags": ["tensors"],
+    "description": "The body is a JSON list of `{slot}/{block}`. Without one the answer's metadata says what there is: "
+    "`slots` are their names, `states` those of the blocks that have been stepped.",
+    "parameters": _FENCE,
+    "requestBody": {
+        "required": False,
+        "content": {"application/json": {"schema": {"type": "array", "items": {"type": "string"}}}},
+    },
+    "responses": {"200": {"description": "slots as of the fence's round, float32", "content": _BINARY}},
 }
 BUFFERS_OPENAPI: dict[str, Any] = {
     "tags": ["tensors"],

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec
+from ps_protocol.slots import SLOTS, StepState, split_key
 
 from .layout import ShardLayout
-from .optimizer_rules import UPDATE_RULES, Operands, StepState
+from .optimizer_rules import UPDATE_RULES, Operands
 
 
 @dataclass(slots=True)
@@ -62,7 +63,7 @@ class OptimizerBlocks:
                 gradients=[gradient[begin:end] for begin, end in pieces],
                 slots={
                     name: [slot[begin:end] for begin, end in pieces]
-                    for name in self._rule.slots(options)
+                    for name in SLOTS[self.spec.name](options)
                     for slot in (self._slot(name),)
                 },
                 state=state,
@@ -98,6 +99,21 @@ class OptimizerBlocks:
         self._slots = {name: slot.clone() for name, slot in slots.items()}
         self._states = dict(states)
         self._counted = dict(counted)
+
+    def load_blocks(self, states: Mapping[str, StepState], slots: Mapping[str, Tensor]) -> None:
+        """Give these blocks other counts and slots: `{slot}/{block}`, tensors of shape (num_elements,), are copied.
+
+        A slot of theirs that is not among these is empty.
+        """
+        for name in states:
+            place = self._layout.place[name]
+            for slot in self._slots.values():
+                slot[place.step_begin : place.padded_end] = 0
+        for key, values in slots.items():
+            slot_name, name = split_key(key)
+            place = self._layout.place[name]
+            self._slot(slot_name)[place.begin : place.end] = values
+        self._states.update(states)
 
     @property
     def num_bytes(self) -> int:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,15 +30,9 @@ from torch.optim.radam import radam
 from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
+from ps_protocol.slots import Options, StepState
+
 PIECE = 1 << 18  # elements: 1 MiB of float32
-
-
-class StepState(NamedTuple):
-    """What a rule remembers of a block besides its slots. Blocks of equal state are stepped together."""
-
-    steps: int = 0  # how often the block was stepped; not counted by SGD, which does not want to know
-    has_momentum: bool = False  # SGD: the momentum buffer holds something
-    mu_product: float = 1.0  # NAdam: product of its momenta so far, rounded to float32 as torch keeps it
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +53,12 @@ class Operands:
         return self.state._replace(steps=self.state.steps + 1)
 
 
-Options = dict[str, Any]  # the numbers and the flags of one parameter group
-
-
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """One optimizer: the slots that it needs under these options, and how it steps."""
+    """How one optimizer steps; which slots that needs is in `ps_protocol.slots`."""
 
-    slots: Callable[[Options], tuple[str, ...]]
     step: Callable[[Operands, Options], StepState]  # writes values and slots, returns the new state
     max_elements: int | None = PIECE  # of one view; None if one call may step any number
-
-
-def _sgd_slots(options: Options) -> tuple[str, ...]:
-    return ("momentum_buffer",) if options["momentum"] != 0 else ()
 
 
 def _step_sgd(on: Operands, options: Options) -> StepState:
@@ -87,10 +72,6 @@ def _step_sgd(on: Operands, options: Options) -> StepState:
         assert buffer is not None
         slot.copy_(buffer)
     return on.state._replace(has_momentum=True)
-
-
-def _adam_slots(options: Options) -> tuple[str, ...]:
-    return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if options["amsgrad"] else ()))
 
 
 def _step_adam(on: Operands, options: Options) -> StepState:
@@ -108,12 +89,6 @@ def _step_adagrad(on: Operands, options: Options) -> StepState:
             slot.fill_(options["initial_accumulator_value"])
     adagrad(on.values, on.gradients, on.slots["sum"], on.scalars(on.state.steps), fused=True, **numbers)
     return on.stepped()
-
-
-def _rmsprop_slots(options: Options) -> tuple[str, ...]:
-    centered = ("grad_avg",) if options["centered"] else ()
-    momentum = ("momentum_buffer",) if options["momentum"] > 0 else ()
-    return ("square_avg", *centered, *momentum)
 
 
 def _step_rmsprop(on: Operands, options: Options) -> StepState:
@@ -163,18 +138,14 @@ def _split_betas(options: Options) -> Options:
     return numbers
 
 
-def _always(*names: str) -> Callable[[Options], tuple[str, ...]]:
-    return lambda options: names
-
-
 UPDATE_RULES: Mapping[str, UpdateRule] = {
-    "SGD": UpdateRule(_sgd_slots, _step_sgd, max_elements=None),
-    "Adam": UpdateRule(_adam_slots, _step_adam, max_elements=None),
-    "AdamW": UpdateRule(_adam_slots, _step_adam, max_elements=None),  # a flag tells them apart
-    "Adagrad": UpdateRule(_always("sum"), _step_adagrad, max_elements=None),
-    "RMSprop": UpdateRule(_rmsprop_slots, _step_rmsprop),
-    "Adadelta": UpdateRule(_always("square_avg", "acc_delta"), _step_adadelta),
-    "Adamax": UpdateRule(_always("exp_avg", "exp_inf"), _step_adamax),
-    "NAdam": UpdateRule(_always("exp_avg", "exp_avg_sq"), _step_nadam),
-    "RAdam": UpdateRule(_always("exp_avg", "exp_avg_sq"), _step_radam),
+    "SGD": UpdateRule(_step_sgd, max_elements=None),
+    "Adam": UpdateRule(_step_adam, max_elements=None),
+    "AdamW": UpdateRule(_step_adam, max_elements=None),  # a flag tells them apart
+    "Adagrad": UpdateRule(_step_adagrad, max_elements=None),
+    "RMSprop": UpdateRule(_step_rmsprop),
+    "Adadelta": UpdateRule(_step_adadelta),
+    "Adamax": UpdateRule(_step_adamax),
+    "NAdam": UpdateRule(_step_nadam),
+    "RAdam": UpdateRule(_step_radam),
 }

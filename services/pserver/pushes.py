@@ -9,7 +9,15 @@ from ps_protocol.errors import BadHyperParameters, MalformedFrame, UnknownBlock,
 from ps_protocol.frames import TensorEntry
 from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec, check_hyper_parameters
-from ps_protocol.routes import COMPUTED_ON_KEY, GRAD_SCALER_KEY, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY
+from ps_protocol.routes import (
+    COMPUTED_ON_KEY,
+    GRAD_SCALER_KEY,
+    HYPER_PARAMETERS_KEY,
+    NUM_BLOCKS_KEY,
+    NUM_SLOTS_KEY,
+    STATES_KEY,
+)
+from ps_protocol.slots import StepState, possible_slots, read_states, slot_key, split_key
 from ps_protocol.vocabulary import BufferSpec, Round
 from ps_protocol.wire_types import INDICES, SCALES, WireTensor
 
@@ -32,6 +40,27 @@ def read_blocks(body: Body, layout: ShardLayout) -> dict[str, StagedBlock]:
         if place.name not in blocks:
             blocks[place.name] = _read_block(body, place.pushed, entries, place.block.num_elements)
     return blocks
+
+
+def read_slots(body: Body, layout: ShardLayout, optimizer: OptimizerSpec) -> dict[str, StagedBlock | StepState]:
+    """The slots of a pushed body by `{slot}/{block}`, without a copy, and step states by `/{block}`.
+
+    Raises UnknownBlock, WrongDtype, WrongShape or MalformedFrame.
+    """
+    entries = {entry.name: entry for entry in body.frame.tensors}
+    slots: dict[str, StagedBlock | StepState] = {}
+    for key in entries:
+        slot, name = split_key(key)
+        place = layout.place.get(name)
+        if place is None or slot not in possible_slots(optimizer.name):
+            raise UnknownBlock(f"slot {key!r} is not on this pserver")
+        size = place.block.num_elements
+        slots[key] = _read_block(body, ((key, "F32", (size,)),), entries, size)
+    for name, state in read_states(body.frame.metadata[STATES_KEY]).items():
+        if name not in layout.place:
+            raise UnknownBlock(f"block {name!r} is not on this pserver")
+        slots[slot_key("", name)] = state
+    return slots
 
 
 def read_initial_blocks(body: Body, layout: ShardLayout, *, skip: Collection[str] = ()) -> dict[str, StagedBlock]:
@@ -77,6 +106,11 @@ def read_buffers(body: Body, specs: Mapping[str, BufferSpec]) -> list[TensorEntr
                 actual=f"{entry.dtype} {list(entry.shape)}",
             )
     return entries
+
+
+def read_num_slots(metadata: Mapping[str, str]) -> int:
+    """How many slots and step states belong to a contribution, as its last push says. Raises MalformedFrame."""
+    return _read_number(metadata, NUM_SLOTS_KEY, max_digits=9) or 0
 
 
 def read_completion(

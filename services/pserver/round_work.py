@@ -22,6 +22,7 @@ from services.runtime.failpoints import reach_failpoint
 from .captures import Captures
 from .durable.storage import RunStorage
 from .durable.update_log import Update
+from .loaded_slots import find_loaded
 from .replacements import Replacements
 from .reply import Reply
 from .rounds import Apply
@@ -83,14 +84,19 @@ class RoundWork:
         replaced = self.replacements.blocks_for(apply.round, controls)
         gradient, present = (measured.gradient, measured.present) if measured else self._aggregate(apply, controls)
         numbers = override_rates(controls, apply.hyper_parameters)
+        loaded = find_loaded([one.slots for one in apply.contributions])
         if self._storage is not None:
             logged = None if len(present) == len(self._shard.layout.places) else present
             update = Update(
                 apply.round, apply.ranks, numbers, logged, apply.nonfinite,
                 replaced=tuple(replaced), norm=measured.norm if measured else None, grad_scaler=apply.grad_scaler,
+                loaded=loaded.describe() if loaded else None,
             )  # fmt: skip
-            self._storage.append(update, [*self._shard.encode_gradient(logged), *map(view_bytes, replaced.values())])
+            behind = [*map(view_bytes, replaced.values()), *(loaded.parts() if loaded else ())]
+            self._storage.append(update, [*self._shard.encode_gradient(logged), *behind])
         reach_failpoint("apply.before")
+        if loaded:
+            self._shard.load_slots(loaded)
         self._shard.apply(gradient, present, numbers)
         self._shard.replace_blocks(replaced)
         self._shard.publish(present, replaced)

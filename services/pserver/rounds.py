@@ -22,6 +22,7 @@ from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.messages import FrozenRounds
 from ps_protocol.norms import ShardNorm
 from ps_protocol.optimizers import HyperParameters
+from ps_protocol.slots import StepState
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 from .admission import Admission, admit, check_member
@@ -178,6 +179,7 @@ class Rounds(Generic[Payload]):
         hyper_parameters: list[HyperParameters] | None,
         round_: Round | None = None,
         grad_scaler: ScalerState | None = None,
+        num_slots: int = 0,
     ) -> int:
         """Stage one admitted push of a round, the open one by default; returns how many blocks are new.
 
@@ -185,9 +187,16 @@ class Rounds(Generic[Payload]):
         """
         round_ = self.open if round_ is None else round_
         contribution = self._staged.get(round_, {}).get(rank, Contribution(incarnation=self.members.get(rank, 0)))
-        num_new = contribution.stage(rank, round_, blocks, num_blocks, hyper_parameters, grad_scaler)
+        num_new = contribution.stage(rank, round_, blocks, num_blocks, hyper_parameters, grad_scaler, num_slots)
         self._staged.setdefault(round_, {})[rank] = contribution
         self._has_fetched(rank, round_ - 1 - self.max_delay)
+        return num_new
+
+    def slots_arrived(self, rank: Rank, slots: Mapping[str, Payload | StepState], round_: Round) -> int:
+        """Stage slots that a trainer has loaded, with its contribution; returns how many are new."""
+        contribution = self._staged.get(round_, {}).get(rank, Contribution(incarnation=self.members.get(rank, 0)))
+        num_new = contribution.stage_slots(rank, round_, slots)
+        self._staged.setdefault(round_, {})[rank] = contribution
         return num_new
 
     def is_complete(self, rank: Rank, round_: Round) -> bool:

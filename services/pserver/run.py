@@ -38,6 +38,7 @@ from ps_protocol.messages import (
 )
 from ps_protocol.norms import AgreedNorm
 from ps_protocol.plan import SlicePlan
+from ps_protocol.slots import StepState, possible_slots
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
@@ -49,9 +50,9 @@ from .durable.storage import Restored, RunStorage
 from .history import History
 from .load import LoadMeter
 from .metrics import PserverMetrics
-from .pushes import read_buffers, read_initial_blocks
+from .pushes import read_buffers, read_initial_blocks, read_slots
 from .reply import Reply
-from .shard import Shard
+from .shard import MASTER_BYTES, Shard
 from .tensors import StagedBlock, check_blocks, find_nonfinite
 
 log = get_logger()
@@ -86,9 +87,12 @@ class PserverRun(ABC):
         self._buffers = {spec.name: spec for spec in self.plan.buffers if spec.pserver == index}
         # Of all that lives here, on the wire.
         own = self.plan.shard_bytes(index) + sum(spec.num_bytes for spec in self._buffers.values())
-        self.num_bytes = max(own, self.plan.pushed_bytes(index))
+        slots = MASTER_BYTES * sum(block.num_elements for block in self.plan.shards[index])  # of one kind
+        self.num_bytes = max(own, self.plan.pushed_bytes(index), slots)
         pushed = sum(len(place.pushed) for place in self.shard.layout.places)
-        self.num_tensors = max(pushed, len(self.plan.shards[index]) + len(self._buffers))  # of a body, at most
+        num_blocks = len(self.plan.shards[index])
+        num_slots = num_blocks * len(possible_slots(self._optimizer.name))
+        self.num_tensors = max(pushed, num_blocks + len(self._buffers), num_slots)  # of a body, at most
         self.pushed_bytes = 0
         self.pulled_bytes = 0
         self.transports: set[str] = set()  # HTTP versions of the data requests
@@ -149,6 +153,32 @@ class PserverRun(ABC):
 
         `norm` is the global one of the round's gradient, where that is clipped.
         """
+
+    async def get_slots(self, fence: Fence, keys: Sequence[str]) -> Sequence[bytes]:
+        """A frame of the optimizer's slots for a member, as of the request's round: see `Shard.encode_state`.
+
+        Raises UnknownBlock, StaleRound, TryAgain. In the asynchronous modes it is what there is now.
+        """
+
+        def encode() -> tuple[Round, list[bytes]]:
+            return self.shard.version, self.shard.encode_state(keys, self._metadata(fence.round))
+
+        self.check_readable()
+        self.check_member(fence)
+        version, chunks = await self._compute.run(encode)
+        self.check_fence(fence)
+        self.check_member(fence)
+        self._check_slots(fence, version)
+        return chunks
+
+    @abstractmethod
+    def _check_slots(self, fence: Fence, version: Round) -> None:
+        """Raise what is wrong with slots of this version, if anything is."""
+
+    def read_slots(self, body: Body) -> dict[str, StagedBlock | StepState]:
+        """The slots of a pushed body. Raises what is wrong with them."""
+        body.comes_again = False
+        return read_slots(body, self.shard.layout, self._optimizer)
 
     @abstractmethod
     async def _freeze(self) -> FrozenRounds:

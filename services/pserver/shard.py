@@ -22,13 +22,14 @@ from ps_protocol.errors import UnknownBlock, UnsupportedOptimizer, WrongDtype, W
 from ps_protocol.frames import encode_header
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.plan import SlicePlan
-from ps_protocol.routes import STEPS_KEY
+from ps_protocol.routes import SLOT_NAMES_KEY, STATES_KEY, STEPS_KEY
+from ps_protocol.slots import FRESH, StepState, split_key, write_states
 from ps_protocol.vocabulary import PserverIndex
 
 from .aggregation import Aggregator
 from .layout import ShardLayout
+from .loaded_slots import LoadedSlots
 from .optimizer_blocks import OptimizerBlocks
-from .optimizer_rules import StepState
 from .parts import Part
 from .probes import Probes
 from .published import LentTensor, Published
@@ -166,6 +167,12 @@ class Shard:
             self.block(name).copy_(values)
             self.versions[name] += 1
 
+    def load_slots(self, loaded: LoadedSlots) -> None:
+        """Give blocks the slots that a trainer has loaded. Raises UnsupportedOptimizer if there is none."""
+        if self.optimizer is None:
+            raise UnsupportedOptimizer("this plan has no optimizer")
+        self.optimizer.load_blocks(loaded.states, loaded.tensors)
+
     def publish(self, stepped: Collection[str], replaced: Collection[str] = ()) -> None:
         """Bring what trainers have, if it is kept, close to what these blocks are after a round."""
         if self.published is not None:
@@ -177,8 +184,10 @@ class Shard:
         present: Sequence[str] | None,
         hyper_parameters: list[HyperParameters],
         replaced: Sequence[str] = (),
+        loaded: str | None = None,
     ) -> None:
-        """Apply a logged gradient, and the values behind it, with the very same bits as the first time."""
+        """Apply a logged gradient, and what is behind it, with the very same bits as the first time."""
+        data = self._replay_slots(data, loaded)
         names = tuple(place.name for place in self.layout.places) if present is None else present
         sizes = [MASTER_BYTES * self.layout.place[name].block.num_elements for name in replaced]
         begin = len(data) - sum(sizes)
@@ -197,11 +206,20 @@ class Shard:
         hyper_parameters: list[HyperParameters],
         *,
         counter: Hashable = None,
+        loaded: str | None = None,
     ) -> None:
         """Step these blocks one by one, as asynchronous modes do, with the float32 gradient of one contribution."""
+        gradient = self._replay_slots(gradient, loaded)
         whole = self._aggregator.decode(gradient, present)
         for name in present:
             self._step(whole, (name,), hyper_parameters, counter=counter)
+
+    def _replay_slots(self, data: memoryview, loaded: str | None) -> memoryview:
+        """Take the slots at the end of a record's data; returns what is before them."""
+        if loaded is not None:
+            slots, data = LoadedSlots.from_log(loaded, data, self.layout)
+            self.load_slots(slots)
+        return data
 
     def copy_state(self) -> ShardState:
         """A copy of everything, for a checkpoint."""
@@ -299,6 +317,31 @@ class Shard:
         header = encode_header(entries, {**(metadata or {}), STEPS_KEY: steps})
         data = [bytes(view_bytes(slots[slot][p.begin : p.end])) for slot in sorted(slots) for p in places]
         return [header, *data]
+
+    def encode_state(self, keys: Collection[str], metadata: Mapping[str, str]) -> list[bytes]:
+        """A frame of these slots, called `{slot}/{block}`, for a trainer. Raises UnknownBlock.
+
+        Without any its metadata says which slots there are, and the states of the blocks that have been stepped.
+        """
+        slots = self.optimizer.slots() if self.optimizer else {}
+        if not keys:
+            states = self.optimizer.states() if self.optimizer else {}
+            stepped = {name: state for name, state in states.items() if state != FRESH}
+            return [
+                encode_header(
+                    [], {**metadata, STATES_KEY: write_states(stepped), SLOT_NAMES_KEY: json.dumps(sorted(slots))}
+                )
+            ]
+        views: dict[str, Tensor] = {}
+        for key in keys:
+            slot, name = split_key(key)
+            if slot not in slots:
+                raise UnknownBlock(f"slot {key!r} is not in this shard")
+            self.block(name)  # raises UnknownBlock
+            place = self.layout.place[name]
+            views[key] = slots[slot][place.begin : place.end]
+        header = encode_header([(key, "F32", (len(view),)) for key, view in views.items()], metadata)
+        return [header, *(bytes(view_bytes(view)) for view in views.values())]
 
     def digest(self) -> str:
         """XXH3 of values, published ones, slots, step states and buffers: equal exactly if two shards hold the same."""

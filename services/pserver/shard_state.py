@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ps_protocol.frames import FrameLimits, encode_header, parse_frame
 from ps_protocol.plan import SlicePlan
+from ps_protocol.slots import StepState
 from ps_protocol.vocabulary import PserverIndex, Round
 
 from .layout import BlockPlace, ShardLayout
-from .optimizer_rules import StepState
 from .tensors import view_bytes
 
 VALUES = "values"

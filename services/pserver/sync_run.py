@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from ps_protocol.controls import NONE, controls_at
-from ps_protocol.errors import ApplyFailed, GradpostError, NormChanged, NotReady, RoundPending, StaleRound
+from ps_protocol.errors import ApplyFailed, GradpostError, NormChanged, NotReady, RoundPending, StaleRound, TryAgain
 from ps_protocol.fence import Fence
 from ps_protocol.messages import (
     BarrierAnswer,
@@ -22,6 +22,7 @@ from ps_protocol.messages import (
     PushAnswer,
 )
 from ps_protocol.norms import AgreedNorm, clip_coefficient
+from ps_protocol.routes import STATES_KEY
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
@@ -31,7 +32,7 @@ from .bodies import Body
 from .durable.storage import Restored, RunStorage
 from .history import History
 from .metrics import PserverMetrics
-from .pushes import read_blocks, read_completion, read_grad_scaler
+from .pushes import read_blocks, read_completion, read_grad_scaler, read_num_slots
 from .reply import Reply
 from .round_work import Measured, RoundWork
 from .rounds import Apply, Measure, Rounds
@@ -119,19 +120,33 @@ class SyncRun(PserverRun):
 
     async def push(self, fence: Fence, body: Body) -> PushAnswer:
         """Validate and stage one bucket. Answers as before if it was staged before; changes nothing on an error."""
+        if STATES_KEY in body.frame.metadata:
+            return self._push_slots(fence, body)
         num_blocks, hyper_parameters = read_completion(body.frame.metadata, self._optimizer)
         scaler = read_grad_scaler(body.frame.metadata)
+        num_slots = read_num_slots(body.frame.metadata)
         blocks = read_blocks(body, self.shard.layout)
         is_finite = await self.check_finite(fence, blocks)
         if self.admit_push(fence) == "already_applied":
             return PushAnswer(status="already_applied", duplicates=len(blocks), finite=is_finite)
-        staged = self.rounds.blocks_arrived(fence.rank, blocks, num_blocks, hyper_parameters, fence.round, scaler)
+        staged = self.rounds.blocks_arrived(
+            fence.rank, blocks, num_blocks, hyper_parameters, fence.round, scaler, num_slots
+        )
         self.pushed_bytes += len(body.buffer)
         self._metrics.staged_blocks.inc(staged)
         complete = self.rounds.is_complete(fence.rank, fence.round)
         return PushAnswer(
             status="staged", staged=staged, duplicates=len(blocks) - staged, complete=complete, finite=is_finite
         )
+
+    def _push_slots(self, fence: Fence, body: Body) -> PushAnswer:
+        """Slots that a trainer has loaded, as a part of its contribution."""
+        slots = self.read_slots(body)
+        if self.admit_push(fence) == "already_applied":
+            return PushAnswer(status="already_applied", duplicates=len(slots))
+        staged = self.rounds.slots_arrived(fence.rank, slots, fence.round)
+        complete = self.rounds.is_complete(fence.rank, fence.round)
+        return PushAnswer(status="staged", staged=staged, duplicates=len(slots) - staged, complete=complete)
 
     # ------------------------------------------------------------------ barriers
 
@@ -351,6 +366,14 @@ class SyncRun(PserverRun):
             digest_contribution(digest, (round_, rank), contribution)
 
     # ------------------------------------------------------------------ get
+
+    def _check_slots(self, fence: Fence, version: Round) -> None:
+        """They are those of the round: the next one is not applied before this trainer's barrier."""
+        self._admit_get(fence)
+        if version > fence.round:
+            raise StaleRound(f"round {fence.round} has been overwritten", current=version)
+        if version < fence.round:
+            raise TryAgain(f"round {fence.round} is not applied here", current=version)
 
     async def get_norm(self, fence: Fence, wait_seconds: float, brought: AgreedNorm | None = None) -> NormAnswer:
         """The norm of this shard's part of a round's gradient, waiting up to `wait_seconds` for it; raises as `get`.

@@ -84,12 +84,11 @@ def digest_contribution(
     digest: xxhash.xxh3_128, identity: tuple[Round, Rank], contribution: Contribution[StagedBlock]
 ) -> None:
     """Add everything that a trainer has staged."""
-    digest.update(
-        repr((identity, contribution.num_blocks, contribution.hyper_parameters, contribution.grad_scaler)).encode()
-    )
-    for name, block in sorted(contribution.blocks.items()):
+    said = contribution.num_blocks, contribution.num_slots, contribution.hyper_parameters, contribution.grad_scaler
+    digest.update(repr((identity, *said)).encode())
+    for name, staged in [*sorted(contribution.blocks.items()), *sorted(contribution.slots.items())]:
         digest.update(name.encode())
-        for view in block.bytes():
+        for view in staged.bytes() if isinstance(staged, StagedBlock) else [repr(staged).encode()]:
             digest.update(view)
 
 

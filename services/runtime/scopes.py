@@ -55,6 +55,7 @@ ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     # what a trainer does
     ("POST", routes.SEND): "train",
     ("POST", routes.GET): "train",
+    ("POST", routes.SLOTS): "train",
     ("POST", routes.NORM): "train",
     ("POST", routes.BARRIER): "train",
     ("POST", routes.INITIAL): "train",

@@ -13,8 +13,8 @@ import torch
 
 from ps_protocol.optimizers import RULES
 from ps_protocol.plan import make_plan
+from ps_protocol.slots import SLOTS
 from ps_protocol.vocabulary import ParameterSpec
-from services.pserver.optimizer_rules import UPDATE_RULES
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.pserver_client import WAIT_SECONDS
 from trainer_client.settings import BUCKET_BYTES, EARLY_BUCKET_BYTES
@@ -120,7 +120,7 @@ def test_the_constants_in_the_costs() -> None:
 def test_the_slots_of_each_optimizer(name: str, options: dict[str, float], num_slots: int) -> None:
     [row] = [row for row in tables(section(TEXT, "What a step costs"))[1] if row["what"] == "slots"]
     defaults = dict.fromkeys([*RULES[name].numbers, *RULES[name].flags], 0)
-    assert len(UPDATE_RULES[name].slots({**defaults, **options})) == num_slots
+    assert len(SLOTS[name]({**defaults, **options})) == num_slots
     word = next((option for option in ("amsgrad", "momentum") if option in options), name)
     [group] = [group for group in re.findall(r"(\d) \(([^)]+)\)", row["how much"]) if int(group[0]) == num_slots]
     assert re.search(rf"\b{word}\b", group[1])

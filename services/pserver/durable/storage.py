@@ -220,14 +220,16 @@ class RunStorage:
             if newest is not None and update.round > newest:
                 break
             if update.origin is None:
-                restored.shard.replay(gradient, update.present, update.hyper_parameters, update.replaced)
+                restored.shard.replay(gradient, update.present, update.hyper_parameters, update.replaced, update.loaded)
                 restored.history.add(
                     update.round, update.ranks, update.nonfinite, update.norm, update.grad_scaler, keep=keep
                 )
                 continue
             (rank,) = update.ranks
             counter = rank if self._install.consistency.step_count == "trainer" else None
-            restored.shard.replay_blocks(gradient, update.present or (), update.hyper_parameters, counter=counter)
+            restored.shard.replay_blocks(
+                gradient, update.present or (), update.hyper_parameters, counter=counter, loaded=update.loaded
+            )
             restored.shard.version = update.round
             restored.history.steps[rank] = update.origin
         restored.is_short = self.has_log and newest is None and self._log.is_short

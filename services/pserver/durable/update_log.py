@@ -47,6 +47,7 @@ class Update:
     replaced: tuple[str, ...] = ()
     norm: ShardNorm | None = None  # that was told of it before it was clipped
     grad_scaler: ScalerState | None = None  # the lowest rank's
+    loaded: str | None = None  # describes the slots that came with it, which stand behind all else
 
     def to_metadata(self) -> dict[str, str]:
         """As it stands in a record."""
@@ -60,6 +61,7 @@ class Update:
             "replaced": json.dumps(self.replaced),
             "norm": json.dumps(self.norm),
             **({} if self.grad_scaler is None else {GRAD_SCALER_KEY: self.grad_scaler.to_json()}),
+            "loaded": json.dumps(self.loaded),
         }
 
     @classmethod
@@ -78,6 +80,7 @@ class Update:
             replaced=tuple(json.loads(values.get("replaced", "[]"))),
             norm=None if norm is None else ShardNorm(*norm),
             grad_scaler=ScalerState.from_json(values.get(GRAD_SCALER_KEY)),
+            loaded=json.loads(values.get("loaded", "null")),
         )
 
 

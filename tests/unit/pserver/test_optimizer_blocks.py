@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from ps_protocol.plan import make_plan
+from ps_protocol.slots import StepState
 from ps_protocol.vocabulary import ParameterSpec
 from services.pserver import optimizer_rules
 from services.pserver.layout import WINDOW, ShardLayout
 from services.pserver.optimizer_blocks import OptimizerBlocks
-from services.pserver.optimizer_rules import StepState
 
 from .oracle import FUSED, make_numbers, make_options, make_spec
 

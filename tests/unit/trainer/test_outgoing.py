@@ -16,7 +16,7 @@ from ps_protocol.frames import Frame, parse_frame
 from ps_protocol.plan import make_plan
 from ps_protocol.routes import NUM_BLOCKS_KEY
 from ps_protocol.vocabulary import ParameterSpec
-from trainer_client.buckets import Bucket, Payload, make_buckets
+from trainer_client.buckets import Payload, make_buckets
 from trainer_client.encoding import ErrorFeedback
 from trainer_client.io_thread import IoThread
 from trainer_client.outgoing import Outgoing, nothing_to_wait_for
@@ -32,9 +32,9 @@ class Recorder:
     def __init__(self) -> None:
         self.pushed: list[list[tuple[Frame, bytes]]] = [[] for _ in range(NUM_PSERVERS)]
 
-    async def push(self, step: int, bucket: Bucket, frame: Payload) -> bool:
+    async def push(self, step: int, pserver: int, frame: Payload) -> bool:
         body = b"".join(frame)
-        self.pushed[bucket.pserver].append((parse_frame(body), body))
+        self.pushed[pserver].append((parse_frame(body), body))
         return True
 
 

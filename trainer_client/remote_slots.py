@@ -1,0 +1,63 @@
+"""What `state_dict` and `load_state_dict` of a `RemoteOptimizer` do with slots that live on the pservers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ps_protocol.optimizers import OptimizerSpec
+from ps_protocol.slots import StepState
+
+from .slot_state import Slots, needed_slots, read_state, write_state
+from .steps import Steps
+
+
+class RemoteSlots:
+    """Of the optimizer that steps on the pservers."""
+
+    def __init__(self, spec: OptimizerSpec, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        """`names` are those of its parameters, by id. Raises BadModel for slots that no pserver could have."""
+        self._spec = spec
+        self._optimizer = optimizer
+        self._names = names
+        # Of steps that it has taken, or of a checkpoint: they are the run's initial slots.
+        self._initial = read_state(spec, optimizer.param_groups, names, optimizer.state_dict())
+        self._steps: Steps
+
+    def begin(self, steps: Steps) -> None:
+        """There is a run; the optimizer's own slots move there, and take no memory here any more."""
+        self._steps = steps
+        if self._initial:
+            self.load(self._initial)
+            self._optimizer.state.clear()
+        self._initial = {}
+
+    @contextmanager
+    def in_state(self, remote: Optimizer) -> Iterator[None]:
+        """Within the block `remote.state` is what it would be in one process. Blocks for the pservers."""
+        group_of = {self._names[id(p)]: group for group in remote.param_groups for p in group["params"]}
+
+        def needed(name: str, state: StepState) -> tuple[str, ...]:
+            return needed_slots(self._spec.name, group_of[name], state)
+
+        slots = self._steps.pull_slots(needed)
+        remote.state.update(write_state(self._spec, remote.param_groups, self._names, slots))
+        try:
+            yield
+        finally:
+            remote.state.clear()
+
+    def read(self, state_dict: dict[str, Any]) -> tuple[Slots, dict[str, Any]]:
+        """The slots of a state_dict, and the rest of it, whose groups lack nothing. Raises BadModel."""
+        groups = self._optimizer.param_groups
+        slots = read_state(self._spec, groups, self._names, state_dict)
+        saved = state_dict["param_groups"]
+        whole = [{**group, **theirs} for group, theirs in zip(groups, saved, strict=True)]
+        return slots, {**state_dict, "state": {}, "param_groups": whole}
+
+    def load(self, slots: Slots) -> None:
+        """Push these with the next step. Does not block. Raises BadModel where each trainer counts its own steps."""
+        self._steps.load_slots(slots)

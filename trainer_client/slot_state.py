@@ -1,0 +1,182 @@
+"""An optimizer's slots as `torch.optim` has them in a `state_dict`, and as pservers have them; pure.
+
+torch   {0: {"step": tensor(3.), "exp_avg": …}, …}           by index, in the parameter's shape
+here    {"w": ParameterSlots(StepState(3), {"exp_avg": …})}   by name, flat float32 host tensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ps_protocol.errors import BadModel
+from ps_protocol.optimizers import RULES, OptimizerSpec, check_hyper_parameters
+from ps_protocol.slots import FRESH, MAX_STEPS, SLOTS, StepState, possible_slots
+
+Groups = Sequence[Mapping[str, Any]]
+
+MOMENTUM = "momentum_buffer"
+
+
+class ParameterSlots(NamedTuple):
+    """What is remembered of one parameter."""
+
+    state: StepState
+    slots: Mapping[str, Tensor]  # of shape (numel,), float32, in host memory
+
+
+Slots = Mapping[str, ParameterSlots]  # by parameter name; who is not in it was never stepped
+
+
+def needed_slots(optimizer: str, group: Mapping[str, Any], state: StepState) -> tuple[str, ...]:
+    """The slots that torch would have of a parameter of this group that was stepped."""
+    if optimizer == "SGD":
+        return (MOMENTUM,) if state.has_momentum else ()
+    return SLOTS[optimizer](dict(group))
+
+
+# ---------------------------------------------------------------------- to torch
+
+
+def write_state(spec: OptimizerSpec, groups: Groups, names: Mapping[int, str], slots: Slots) -> dict[Tensor, Any]:
+    """The state of each parameter that has one, as torch's optimizer of this name keeps it; `names` are by id.
+
+    Slots are float32 whatever the parameter is: `load_state_dict` rounds them. They share memory with `slots`.
+    """
+    state: dict[Tensor, Any] = {}
+    for group in groups:
+        for parameter in group["params"]:
+            found = slots.get(names[id(parameter)])
+            if found is None and spec.name == "Adagrad":  # which has a state from the start
+                filled = torch.full((parameter.numel(),), float(group["initial_accumulator_value"]))
+                found = ParameterSlots(FRESH, {"sum": filled})
+            if found is not None:
+                state[parameter] = _write(spec.name, found, parameter.shape)
+    return state
+
+
+def _write(optimizer: str, found: ParameterSlots, shape: torch.Size) -> dict[str, Tensor]:
+    slots = {name: slot.reshape(shape) for name, slot in found.slots.items()}
+    if optimizer == "SGD":
+        return slots
+    counts = {"step": _scalar(found.state.steps)}
+    if optimizer == "NAdam":
+        counts["mu_product"] = _scalar(found.state.mu_product)
+    return counts | slots
+
+
+def _scalar(value: float) -> Tensor:
+    """As torch keeps what it counts."""
+    wide = torch.get_default_dtype() == torch.float64
+    return torch.tensor(float(value), dtype=torch.float64 if wide else torch.float32)
+
+
+# ---------------------------------------------------------------------- from torch
+
+
+def read_state(spec: OptimizerSpec, groups: Groups, names: Mapping[int, str], state_dict: Mapping[str, Any]) -> Slots:
+    """The slots of a `state_dict` of an optimizer with these groups.
+
+    They may share memory with it. Raises BadModel, or BadHyperParameters, for anything that does not fit.
+    """
+    match state_dict:
+        case {"state": dict(state), "param_groups": [*saved]}:
+            pass
+        case _:
+            raise BadModel("a state_dict of an optimizer is an object of state and param_groups")
+    _check_groups(spec, groups, saved)
+    rest = dict(state)
+    slots: dict[str, ParameterSlots] = {}
+    for group, theirs in zip(groups, saved, strict=True):
+        for parameter, index in zip(group["params"], theirs["params"], strict=True):
+            entry = rest.pop(index, None)
+            if entry:
+                name = names[id(parameter)]
+                found = _read(spec.name, {**group, **theirs}, name, parameter, entry)
+                if found is not None:
+                    slots[name] = found
+    if rest:
+        raise BadModel("the state is of more parameters than the optimizer has", actual=f"{list(rest)!s:.80}")
+    return slots
+
+
+def _check_groups(spec: OptimizerSpec, groups: Groups, saved: list[Any]) -> None:
+    sizes, theirs = ([len(group.get("params", ())) for group in some] for some in (groups, saved))
+    if sizes != theirs:
+        raise BadModel(
+            "the state is of an optimizer with other parameter groups",
+            expected=f"groups of {sizes} parameters", actual=f"{theirs!s:.80}",
+        )  # fmt: skip
+    names = RULES[spec.name].numbers
+    for index, (group, flags) in enumerate(zip(saved, spec.group_flags, strict=True)):
+        if missing := [name for name in names if name not in group]:
+            raise BadModel(f"the state is not of {spec.name}: group {index} lacks {', '.join(missing)}")
+        for flag, value in flags.items():
+            if bool(group.get(flag, value)) != value:
+                raise BadModel(
+                    f"the state is of an optimizer with another {flag} in group {index}; it is fixed for a run",
+                    expected=value, actual=group[flag],
+                )  # fmt: skip
+    check_hyper_parameters(spec, [{name: _plain(name, group[name]) for name in names} for group in saved])
+
+
+def _plain(name: str, value: Any) -> float | list[float]:
+    try:
+        return [float(v) for v in value] if isinstance(value, tuple | list) else float(value)
+    except (TypeError, ValueError):
+        raise BadModel(f"{name} of the state is no number", actual=f"{value!r:.80}") from None
+
+
+def _read(
+    optimizer: str, group: Mapping[str, Any], name: str, parameter: Tensor, entry: Mapping[str, Any]
+) -> ParameterSlots | None:
+    """What is remembered of one parameter; None if that is nothing."""
+    if not isinstance(entry, Mapping):
+        raise BadModel(f"the state of {name!r} is none of a parameter", actual=type(entry).__name__)
+    counts = {} if optimizer == "SGD" else {"step"} if optimizer != "NAdam" else {"step", "mu_product"}
+    given = {key: value for key, value in entry.items() if key not in counts and value is not None}
+    if unknown := given.keys() - set(possible_slots(optimizer)):
+        raise BadModel(f"the state of {name!r} has {min(map(str, unknown))!r}, which {optimizer} does not keep")
+    slots = {key: _read_slot(name, key, parameter, value) for key, value in given.items()}
+    if optimizer == "SGD":
+        return ParameterSlots(StepState(has_momentum=True), slots) if slots else None
+    state = StepState(_read_steps(name, entry), mu_product=_read_scalar(name, "mu_product", entry, default=1.0))
+    if missing := [key for key in (*counts, *needed_slots(optimizer, group, state)) if entry.get(key) is None]:
+        raise BadModel(f"the state of {name!r} lacks {', '.join(sorted(missing))}")
+    if optimizer == "Adagrad" and state.steps == 0:
+        # It would be filled again with the optimizer's own.
+        if not bool((slots["sum"] == float(group["initial_accumulator_value"])).all()):
+            raise BadModel(f"the state of {name!r} has a sum before the first step")
+        return None
+    return ParameterSlots(state, slots)
+
+
+def _read_slot(name: str, slot: str, parameter: Tensor, value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout != torch.strided:
+        raise BadModel(f"{slot} of {name!r} is no tensor of numbers", actual=f"{getattr(value, 'dtype', value)!s:.80}")
+    if value.shape != parameter.shape:
+        raise BadModel(
+            f"{slot} of {name!r} has another shape", expected=list(parameter.shape), actual=list(value.shape)
+        )
+    return value.detach().to("cpu", torch.float32).reshape(-1)
+
+
+def _read_steps(name: str, entry: Mapping[str, Any]) -> int:
+    steps = _read_scalar(name, "step", entry, default=0.0)
+    if not (0 <= steps <= MAX_STEPS and steps == int(steps)):
+        raise BadModel(f"step of {name!r} is no number of steps", actual=steps)
+    return int(steps)
+
+
+def _read_scalar(name: str, key: str, entry: Mapping[str, Any], default: float) -> float:
+    value = entry.get(key, default)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise BadModel(f"{key} of {name!r} is no number", actual=f"{value!r:.80}") from None
+    if not abs(number) < float("inf"):
+        raise BadModel(f"{key} of {name!r} is not finite", actual=number)
+    return number
