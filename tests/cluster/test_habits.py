@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ps_protocol.errors import BadModel, UnsupportedOptimizer
+from ps_protocol.errors import BadModel
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
@@ -121,24 +121,6 @@ def test_frozen_parameters_start_from_the_same_values(carrier: Carrier) -> None:
 
     with LocalCluster(pservers=1, trainers=2, **carrier, on_trainer_loss="fail") as cluster:
         assert run_trainers(cluster.address, [train, train]) == [[5.0] * 4] * 2
-
-
-def test_an_optimizer_that_has_stepped_is_refused(cluster: LocalCluster) -> None:
-    def train(session: Session) -> None:
-        weight = nn.Parameter(torch.ones(8))
-        for cls, options in (
-            (torch.optim.Adam, {}),
-            (torch.optim.SGD, {"momentum": 0.9}),
-            (torch.optim.Adagrad, {}),
-        ):
-            local = cls([("weight", weight)], lr=0.1, **options)
-            weight.grad = torch.ones(8)
-            local.step()
-            with pytest.raises(UnsupportedOptimizer, match="slots of earlier steps"):
-                RemoteOptimizer(local, session=session)
-        RemoteOptimizer(torch.optim.Adagrad([("weight", weight)]), session=session)  # which has slots at once
-
-    run_trainers(cluster.address, [train])
 
 
 def test_flags_may_not_change(cluster: LocalCluster) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from signal import SIGKILL
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from ps_protocol.errors import BadHyperParameters, BadModel
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
@@ -23,6 +27,9 @@ pytestmark = [pytest.mark.cluster]
 BEFORE, AFTER = 5, 4
 SMALL = {"bucket_bytes": 20_000, "min_block_size": 1000}  # several frames, and parameters that are cut
 Parameters = dict[str, nn.Parameter]
+
+EVERY_DAY = ("SGD-momentum", "Adam-amsgrad", "Adagrad")
+KINDS = [pytest.param(kind, marks=[] if kind in EVERY_DAY else pytest.mark.extended) for kind in OPTIMIZERS]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +86,7 @@ def load(checkpoint: bytes, parameters: Parameters) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_process_goes_on_with_what_a_cluster_saved(cluster: LocalCluster, kind: str) -> None:
     def train(session: Session) -> tuple[bytes, dict[str, Tensor]]:
         parameters = make_parameters(seed=session.rank)
@@ -97,12 +104,10 @@ def test_one_process_goes_on_with_what_a_cluster_saved(cluster: LocalCluster, ki
     take_steps(oracle, oracle_parameters, range(BEFORE), set_mean_gradients)
     state = load(checkpoint, parameters)
     assert_same_state(state, oracle.state_dict())
-    kernels = [
-        {key: group[key] for key in ("fused", "foreach")} for group in optimizer.param_groups if "fused" in group
-    ]
+    kernel = {key: optimizer.defaults[key] for key in ("fused", "foreach") if key in optimizer.defaults}
     optimizer.load_state_dict(state)
-    for group, kernel in zip(optimizer.param_groups, kernels, strict=False):
-        group.update(kernel)  # torch takes over those of the checkpoint, which choose another rounding
+    for group in optimizer.param_groups:
+        group.update(kernel)  # torch takes over that of the checkpoint, which rounds in another way
     take_steps(optimizer, parameters, range(BEFORE, BEFORE + AFTER), set_mean_gradients)
     assert_identical(values(parameters), expected)
 
@@ -122,7 +127,7 @@ def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["after wrapping", "before wrapping"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_cluster_goes_on_with_what_one_process_saved(other_cluster: LocalCluster, kind: str, early: bool) -> None:
     oracle_parameters = make_parameters()
     oracle = make_optimizer(kind, oracle_parameters, local=True)
@@ -147,3 +152,219 @@ def test_a_cluster_goes_on_with_what_one_process_saved(other_cluster: LocalClust
     [(actual, state)] = run_trainers(other_cluster.address, [train], **SMALL)
     assert_identical(actual, values(oracle_parameters))
     assert_same_state(state, oracle.state_dict())
+
+
+def saved_locally(kind: str) -> tuple[bytes, dict[str, Tensor]]:
+    """A checkpoint of one process, and what it has some steps later."""
+    parameters = make_parameters()
+    optimizer = make_optimizer(kind, parameters, local=True)
+    take_steps(optimizer, parameters, range(BEFORE), set_own_gradients)
+    checkpoint = save(parameters, optimizer)
+    take_steps(optimizer, parameters, range(BEFORE, BEFORE + AFTER), set_own_gradients)
+    return checkpoint, values(parameters)
+
+
+def test_what_every_rank_loads_back_changes_nothing(cluster: LocalCluster) -> None:
+    """As accelerate does when it prepares an optimizer, whatever it has done before."""
+
+    def train(session: Session, *, again: bool) -> dict[str, Tensor]:
+        parameters = make_parameters(seed=session.rank)
+        optimizer = RemoteOptimizer(make_optimizer("AdamW", parameters, local=False), session=session)
+        for begin in (0, BEFORE):
+            if again:
+                state = optimizer.state_dict()
+                assert bool(state["state"]) == (begin > 0)
+                optimizer.load_state_dict(state)
+            gradients = partial(set_own_gradients, contributor=session.rank)
+            take_steps(optimizer, parameters, range(begin, begin + BEFORE), gradients)
+        return values(parameters)
+
+    found = [run_trainers(cluster.address, [partial(train, again=again)] * 2, **SMALL) for again in (False, True)]
+    assert_identical(found[0][0], found[1][0])
+    assert_identical(found[1][0], found[1][1])
+
+
+def test_an_empty_state_is_that_of_an_optimizer_that_never_stepped(other_cluster: LocalCluster) -> None:
+    def train(session: Session) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        parameters, oracle_parameters = make_parameters(), make_parameters()
+        optimizer = RemoteOptimizer(make_optimizer("Adam", parameters, local=False), session=session)
+        fresh = optimizer.state_dict()
+        take_steps(optimizer, parameters, range(BEFORE), set_own_gradients)
+        with torch.no_grad():
+            for name, parameter in oracle_parameters.items():
+                parameter.copy_(parameters[name])
+        optimizer.load_state_dict(fresh)
+        assert optimizer.state_dict()["state"] == {}
+        oracle = make_optimizer("Adam", oracle_parameters, local=True)
+        take_steps(optimizer, parameters, range(AFTER), set_own_gradients)
+        take_steps(oracle, oracle_parameters, range(AFTER), set_own_gradients)
+        return values(parameters), values(oracle_parameters)
+
+    [(actual, expected)] = run_trainers(other_cluster.address, [train], **SMALL)
+    assert_identical(actual, expected)
+
+
+def break_state(state: dict[str, Any], how: str) -> None:
+    slots, group = state["state"][0], state["param_groups"][0]
+    match how:
+        case "another shape":
+            slots["exp_avg"] = slots["exp_avg"].reshape(-1)
+        case "an unknown slot":
+            slots["exp_inf"] = slots["exp_avg"]
+        case "a slot is missing":
+            del slots["max_exp_avg_sq"]
+        case "no steps":
+            del slots["step"]
+        case "half a step":
+            slots["step"] = torch.tensor(0.5)
+        case "not even a number of steps":
+            slots["step"] = torch.tensor(math.nan)
+        case "text":
+            slots["exp_avg"] = "0.5"
+        case "one parameter more":
+            state["state"][9] = slots
+        case "one parameter less":
+            group["params"] = group["params"][1:]
+        case "another flag":
+            group["amsgrad"] = False
+        case "another optimizer":
+            del group["betas"]
+        case "a rate that is none":
+            group["lr"] = math.nan
+        case "nothing":
+            state.clear()
+
+
+WAYS = (
+    "another shape", "an unknown slot", "a slot is missing", "no steps", "half a step", "not even a number of steps",
+    "text", "one parameter more", "one parameter less", "another flag", "another optimizer", "a rate that is none",
+    "nothing",
+)  # fmt: skip
+
+
+def test_what_does_not_fit_changes_nothing(other_cluster: LocalCluster) -> None:
+    checkpoint, expected = saved_locally("Adam-amsgrad")
+
+    def train(session: Session) -> dict[str, Tensor]:
+        parameters = make_parameters(seed=3)
+        good = load(checkpoint, parameters)
+        local = make_optimizer("Adam-amsgrad", parameters, local=False)
+        local.state[parameters["embed"]] = {"step": torch.tensor(1.0)}
+        with pytest.raises(BadModel, match="state of 'embed' lacks exp_avg, exp_avg_sq, max_exp_avg_sq"):
+            RemoteOptimizer(local, session=session)
+        local.state.clear()
+        optimizer = RemoteOptimizer(local, session=session)
+        before = [group["lr"] for group in optimizer.param_groups]
+        for how in WAYS:
+            state = torch.load(io.BytesIO(checkpoint), weights_only=True)["optimizer"]
+            break_state(state, how)
+            with pytest.raises((BadModel, BadHyperParameters)):
+                optimizer.load_state_dict(state)
+            assert [group["lr"] for group in optimizer.param_groups] == before
+            assert optimizer.state_dict()["state"] == {}
+        optimizer.load_state_dict(good)
+        take_steps(optimizer, parameters, range(BEFORE, BEFORE + AFTER), set_own_gradients)
+        return values(parameters)
+
+    [actual] = run_trainers(other_cluster.address, [train], **SMALL)
+    assert_identical(actual, expected)
+
+
+def test_what_was_loaded_outlives_pservers(carrier: Carrier) -> None:
+    """One that dies before the next step, and one that dies after it, with the slots in its log alone."""
+    checkpoint, expected = saved_locally("AdamW")
+
+    def train(session: Session) -> dict[str, Tensor]:
+        parameters = make_parameters(seed=3)
+        state = load(checkpoint, parameters)
+        optimizer = RemoteOptimizer(make_optimizer("AdamW", parameters, local=False), session=session)
+        optimizer.load_state_dict(state)
+        for step in range(BEFORE, BEFORE + AFTER):
+            if step < BEFORE + 2:
+                kill_and_restart(cluster, step - BEFORE)
+            take_steps(optimizer, parameters, range(step, step + 1), set_own_gradients)
+        return values(parameters)
+
+    with LocalCluster(pservers=2, trainers=1, **carrier, durability="log", lease_seconds=2) as cluster:
+        [actual] = run_trainers(cluster.address, [train], **SMALL)
+    assert_identical(actual, expected)
+
+
+def kill_and_restart(cluster: LocalCluster, pserver: int) -> None:
+    cluster.pservers[pserver].signal(SIGKILL)
+    cluster.pservers[pserver].wait(timeout=10)
+    cluster.start_pserver(pserver)
+
+
+@pytest.mark.extended
+def test_a_trainer_that_is_started_again_leaves_the_slots_of_the_run_alone(carrier: Carrier) -> None:
+    """Its script does all again that it did at the beginning."""
+    checkpoint, expected = saved_locally("AdamW")
+
+    def train(address: str, steps: int, *, is_done: bool) -> dict[str, Tensor]:
+        with Session(coordinator=address, rank=0, world_size=1, **SMALL) as session:
+            parameters = make_parameters(seed=3)
+            local = make_optimizer("AdamW", parameters, local=False)
+            state = load(checkpoint, parameters)
+            if is_done:
+                local.load_state_dict(state)
+            optimizer = RemoteOptimizer(local, session=session)
+            optimizer.load_state_dict(state)
+            for step in range(optimizer.round):  # as a schedule does that goes by the round
+                change_rates(optimizer, BEFORE + step)
+            begin = BEFORE + optimizer.round
+            take_steps(optimizer, parameters, range(begin, begin + steps), set_own_gradients)
+            if not is_done:
+                session.close("failed", "it shall")
+            return values(parameters)
+
+    with LocalCluster(pservers=2, trainers=1, **carrier, on_trainer_loss="wait", lease_seconds=2) as cluster:
+        train(cluster.address, 2, is_done=False)
+        assert_identical(train(cluster.address, AFTER - 2, is_done=True), expected)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "settings", [{"max_delay": 2}, {"mode": "async", "durability": "log"}, {"mode": "async"}], ids=str
+)
+def test_in_other_modes(carrier: Carrier, settings: dict[str, Any]) -> None:
+    checkpoint, expected = saved_locally("NAdam")
+
+    def train(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        parameters = make_parameters(seed=3)
+        state = load(checkpoint, parameters)
+        optimizer = RemoteOptimizer(make_optimizer("NAdam", parameters, local=False), session=session)
+        optimizer.load_state_dict(state)
+        take_steps(optimizer, parameters, range(BEFORE, BEFORE + AFTER), set_own_gradients)
+        optimizer.synchronize()
+        if settings.get("durability") == "log":
+            kill_and_restart(cluster, 0)
+        return values(parameters), optimizer.state_dict()
+
+    with LocalCluster(pservers=2, trainers=1, **carrier, lease_seconds=2, **settings) as cluster:
+        [(actual, state)] = run_trainers(cluster.address, [train], **SMALL)
+    parameters = make_parameters()
+    oracle = make_optimizer("NAdam", parameters, local=True)
+    oracle.load_state_dict(load(checkpoint, parameters))
+    take_steps(oracle, parameters, range(BEFORE, BEFORE + AFTER), set_own_gradients)
+    assert_same_state(state, oracle.state_dict())
+    assert_identical(actual, expected)
+
+
+def test_local_steps_keep_the_state_of_their_own_optimizer(other_cluster: LocalCluster) -> None:
+    def train(session: Session) -> None:
+        parameters = make_parameters()
+        local = make_optimizer("AdamW", parameters, local=False)
+        optimizer = RemoteOptimizer(local, session=session, local_steps=2)
+        take_steps(optimizer, parameters, range(2), set_own_gradients)
+        state = copy.deepcopy(optimizer.state_dict())
+        assert_same_state(state, local.state_dict())
+        assert state["state"][0]["step"] == 2
+        take_steps(optimizer, parameters, range(2, 4), set_own_gradients)
+        optimizer.load_state_dict(state)
+        assert optimizer.state_dict()["state"][0]["step"] == 2
+        assert local.param_groups is optimizer.param_groups
+        take_steps(optimizer, parameters, range(4, 6), set_own_gradients)
+        assert local.state_dict()["state"][0]["step"] == 4
+
+    run_trainers(other_cluster.address, [train], **SMALL)

@@ -1,0 +1,214 @@
+"""Slots that come with a contribution: staged as blocks are, taken by the round, and there again after a restart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ps_protocol.consistency import Consistency
+from ps_protocol.errors import (
+    ContributionConflict,
+    ContributionMissing,
+    FutureRound,
+    MalformedFrame,
+    ModeMismatch,
+    StaleRound,
+    StaleTrainer,
+    TryAgain,
+    UnknownBlock,
+    WrongDtype,
+    WrongShape,
+)
+from ps_protocol.routes import COMPUTED_ON_KEY, NUM_SLOTS_KEY, SLOT_NAMES_KEY, STATES_KEY
+from ps_protocol.slots import FRESH, StepState, read_states, slot_key, write_states
+
+from .refusals import refused, unchanged
+from .support import PARAMETERS, Bench, bench, decode, encode
+
+pytestmark = pytest.mark.asyncio
+
+BUFFERS = {f"{p.name}.block0": torch.arange(p.num_elements, dtype=torch.float32) + 0.5 for p in PARAMETERS}
+STATES = dict.fromkeys(BUFFERS, StepState(has_momentum=True))
+NUM_SLOTS = 2 * len(BUFFERS)
+
+
+def momentum(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {slot_key("momentum_buffer", name): values for name, values in buffers.items()}
+
+
+async def push_slots(b: Bench, rank: int = 0, round_: int = 1, **changes: Any) -> dict[str, Any]:
+    given = {"tensors": momentum(BUFFERS), "states": write_states(STATES), **changes}
+    body = encode(given["tensors"], {STATES_KEY: given["states"]}).replace(b'"F32"', given.get("dtype", b'"F32"'))
+    answer: dict[str, Any] = json.loads(await b.call("send", b.fence(rank, round_), body))
+    return answer
+
+
+async def push_rest(b: Bench, rank: int = 0, round_: int = 1, num_slots: object = NUM_SLOTS) -> dict[str, Any]:
+    metadata = {**b.completion(), NUM_SLOTS_KEY: str(num_slots), COMPUTED_ON_KEY: str(round_ - 1)}
+    body = encode(b.contribution(rank, round_), metadata)
+    answer: dict[str, Any] = json.loads(await b.call("send", b.fence(rank, round_), body))
+    return answer
+
+
+async def held_slots(b: Bench, round_: int, rank: int = 0) -> tuple[dict[str, StepState], dict[str, Tensor]]:
+    fence = b.fence(rank, round_)
+    _, metadata = decode(await b.call("slots", fence))
+    states = read_states(metadata[STATES_KEY])
+    keys = [slot_key(slot, name) for slot in json.loads(metadata[SLOT_NAMES_KEY]) for name in states]
+    slots, _ = decode(await b.call("slots", fence, json.dumps(keys).encode()))
+    return states, slots
+
+
+def stepped(b: Bench, round_: int, before: Mapping[str, Tensor], *ranks: int) -> dict[str, Tensor]:
+    """What SGD makes of its momentum."""
+    gradients = [b.contribution(rank, round_) for rank in ranks]
+    means = {name: torch.stack([one[name] for one in gradients]).sum(0) / len(ranks) for name in before}
+    return {name: 0.9 * values + means[name] for name, values in before.items()}
+
+
+async def test_a_round_has_the_slots_that_came_with_it():
+    async with bench(num_trainers=2) as b:
+        assert await held_slots(b, 0) == ({}, {})
+        assert await push_slots(b) == {
+            "status": "staged", "staged": NUM_SLOTS, "duplicates": 0, "complete": False, "finite": True
+        }  # fmt: skip
+        assert (await push_slots(b))["duplicates"] == NUM_SLOTS
+        await refused(ContributionMissing, b.barrier(0, 1))
+        assert (await push_rest(b))["complete"]
+        await b.push(1, 1)
+        assert await held_slots(b, 0) == ({}, {})  # not before the round
+        await b.barrier(0, 1)
+        await b.barrier(1, 1)
+        await b.get(0, 1)
+        assert (await push_slots(b))["status"] == "already_applied"
+        states, slots = await held_slots(b, 1)
+        assert states == STATES
+        expected = momentum(stepped(b, 1, BUFFERS, 0, 1))
+        for key, values in expected.items():
+            torch.testing.assert_close(slots[key], values)
+        assert await b.settle_used_bytes(0) == 0
+
+
+async def test_their_memory_is_not_kept():
+    async with bench(num_trainers=1) as b:
+        await b.play_round(1)
+        await b.settle_used_bytes(0)
+        idle = b.pserver.pool.idle_bytes
+        await push_slots(b, round_=2)
+        await push_rest(b, round_=2)
+        await b.barrier(0, 2)
+        await b.get(0, 2)
+        await b.settle_used_bytes(0)
+        assert b.pserver.pool.idle_bytes == idle
+
+
+async def test_those_of_the_lowest_rank_count():
+    async with bench(num_trainers=2) as b:
+        await push_slots(b, 1, tensors=momentum({name: values + 9 for name, values in BUFFERS.items()}))
+        await push_slots(b, 0)
+        await push_rest(b, 1)
+        await push_rest(b, 0)
+        for rank in (1, 0):
+            await b.barrier(rank, 1)
+        await b.get(0, 1)
+        _, slots = await held_slots(b, 1)
+        for key, values in momentum(stepped(b, 1, BUFFERS, 0, 1)).items():
+            torch.testing.assert_close(slots[key], values)
+
+
+async def test_blocks_without_slots_begin_anew():
+    async with bench(num_trainers=1) as b:
+        await b.play_round(1)
+        fresh = dict.fromkeys(BUFFERS, FRESH)
+        await push_slots(b, round_=2, tensors={}, states=write_states(fresh))
+        await push_rest(b, round_=2, num_slots=len(fresh))
+        await b.barrier(0, 2)
+        await b.get(0, 2)
+        _, slots = await held_slots(b, 2)
+        for key, gradient in momentum(b.contribution(0, 2)).items():
+            assert torch.equal(slots[key], gradient)  # undampened, as in a first step
+
+
+W = "p1.block0"
+
+
+@pytest.mark.parametrize(
+    ("error", "changes"),
+    [
+        (UnknownBlock, {"tensors": {"momentum_buffer/w.block0": BUFFERS[W]}}),
+        (UnknownBlock, {"tensors": {f"exp_avg/{W}": BUFFERS[W]}}),
+        (UnknownBlock, {"tensors": {W: BUFFERS[W]}}),
+        (WrongShape, {"tensors": {f"momentum_buffer/{W}": torch.zeros(4)}}),
+        (WrongDtype, {"dtype": b'"I32"'}),
+        (UnknownBlock, {"states": write_states({"w.block0": FRESH})}),
+        *((MalformedFrame, {"states": text}) for text in ("", "[]", "{", "[" * 100_000)),
+        *(
+            (MalformedFrame, {"states": f'{{"{W}": {state}}}'})
+            for state in (
+                "3", "[true, true, 1.0]", "[-1, true, 1.0]", "[1e3, true, 1.0]", "[1, 1, 1.0]", "[1, true, NaN]",
+                "[1, true]", f"[{10**400}, true, 1.0]", "[1, true, 1e999]",
+            )
+        ),
+    ],
+)  # fmt: skip
+async def test_what_does_not_fit_is_refused(error: type[Exception], changes: dict[str, Any]):
+    async with bench() as b:
+        await push_slots(b, 1)
+        await unchanged(b, error, push_slots(b, **changes))
+
+
+async def test_staged_is_staged():
+    async with bench() as b:
+        await push_slots(b)
+        others = momentum({W: BUFFERS[W] + 1})
+        await unchanged(b, ContributionConflict, push_slots(b, tensors=others))
+        await unchanged(b, ContributionConflict, push_slots(b, states=write_states({W: FRESH})))
+        await unchanged(b, ContributionConflict, push_rest(b, num_slots=NUM_SLOTS - 1))
+        await unchanged(b, MalformedFrame, push_rest(b, num_slots="x"))
+        assert (await push_rest(b))["complete"]
+        await unchanged(b, ContributionConflict, push_rest(b, num_slots=NUM_SLOTS + 1))
+        await unchanged(b, ContributionConflict, push_rest(b, num_slots=0))
+    async with bench() as b:
+        await push_rest(b, num_slots=1)
+        await unchanged(b, ContributionConflict, push_slots(b))
+
+
+async def test_slots_are_of_the_round_that_is_asked_for():
+    async with bench(num_trainers=1) as b:
+        await refused(TryAgain, b.call("slots", b.fence(0, 1)))
+        await refused(FutureRound, b.call("slots", b.fence(0, 2)))
+        await refused(StaleTrainer, b.call("slots", b.fence(1, 0)))
+        await b.play_round(1)
+        await refused(StaleRound, b.call("slots", b.fence(0, 0)))
+        for key in ("p1.block0", "momentum_buffer/w.block0", "exp_avg/p1.block0", "", "/p1.block0"):
+            await refused(UnknownBlock, b.call("slots", b.fence(0, 1), json.dumps([key]).encode()))
+        await refused(MalformedFrame, b.call("slots", b.fence(0, 1), b"{}"))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_they_are_in_the_log(tmp_path, mode):
+    settings = {"num_trainers": 1, "state_dir": tmp_path, "durability": "log", "consistency": Consistency(mode=mode)}
+    async with bench(**settings) as b:
+        await b.get(0, 0)
+        await push_slots(b)
+        await push_rest(b)
+        if mode == "sync":
+            await b.barrier(0, 1)
+        await b.get(0, 1)
+        found = await held_slots(b, 1)
+        for key, values in momentum(stepped(b, 1, BUFFERS, 0)).items():
+            torch.testing.assert_close(found[1][key], values)
+    async with bench(**settings, incarnation=2) as b:
+        states, slots = await held_slots(b, 1)
+        assert states == found[0]
+        assert all(torch.equal(slots[key], values) for key, values in found[1].items())
+
+
+async def test_nobody_loads_slots_for_those_who_count_for_themselves():
+    async with bench(num_trainers=1, consistency=Consistency(mode="async", step_count="trainer")) as b:
+        await unchanged(b, ModeMismatch, push_slots(b))
