@@ -36,8 +36,8 @@ class RemoteOptimizer(Optimizer):
 
     It is a `torch.optim.Optimizer` over the same `param_groups`, so learning-rate schedulers work on it: every push
     carries the groups' current numbers. The wrapped optimizer's own `step()` is called for local steps, and where the
-    run's strategy is a ring: then there are no pservers, the trainers average their gradients among themselves, and
-    `state_dict()` is complete.
+    run's strategy is a ring: then there are no pservers, and the trainers average their gradients among themselves.
+    `state_dict()` is what the wrapped optimizer's would be in one process, slots included.
 
     The constructor joins the run, waits for all trainers and pservers, and pulls the initial values of the lowest
     rank into the parameters (and into the buffers and frozen parameters of `model`, if given), so that everybody
@@ -45,7 +45,9 @@ class RemoteOptimizer(Optimizer):
     Every argument is also a setting (`GRADPOST_*`); the argument wins.
 
     Args:
-        optimizer: one of the element-wise optimizers of torch.optim, and only read; in a ring any but LBFGS.
+        optimizer: one of the element-wise optimizers of torch.optim; in a ring any but LBFGS. Slots that it has, of a
+            checkpoint say, are the run's from its first step on if this trainer brings the initial values, and are
+            no more its own.
         model: gives its buffers (batch norm statistics) and frozen parameters their start, and parameters their names.
         session: from `connect()`; by default the open session, or a new one made with `arguments`.
         outer: with local steps, the optimizer that steps on the pservers, over the same parameters; by default SGD with

@@ -24,7 +24,8 @@ class RemoteSlots:
         self._optimizer = optimizer
         self._names = names
         # Of steps that it has taken, or of a checkpoint: they are the run's initial slots.
-        self._initial = read_state(spec, optimizer.param_groups, names, optimizer.state_dict())
+        own = optimizer.state_dict() if optimizer.state else None
+        self._initial: Slots = {} if own is None else read_state(spec, optimizer.param_groups, names, own)
         self._steps: Steps
 
     def begin(self, steps: Steps) -> None:

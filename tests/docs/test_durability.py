@@ -5,15 +5,22 @@ from __future__ import annotations
 import re
 import shlex
 import socket
+from functools import partial
 from pathlib import Path
 from signal import SIGINT
+from typing import Any
 
 import httpx
 import pytest
 import safetensors.torch
 import torch
 
+from trainer_client import RemoteOptimizer, Session
+from trainer_client.testing import LocalCluster
+
+from ..cluster.parity_model import assert_identical, run_trainers
 from ..cluster.up_support import RunningUp, wait_until
+from .conftest import NUM_TRAINERS
 from .markdown import examples, read, section
 from .stage import run_shell
 
@@ -21,6 +28,7 @@ TEXT = read("durability.md")
 [LOOP] = examples(section(TEXT, "Trainers"), "python")
 [SHELL] = examples(section(TEXT, "On one machine"), "sh")
 [LOAD] = examples(section(TEXT, "On one machine"), "python")
+SAVE, GO_ON = examples(section(TEXT, "A script's own checkpoints"), "python")
 
 BEFORE = """
 import os, pathlib, time, torch
@@ -68,6 +76,40 @@ def test_one_machine(tmp_path: Path) -> None:
 
     names = {"safetensors": safetensors, "model": torch.nn.Linear(8, 3)}
     exec(LOAD.text.replace("model.safetensors", str(tmp_path / "model.safetensors")), names)
+
+
+@pytest.mark.cluster
+def test_a_checkpoint_of_the_script(cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def take_steps(optimizer: RemoteOptimizer, model: torch.nn.Module, rank: int) -> dict[str, torch.Tensor]:
+        for step in range(3):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 1.0 + step + rank)
+            optimizer.step()
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def train(session: Session) -> dict[str, torch.Tensor]:
+        model = torch.nn.Linear(8, 3)
+        optimizer = RemoteOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-3), session=session, model=model)
+        take_steps(optimizer, model, session.rank)
+        if session.rank == 0:
+            exec(SAVE.text, {"torch": torch, "model": model, "optimizer": optimizer})
+        return take_steps(optimizer, model, session.rank)
+
+    def go_on(session: Session) -> dict[str, torch.Tensor]:
+        model = torch.nn.Linear(8, 3)
+        names: dict[str, Any] = {
+            "torch": torch,
+            "model": model,
+            "RemoteOptimizer": partial(RemoteOptimizer, session=session),
+        }
+        exec(GO_ON.text, names)
+        return take_steps(names["optimizer"], model, session.rank)
+
+    expected, *_ = run_trainers(cluster.address, [train] * NUM_TRAINERS)
+    for actual in run_trainers(cluster.address, [go_on] * NUM_TRAINERS):
+        assert_identical(actual, expected)
 
 
 def arguments(line: str) -> list[str]:
