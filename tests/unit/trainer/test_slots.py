@@ -1,0 +1,175 @@
+"""Slots as torch has them and as pservers do; the frames that they travel in; and how long a trainer keeps them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ps_protocol.errors import BadModel
+from ps_protocol.frames import parse_frame
+from ps_protocol.optimizers import RULES
+from ps_protocol.plan import make_plan
+from ps_protocol.routes import STATES_KEY
+from ps_protocol.slots import FRESH, StepState, read_states, split_key
+from ps_protocol.vocabulary import ParameterSpec
+from trainer_client.loading import Loading
+from trainer_client.optimizer_spec import describe_optimizer
+from trainer_client.slot_state import ParameterSlots, read_state, write_state
+from trainer_client.slot_transfer import make_slot_frames
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9}, "Adam": {"amsgrad": True}, "Adagrad": {"initial_accumulator_value": 0.5},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+}  # fmt: skip
+
+
+def stepped(name: str, dtype: torch.dtype = torch.float32) -> tuple[torch.optim.Optimizer, dict[int, str]]:
+    """An optimizer of three parameters, the last of which has never had a gradient."""
+    shapes: dict[str, tuple[int, ...]] = {"a": (3, 4), "b": (), "c": (5,)}
+    parameters = {key: nn.Parameter(torch.ones(shape, dtype=dtype)) for key, shape in shapes.items()}
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(parameters.values(), lr=0.1, **OPTIONS.get(name, {}))
+    for step in range(3):
+        for key in "ab":
+            parameters[key].grad = torch.full_like(parameters[key], 0.5 + step)
+        optimizer.step()
+    return optimizer, {id(parameter): key for key, parameter in parameters.items()}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_they_come_back_as_torch_has_them(name: str) -> None:
+    optimizer, names = stepped(name)
+    spec = describe_optimizer(optimizer)
+    slots = read_state(spec, optimizer.param_groups, names, optimizer.state_dict())
+    assert slots.keys() == {"a", "b"}
+    assert all(slot.dim() == 1 for one in slots.values() for slot in one.slots.values())
+    written = write_state(spec, optimizer.param_groups, names, slots)
+    assert {id(parameter) for parameter in written} == {id(parameter) for parameter in optimizer.state}
+    for parameter, state in optimizer.state.items():
+        assert written[parameter].keys() == state.keys()
+        for key, value in state.items():
+            assert (written[parameter][key].dtype, written[parameter][key].shape) == (value.dtype, value.shape)
+            assert torch.equal(written[parameter][key], value)
+
+
+def test_of_half_precision_they_are_float32() -> None:
+    optimizer, names = stepped("AdamW", torch.bfloat16)
+    slots = read_state(describe_optimizer(optimizer), optimizer.param_groups, names, optimizer.state_dict())
+    assert {slot.dtype for one in slots.values() for slot in one.slots.values()} == {torch.float32}
+
+
+def test_a_sum_before_the_first_step_would_be_lost() -> None:
+    optimizer, names = stepped("Adagrad")
+    last = optimizer.param_groups[0]["params"][2]
+    optimizer.state[last] = {"step": torch.tensor(0.0), "sum": torch.full((5,), 0.25)}
+    with pytest.raises(BadModel, match="'c' has a sum before the first step"):
+        read_state(describe_optimizer(optimizer), optimizer.param_groups, names, optimizer.state_dict())
+
+
+PLAN = make_plan([ParameterSpec("a", (300,)), ParameterSpec("b", (40_000,)), ParameterSpec("c", (7,))], 2)
+SLOTS = {
+    name: ParameterSlots(StepState(steps=3), {slot: torch.rand(PLAN.parameter[name].num_elements) for slot in "xy"})
+    for name in ("a", "b")
+}
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 10_000, 1 << 20])
+def test_every_slot_and_every_state_is_in_one_frame(bucket_bytes: int) -> None:
+    found: dict[str, torch.Tensor] = {}
+    states: dict[str, StepState] = {}
+    for shard, one in zip(PLAN.shards, make_slot_frames(PLAN, SLOTS, bucket_bytes=bucket_bytes), strict=True):
+        here: list[str] = []
+        for payload in one.frames:
+            body = b"".join(payload)
+            frame = parse_frame(body)
+            assert len(frame.tensors) <= 1 or frame.data_bytes <= bucket_bytes
+            for entry in frame.tensors:
+                data = bytearray(body[frame.data_begin + entry.begin : frame.data_begin + entry.end])
+                assert entry.name not in found
+                found[entry.name] = torch.frombuffer(data, dtype=torch.float32)
+            its = read_states(frame.metadata[STATES_KEY])
+            assert not its.keys() & states.keys()
+            states |= its
+            here += [entry.name for entry in frame.tensors] + list(its)
+        assert one.num_slots == len(here)
+        assert {split_key(key)[1] for key in here if "/" in key} <= {block.name for block in shard}
+    assert states == {b.name: SLOTS[b.parameter].state if b.parameter in SLOTS else FRESH for b in PLAN.blocks}
+    assert len(found) == 2 * sum(block.parameter in SLOTS for block in PLAN.blocks)
+    for block in PLAN.blocks:
+        for slot in "xy" if block.parameter in SLOTS else "":
+            whole = SLOTS[block.parameter].slots[slot]
+            assert torch.equal(found[f"{slot}/{block.name}"], whole[block.begin : block.end])
+
+
+class Said(list[str]):
+    """A log."""
+
+    info = warning = list.append
+
+
+def loading(*, rank: int = 0, start: int = 1, step_count: str = "applied") -> tuple[Loading, Said]:
+    log = Said()
+    client = SimpleNamespace(
+        uploader=0, start=start, plan=PLAN, log=log, settings=SimpleNamespace(chosen_bucket_bytes=1000),
+        joined=SimpleNamespace(rank=rank, consistency=SimpleNamespace(step_count=step_count)),
+    )  # fmt: skip
+    return Loading(client), log  # type: ignore[arg-type]
+
+
+def test_they_go_with_the_next_step_and_with_that_again_until_it_has_landed() -> None:
+    one, log = loading()
+    one.load(SLOTS, 5)
+    frames = one.frames_for(6)
+    assert frames
+    assert one.frames_for(7) is None
+    one.landed(5)
+    one.went_back(5)
+    assert one.frames_for(6) is frames
+    one.landed(6)
+    assert one.slots is None
+    assert one.frames_for(7) is None
+    assert log == []
+
+
+@pytest.mark.parametrize(("has_landed", "version", "is_lost"), [(False, 4, True), (True, 5, True), (True, 6, False)])
+def test_a_run_that_goes_back_may_lose_them(has_landed: bool, version: int, is_lost: bool) -> None:
+    one, log = loading()
+    one.load(SLOTS, 5)
+    one.frames_for(6)
+    if has_landed:
+        one.landed(6)
+    one.went_back(version)
+    assert (one.slots is None, len(log)) == (True, int(is_lost))
+
+
+def test_only_one_trainer_pushes_them() -> None:
+    one, _ = loading(rank=1)
+    one.load(SLOTS, 0)
+    assert one.frames_for(1) is None
+
+
+def test_a_run_that_has_slots_keeps_them_until_this_trainer_has_stepped() -> None:
+    one, log = loading(start=8)
+    one.load(SLOTS, 7)
+    assert (one.frames_for(8), len(log)) == (None, 1)
+    one.load(SLOTS, 8)
+    assert one.frames_for(9)
+
+
+def test_nothing_replaces_nothing() -> None:
+    one, _ = loading()
+    one.load(SLOTS, 0)
+    one.load({}, 0)
+    assert one.frames_for(1) is None
+    one.load({}, 1)
+    assert one.frames_for(2)
+
+
+def test_nobody_loads_the_steps_of_others() -> None:
+    one, _ = loading(step_count="trainer")
+    one.load({}, 0)
+    with pytest.raises(BadModel, match="counts its own steps"):
+        one.load(SLOTS, 0)
