@@ -178,6 +178,16 @@ async def test_staged_is_staged():
         await unchanged(b, ContributionConflict, push_slots(b))
 
 
+async def test_a_contribution_that_announces_slots_waits_for_them():
+    async with bench(num_trainers=1) as b:
+        assert not (await push_rest(b))["complete"]
+        await refused(ContributionMissing, b.barrier(0, 1))
+        assert (await push_slots(b))["complete"]
+        await b.barrier(0, 1)
+        await b.get(0, 1)
+        assert (await held_slots(b, 1))[0] == STATES
+
+
 async def test_slots_are_of_the_round_that_is_asked_for():
     async with bench(num_trainers=1) as b:
         await refused(TryAgain, b.call("slots", b.fence(0, 1)))

@@ -136,3 +136,19 @@ def test_the_gradient_is_only_read(monkeypatch, name):
     recorder.apply("a", "b", "c", "d")
     recorder.apply("a", "b", "c", "d")
     assert torch.equal(recorder.gradient, before)
+
+
+def test_loaded_blocks_have_what_was_loaded_and_no_more(monkeypatch):
+    recorder = Recorder(monkeypatch, "Adam", four((64, 30, 64, 64)), [make_options("Adam")])
+    recorder.apply("a", "b", "c", "d")
+    before = {name: slot.clone() for name, slot in recorder.blocks.slots().items()}
+    loaded = torch.arange(30, dtype=torch.float32) + 1
+    states = {"a.block0": StepState(), "b.block0": StepState(steps=7)}
+    recorder.blocks.load_blocks(states, {"exp_avg/b.block0": loaded})
+    slots = recorder.blocks.slots()
+    assert torch.equal(slots["exp_avg"][64:94], loaded)
+    assert not slots["exp_avg"][:64].any()
+    assert not slots["exp_avg_sq"][:128].any()
+    for name, slot in slots.items():
+        assert torch.equal(slot[128:], before[name][128:])
+    assert recorder.apply("a", "b", "c", "d") == [(0, [(0, 64)]), (7, [(64, 94)]), (1, [(128, 256)])]
