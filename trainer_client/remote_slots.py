@@ -25,7 +25,7 @@ class RemoteSlots:
         self._names = names
         # Of steps that it has taken, or of a checkpoint: they are the run's initial slots.
         own = optimizer.state_dict() if optimizer.state else None
-        self._initial: Slots = {} if own is None else read_state(spec, optimizer.param_groups, names, own)
+        self._initial: Slots = {} if own is None else read_state(spec, self._groups(), names, own)
         self._steps: Steps
 
     def begin(self, steps: Steps) -> None:
@@ -36,6 +36,11 @@ class RemoteSlots:
             self._optimizer.state.clear()
         self._initial = {}
 
+    def _groups(self) -> list[dict[str, Any]]:
+        """The groups; but torch's Adagrad fills its sums with its own argument, whatever a group says."""
+        fixed = {key: value for key, value in self._optimizer.defaults.items() if key == "initial_accumulator_value"}
+        return [{**group, **fixed} for group in self._optimizer.param_groups]
+
     @contextmanager
     def in_state(self, remote: Optimizer) -> Iterator[None]:
         """Within the block `remote.state` is what it would be in one process. Blocks for the pservers."""
@@ -45,7 +50,7 @@ class RemoteSlots:
             return needed_slots(self._spec.name, group_of[name], state)
 
         slots = self._steps.pull_slots(needed)
-        remote.state.update(write_state(self._spec, remote.param_groups, self._names, slots))
+        remote.state.update(write_state(self._spec, self._groups(), self._names, slots))
         try:
             yield
         finally:
@@ -54,7 +59,7 @@ class RemoteSlots:
     def read(self, state_dict: dict[str, Any]) -> tuple[Slots, dict[str, Any]]:
         """The slots of a state_dict, and the rest of it, whose groups lack nothing. Raises BadModel."""
         groups = self._optimizer.param_groups
-        slots = read_state(self._spec, groups, self._names, state_dict)
+        slots = read_state(self._spec, self._groups(), self._names, state_dict)
         saved = state_dict["param_groups"]
         whole = [{**group, **theirs} for group, theirs in zip(groups, saved, strict=True)]
         return slots, {**state_dict, "state": {}, "param_groups": whole}

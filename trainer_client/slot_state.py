@@ -44,6 +44,7 @@ def needed_slots(optimizer: str, group: Mapping[str, Any], state: StepState) -> 
 def write_state(spec: OptimizerSpec, groups: Groups, names: Mapping[int, str], slots: Slots) -> dict[Tensor, Any]:
     """The state of each parameter that has one, as torch's optimizer of this name keeps it; `names` are by id.
 
+    `groups` say with which value the optimizer fills a new sum (Adagrad), which is its own argument's.
     Slots are float32 whatever the parameter is: `load_state_dict` rounds them. They share memory with `slots`.
     """
     state: dict[Tensor, Any] = {}
@@ -95,12 +96,17 @@ def read_state(spec: OptimizerSpec, groups: Groups, names: Mapping[int, str], st
             entry = rest.pop(index, None)
             if entry:
                 name = names[id(parameter)]
-                found = _read(spec.name, {**group, **theirs}, name, parameter, entry)
+                found = _read(spec.name, {**group, **theirs, **_fixed(group)}, name, parameter, entry)
                 if found is not None:
                     slots[name] = found
     if rest:
         raise BadModel("the state is of more parameters than the optimizer has", actual=f"{list(rest)!s:.80}")
     return slots
+
+
+def _fixed(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer does not take over from another's groups."""
+    return {key: group[key] for key in ("initial_accumulator_value",) if key in group}
 
 
 def _check_groups(spec: OptimizerSpec, groups: Groups, saved: list[Any]) -> None:
