@@ -2,7 +2,7 @@
 
     python -m benchmarks.wire.io_threads [--elements 25000000] [--pservers 4] [--threads 1 2 4] [--rounds 5]
 
-Seed 3 asks for a pool of I/O threads; docs/adr/0020-one-io-thread.md says what came of it. Over loopback TCP, one
+Seed 3 asks for a pool of I/O threads; docs/adr/0021-io-threads.md says what came of it. Over loopback TCP, one
 trainer, the kinds in turn; with the defaults it takes some 3 minutes.
 """
 
