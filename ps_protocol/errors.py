@@ -376,6 +376,13 @@ class RingBroken(Ended):
     status = 504
 
 
+class HostBroken(Ended):
+    """Another process of the trainer's host has ended, failed or gone silent. Raised by trainers only."""
+
+    code = "host_broken"
+    status = 504
+
+
 class PserverLost(Ended):
     """A pserver's lease ran out, and with it a shard of the model."""
 

@@ -153,6 +153,11 @@ class ParameterClient:
         self._lag = asyncio.create_task(self.metrics.watch_loop_lag(), name="loop lag")
         return self.joined
 
+    def follow(self, joined: TrainerJoined, process: int) -> None:
+        """Of a further process of a trainer's host, instead of `join`: the trainer's place, in which another one is."""
+        self.joined = joined
+        self.membership.follow(joined, process)
+
     def _serve_metrics(self, port: int) -> MetricsServer:
         settings = self.settings
         return MetricsServer(

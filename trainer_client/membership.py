@@ -88,6 +88,12 @@ class Membership:
         self._heartbeats = asyncio.create_task(self._send_heartbeats(), name="heartbeats")
         return self.joined
 
+    def follow(self, joined: TrainerJoined, process: int) -> None:
+        """Of a further process of a trainer's host: know its place, without taking part in the run."""
+        self.joined = joined
+        self.log = make_log(run=joined.run, trainer=joined.rank, process=process)
+        self.failure = asyncio.get_running_loop().create_future()
+
     async def declare(self, message: DeclareModel) -> PlanReady:
         """Declare the model and wait until everybody is here and the pservers have the plan."""
         await self._insist("POST", DECLARE_MODEL.format(rank=self.joined.rank), message)
@@ -164,16 +170,17 @@ class Membership:
                 if error.status >= 500 or error.may_be_retried:  # it stops, or stumbled: no word on this run
                     self._say("heartbeats", f"the coordinator at {self._coordinator} did not take a heartbeat: {error}")
                     continue
-                self._fail(error)
+                self.fail(error)
                 return
             self._said.pop("heartbeats", None)
             self._say("notice", reply.notice)
             self.news.heard(reply, asyncio.get_running_loop().time())
             if reply.failure is not None:
-                self._fail(error_from_problem(reply.failure))
+                self.fail(error_from_problem(reply.failure))
                 return
 
-    def _fail(self, error: GradpostError) -> None:
+    def fail(self, error: GradpostError) -> None:
+        """End all waits with this error; the first one counts."""
         if self.failure is not None and not self.failure.done():
             self.failure.set_result(error)
 
@@ -201,7 +208,8 @@ class Membership:
 
     async def summary(self) -> RunSummary:
         """The run in a few numbers, as the servers saw it; carries what was reported until now."""
-        await self._try_post(TRAINER_HEARTBEAT, self._heartbeat())
+        if self._heartbeats is not None:
+            await self._try_post(TRAINER_HEARTBEAT, self._heartbeat())
         return RunSummary.model_validate_json(await self._insist("GET", SUMMARY))
 
     # ------------------------------------------------------------------ requests

@@ -15,15 +15,19 @@ from ps_protocol.errors import BadModel, GradpostError, NonFiniteGradient
 from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import ParameterSpec, Round
 
+from .collectives import choose_device
 from .forward_waits import ForwardWaits
 from .grad_scaling import unscale_gradients
+from .host.follower import FollowerSteps
+from .host.leader import LeaderSteps
+from .host.model import describe_model
 from .local_steps import LocalSteps, check_outer
 from .model_tensors import find_aliases, name_parameters, stored_tensors
 from .optimizer_spec import describe_local_optimizer, describe_optimizer, read_hyper_parameters
 from .overlap import Overlap
 from .remote_slots import RemoteSlots
 from .ring.group import Group
-from .ring.steps import RingSteps, choose_device
+from .ring.steps import RingSteps
 from .session import Session, connect, open_session
 from .steps import Steps
 from .tensors import wire_dtype
@@ -163,7 +167,7 @@ class RemoteOptimizer(Optimizer):
             raise BadModel("local_steps with max_delay: what was stepped here meanwhile would be overwritten")
         if outer is None:
             # Where nothing is averaged, N trainers would move the parameters N times as far.
-            mean = 1 / self._session.world_size if rules.is_async else 1.0
+            mean = 1 / self._session.client.joined.world_size if rules.is_async else 1.0
             outer = torch.optim.SGD(
                 list(self._named.values()),
                 lr=mean if settings.outer_lr is None else settings.outer_lr,
@@ -174,8 +178,7 @@ class RemoteOptimizer(Optimizer):
         return outer, LocalSteps(optimizer, self._named, settings.local_steps)
 
     def _start(self, model: nn.Module | None) -> None:
-        client, io = self._session.client, self._session.io
-        settings = client.settings
+        settings = self._session.client.settings
         if settings.overlap_pulls:
             self._check_overlapping_pulls(model)
         groups = {id(p): i for i, group in enumerate(self._remote.param_groups) for p in group["params"]}
@@ -183,17 +186,18 @@ class RemoteOptimizer(Optimizer):
             ParameterSpec(name, tuple(p.shape), wire_dtype(name, p), groups[id(p)]) for name, p in self._named.items()
         ]
         stored = [(name, tuple(t.shape), wire_dtype(name, t)) for name, t in self._stored.items()]
-        group = Group(self._session, choose_device(self._named)) if self._is_ring else None
-        rendezvous = None if group is None else group.offer()
-        io.run(client.declare(parameters, self.spec, stored, self._aliases, rendezvous))
-        self._steps: Steps | RingSteps
-        if group is None:
-            self._steps = Steps(self._session, self._named, self._stored, self._local)
-            assert self._slots is not None  # there are pservers
-            self._slots.begin(self._steps)
+        self._steps: Steps | RingSteps | LeaderSteps | FollowerSteps
+        if (host := self._session.host) is None:
+            self._steps = self._declare(parameters, stored)
         else:
-            group.open(client.rendezvous)
-            self._steps = RingSteps(self._session, self._named, self._stored, self._remote, group)
+            device = choose_device(self._named).type
+            told = describe_model(parameters, stored, self.spec, local_steps=settings.local_steps, device=device)
+            mine = self._session, host, self._named, self._stored, told
+            self._steps = (
+                LeaderSteps(*mine, lambda: self._declare(parameters, stored))
+                if host.is_leader
+                else FollowerSteps(*mine, self._local)
+            )
         if settings.overlap_pulls and model is not None:
             self._waits = ForwardWaits(model, self._named, self._land_in_time, self.synchronize)
         if settings.overlap:
@@ -201,12 +205,33 @@ class RemoteOptimizer(Optimizer):
                 self._session, self._named, self._send_early, settings.accumulate_steps, self._waits
             )
 
+    def _declare(
+        self, parameters: list[ParameterSpec], stored: list[tuple[str, tuple[int, ...], str]]
+    ) -> Steps | RingSteps:
+        """Say what will be trained, wait for everybody, and take the values that the run begins with."""
+        client = self._session.client
+        group = Group(self._session, choose_device(self._named)) if self._is_ring else None
+        rendezvous = None if group is None else group.offer()
+        self._session.io.run(client.declare(parameters, self.spec, stored, self._aliases, rendezvous))
+        if group is None:
+            steps = Steps(self._session, self._named, self._stored, self._local)
+            assert self._slots is not None  # there are pservers
+            self._slots.begin(steps)
+            return steps
+        group.open(client.rendezvous)
+        return RingSteps(self._session, self._named, self._stored, self._remote, group)
+
     def _check_overlapping_pulls(self, model: nn.Module | None) -> None:
         settings, rules = self._session.client.settings, self._session.client.joined.consistency
         if model is None:
             raise BadModel("overlap_pulls needs RemoteOptimizer(…, model=model), whose modules wait for parameters")
         if not settings.overlap:
             raise BadModel("overlap_pulls needs overlap=True")
+        if self._session.host is not None:
+            raise BadModel(
+                "overlap_pulls is for trainers that are one process: the others of this host wait for parameters in "
+                "step(). Use overlap without it, or one_trainer_per_host=False"
+            )
         if rules.max_delay:
             raise BadModel("overlap_pulls with max_delay: pulls come behind the computation already")
 
@@ -240,7 +265,8 @@ class RemoteOptimizer(Optimizer):
             self._check_early()
         has_overflowed = unscale_gradients(self, self._named.values())
         if has_overflowed and self._session.client.nonfinite == "reject" and self.shares_rounds:
-            text = f"the gradients of trainer {self._session.rank} have overflowed, and nonfinite is reject"
+            rank = self._session.client.joined.rank
+            text = f"the gradients of trainer {rank} have overflowed, and nonfinite is reject"
             raise NonFiniteGradient(f"{text}: with a GradScaler it has to be skip_round, or allow")
         if has_overflowed:  # takes part with nothing
             for parameter in self._named.values():
@@ -342,7 +368,7 @@ class RemoteOptimizer(Optimizer):
     def _count_steps(self) -> None:
         rules, before = self._session.client.joined.consistency, self._applied
         if rules.is_async and rules.step_count == "applied":
-            self._applied = min(pserver.applied for pserver in self._session.client.pservers)
+            self._applied = self._steps.num_applied
             self._num_steps = self._applied - before
         else:
             self._num_steps = 1

@@ -16,7 +16,10 @@ from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import Mode, Rank, Round, Strategy
 
 from .client import ParameterClient
+from .host.host import Host
+from .host.place import HostPlace, find_place
 from .io_thread import IoThread
+from .settings import read_settings
 
 CLOSE_SECONDS = 15.0
 
@@ -32,8 +35,9 @@ class Session:
     def __init__(self, **arguments: Any) -> None:
         self.io = IoThread()
         try:
-            self.client = self.io.run(_make_client(arguments))
-            self._joined = self.io.run(self.client.join())
+            self.client, place = self.io.run(_make_client(arguments))
+            self.host = None if place is None else Host(place, self.client, self.io)
+            self._joined = self.io.run(self.client.join() if self.host is None else self.host.join())
         except BaseException:
             self.io.close()
             raise
@@ -42,17 +46,20 @@ class Session:
 
     def __repr__(self) -> str:
         state = "open" if self._is_open else "closed"
-        return f"<Session [trainer {self.rank} of {self.world_size} | run {self.run} | mode {self.mode} | {state}]>"
+        who = f"trainer {self._joined.rank} of {self._joined.world_size}"
+        if self.host is not None:
+            who += f" | process {self.host.place.process} of {self.host.place.num_processes}"
+        return f"<Session [{who} | run {self.run} | mode {self.mode} | {state}]>"
 
     @property
     def rank(self) -> Rank:
-        """This trainer's rank, from 0."""
-        return self._joined.rank
+        """This trainer's rank, from 0; where a host with several processes is a trainer, that of this process."""
+        return self._joined.rank if self.host is None else self.host.place.rank
 
     @property
     def world_size(self) -> int:
-        """How many trainers take part."""
-        return self._joined.world_size
+        """How many trainers take part, or processes of all hosts."""
+        return self._joined.world_size if self.host is None else self.host.place.world_size
 
     @property
     def run(self) -> str:
@@ -83,7 +90,8 @@ class Session:
         """Report numbers of the run, such as `loss` or `accuracy`; `gradpost up` and `status` show the latest.
 
         Costs nothing: they travel with the next heartbeat, and stand on the trainer's `/metrics`. The lowest rank's
-        word counts in the summary, whose line leaves out `loss`, since that is progress and no result.
+        word counts in the summary, whose line leaves out `loss`, since that is progress and no result; of a host's
+        processes that of the first one.
         """
         if not self._is_open:
             raise RuntimeError("the session is closed; report before close(), or before the `with` block ends")
@@ -108,6 +116,8 @@ class Session:
         try:
             if outcome == "done":
                 self.io.run(self.client.finish())
+            if self.host is not None:
+                self.io.run(self.host.leave(outcome, reason))
             patience = self.client.settings.retry_seconds if outcome == "done" else 0.0
             self.io.start(self.client.leave(outcome, reason)).result(timeout=patience + CLOSE_SECONDS)
         except Exception as error:
@@ -122,8 +132,13 @@ class Session:
         self.close(*_outcome_of(error))
 
 
-async def _make_client(arguments: dict[str, Any]) -> ParameterClient:
-    return ParameterClient(**arguments)  # on the loop that it will live on
+async def _make_client(arguments: dict[str, Any]) -> tuple[ParameterClient, HostPlace | None]:
+    """On the loop that it will live on. Who is told which trainer it is, is one by itself."""
+    is_told = arguments.get("rank") is not None or arguments.get("world_size") is not None
+    place = None if is_told else find_place(os.environ)
+    if place is None or not read_settings(**arguments).one_trainer_per_host:
+        return ParameterClient(**arguments), None
+    return ParameterClient(**{**arguments, "rank": place.trainer, "world_size": place.num_trainers}), place
 
 
 def open_session() -> Session | None:

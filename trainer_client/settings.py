@@ -63,6 +63,11 @@ class TrainerSettings(BaseSettings):
         description="how many trainers there are; refused if the coordinator has another number. Else `PET_NNODES`, "
         "unless that is a range",
     )
+    one_trainer_per_host: bool = Field(
+        default=True,
+        description="under torchrun with several processes on a host: whether these are one trainer, whose rank is "
+        "that of the host, and add their gradients up among themselves; else each is a trainer",
+    )
     strategy: Strategy | None = Field(
         default=None, description="refuse to train another way than this; both need no change of the script"
     )

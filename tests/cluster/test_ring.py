@@ -132,7 +132,7 @@ def test_buckets_go_round_while_backward_runs(ring: LocalCluster) -> None:
         assert isinstance(steps, RingSteps)
 
         def has_come() -> bool:
-            return any(one.is_completed() for one in steps._group._begun)
+            return any(one.is_completed() for one in steps._group.collectives.begun)
 
         hidden = torch.ones(2, 30)
         for layer in model:

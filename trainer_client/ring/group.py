@@ -1,15 +1,10 @@
-"""The trainers of a run as a process group of torch.distributed, in which nobody waits for ever.
-
-What waits does so on the I/O loop, where the run's failure ends it: a collective of gloo or NCCL itself waits for a
-process that is stopped, or a machine that is gone, as long as its time-out says.
-"""
+"""The trainers of a run as a process group of torch.distributed, whose waits the run's failure ends."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine
 from datetime import timedelta
 from typing import Any
 
@@ -19,10 +14,10 @@ from torch import Tensor
 
 from ps_protocol.errors import BadModel, RingBroken
 
+from ..collectives import Collectives, make_group, run_aside
 from ..session import Session
 from .rendezvous import OWN_GROUP, address_towards, join_store, open_store
 
-POLL_SECONDS = 0.0005  # between looks at an accelerator
 SPARE_SECONDS = 30.0  # beyond all other time-outs, which name who is to blame
 NEWS_SECONDS = 5.0  # beyond a lease, to hear who was lost
 
@@ -40,10 +35,7 @@ class Group:
         limit = 2 * joined.round_timeout_seconds + joined.lease_seconds + SPARE_SECONDS
         self._patience = timedelta(seconds=limit)
         self._store: Any = None
-        self._group: Any = None
-        self._is_ours = True
-        self._begun: list[Any] = []  # works that nobody has waited for
-        self._broken: RuntimeError | None = None
+        self.collectives: Collectives
 
     # ------------------------------------------------------------------ life
 
@@ -66,73 +58,38 @@ class Group:
                     "rank or world size",
                     expected=f"rank {self.rank} of {self.size}",
                 )
-            self._group, self._is_ours = dist.group.WORLD, False
+            self.collectives = Collectives(dist.group.WORLD, self._device, is_ours=False)
         else:
             self._io.run(self._client.membership.guard(self._wait(self._connect(rendezvous))))
         self._client.at_leave.append(self.close)
 
     async def _connect(self, rendezvous: str) -> None:
         def connect() -> Any:
-            host = address_towards(self._client.settings.coordinator)
+            host = None if os.environ.get("GLOO_SOCKET_IFNAME") else address_towards(self._client.settings.coordinator)
             store = self._store = self._store or join_store(rendezvous, self._patience)
-            return _make_group(store, self.rank, self.size, self._device, host, self._patience)
+            return make_group(store, self.rank, self.size, self._device, host, self._patience)
 
-        self._group = await _run_aside(connect)
+        self.collectives = Collectives(await run_aside(connect), self._device)
 
     def close(self) -> None:
-        """Let go of it. One in which something is still under way stays as it is: its end would wait for that."""
-        if self._is_ours and not all(work.is_completed() for work in self._begun):
-            _keep_for_ever(self._group, self._store)
-        self._begun.clear()
-        self._group = self._store = None
+        """Let go of it."""
+        self.collectives.close()
+        self._store = None
 
     # ------------------------------------------------------------------ collectives
 
     def add_up(self, tensor: Tensor) -> None:
         """Begin to replace a contiguous tensor by the sum of all trainers'. It must not change until `wait`."""
-        self._begin(lambda: self._group.allreduce([tensor]))
+        self.collectives.add_up(tensor)
 
     def spread(self, tensor: Tensor) -> None:
         """Begin to replace a contiguous tensor by that of rank 0. It must not change until `wait`."""
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        self._begin(lambda: self._group.broadcast([tensor], options))
-
-    def _begin(self, begin: Callable[[], Any]) -> None:
-        if self._broken is None:
-            try:
-                self._begun.append(begin())
-            except RuntimeError as error:  # in the middle of a backward pass; `wait` says what it means
-                self._broken = error
+        self.collectives.spread(tensor)
 
     def wait(self) -> None:
         """Wait for all that was begun. Blocks for the other trainers; raises what ended the run, or RingBroken."""
-        self._io.run(self._client.membership.guard(self._wait(self._finish(self._begun))))
-        for work in self._begun:
-            work.wait()  # for an accelerator: what is computed from now on comes after it
-        self._begun.clear()
-
-    async def _finish(self, works: Sequence[Any]) -> None:
-        if self._broken is not None:
-            raise self._broken
-        for work in works:
-            await self._completion(work)
-            work.wait()  # raises what went wrong
-
-    async def _completion(self, work: Any) -> None:
-        if self._device.type == "cuda":  # a future of NCCL's is done when the work has been queued
-            while not work.is_completed():  # noqa: ASYNC110 - nothing tells
-                await asyncio.sleep(POLL_SECONDS)
-            return
-        loop = asyncio.get_running_loop()
-        completed = asyncio.Event()
-
-        def tell(_: object) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(completed.set)
-
-        work.get_future().add_done_callback(tell)
-        await completed.wait()
+        self._io.run(self._client.membership.guard(self._wait(self.collectives.finish())))
+        self.collectives.settle()
 
     async def _wait(self, work: Coroutine[Any, Any, None]) -> None:
         """Heartbeats say since when. When a connection breaks, the coordinator has yet to notice whose."""
@@ -155,49 +112,3 @@ class Group:
 def _has_group(rank: int, size: int) -> bool:
     """Whether the script has initialised torch.distributed, as the same trainer of as many."""
     return dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == (rank, size)
-
-
-def _make_group(store: Any, rank: int, size: int, device: torch.device, host: str, patience: timedelta) -> Any:
-    """A group of our own, so that torch.distributed's one default group stays the script's. Blocks for all others."""
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = patience
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    if os.environ.get("GLOO_SOCKET_IFNAME"):  # the user knows better
-        return dist.ProcessGroupGloo(store, rank, size, patience)
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = patience
-    options._devices = [gloo.create_device(hostname=host)]
-    return gloo(store, rank, size, options)
-
-
-async def _run_aside(work: Callable[[], Any]) -> Any:
-    """Run it on a thread of its own, which does not keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[Any] = loop.create_future()
-
-    def run() -> None:
-        found, error = None, None
-        try:
-            found = work()
-        except Exception as problem:
-            error = problem if isinstance(problem, RuntimeError) else RuntimeError(repr(problem))
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(tell, found, error)
-
-    def tell(found: Any, error: RuntimeError | None) -> None:
-        if not result.done():
-            result.set_result(found) if error is None else result.set_exception(error)
-
-    threading.Thread(target=run, name="gradpost ring", daemon=True).start()
-    return await result
-
-
-def _keep_for_ever(*things: Any) -> None:
-    """The end of a group waits for its collectives, and so would the end of the process, for one that is stopped."""
-
-    def hold(_: Any) -> None:
-        threading.Event().wait()
-
-    threading.Thread(target=hold, args=(things,), name="gradpost ring", daemon=True).start()

@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ps_protocol.errors import BadModel, ContributionConflict, GradientChanged, NonFiniteGradient
+from ps_protocol.errors import BadModel, NonFiniteGradient
 from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.norms import clip_coefficient
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Rank, Round
 
+from ..collectives import choose_device
+from ..flat_buckets import FlatBucket, FlatGradients, cut_buckets
 from ..session import Session
-from .buckets import FlatBucket, cut_buckets
 from .group import Group
 
 
@@ -51,12 +52,12 @@ class RingSteps:
             parameters, self._agree_on(self._client.settings.chosen_bucket_bytes, device), device
         )
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.parts}
+        self._flat = FlatGradients(parameters, self._buckets, self._send)
         self._totals: list[Tensor] = []  # of the buckets that have left: sums of what was put into them
         # Gradients, those that are not finite, scale and growth tracker of the lowest rank's GradScaler.
         self._counts = torch.zeros(len(parameters) + group.size + 2, device=device)
         self._gradients: Mapping[str, Tensor] = {}  # of the step that has begun
         self._is_finite = True
-        self._is_spoiled = False  # something has left that the script does not stand by
         self._look_at_parameters()
         self._spread({**parameters, **stored}, device)
 
@@ -76,6 +77,11 @@ class RingSteps:
             for name, copy in copies.items():
                 if copy.data_ptr() != tensors[name].data_ptr():
                     tensors[name].copy_(copy)
+
+    @property
+    def num_applied(self) -> int:
+        """As many as rounds: everybody's are applied together."""
+        return self.landed
 
     # ------------------------------------------------------------------ the parameters
 
@@ -104,34 +110,14 @@ class RingSteps:
     # ------------------------------------------------------------------ gradients into the ring
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Take a flat gradient of the next step, before that begins. Does not block.
-
-        Buckets leave in the same order on all trainers, each once it and those before it are full. Frozen parameters
-        are not waited for.
-        """
-        self._check_unspoiled()
-        self._bucket_of[name].put(name, gradient)
-        while len(self._totals) < len(self._buckets) and self._is_full(self._buckets[len(self._totals)]):
-            self._send_next()
-
-    def _is_full(self, bucket: FlatBucket) -> bool:
-        is_full = all(name in bucket.filled or not self._parameters[name].requires_grad for name in bucket.parts)
-        if is_full:
-            bucket.complete({})
-        return is_full
+        """Take a flat gradient of the next step, before that begins. Does not block."""
+        self._flat.add(name, gradient)
 
     def forget_gradients(self) -> None:
         """Give up what was added. What has left cannot be taken back, and then nor can this step be taken again."""
-        self._is_spoiled = bool(self._totals)
-        for bucket in self._buckets:
-            bucket.begin()
+        self._flat.forget()
 
-    def _check_unspoiled(self) -> None:
-        if self._is_spoiled:
-            raise ContributionConflict("what has left for the ring cannot be taken back; the script has to end")
-
-    def _send_next(self) -> None:
-        bucket = self._buckets[len(self._totals)]
+    def _send(self, bucket: FlatBucket) -> None:
         self._totals.append(bucket.flat.sum())
         self._group.add_up(bucket.flat)
 
@@ -140,10 +126,7 @@ class RingSteps:
 
         `is_finite` is what a GradScaler thinks of them.
         """
-        self._check_unspoiled()
-        for bucket in self._buckets[: len(self._totals)]:
-            if late := bucket.parts.keys() & gradients.keys() - bucket.filled:
-                raise GradientChanged(f"{min(late)!r} was frozen, and has a gradient now, whose bucket has left")
+        self._flat.check(gradients)
         self.begun = self.landed + 1
         self._client.begin_round(self.begun)
         self._gradients = gradients
@@ -151,9 +134,7 @@ class RingSteps:
         self._send_all()
 
     def _send_all(self) -> None:
-        for bucket in self._buckets[len(self._totals) :]:
-            bucket.complete(self._gradients)
-            self._send_next()
+        self._flat.send_rest(self._gradients)
         counts = [float(name in self._gradients) for name in self._parameters] + [0.0] * (self._group.size + 2)
         if not self._is_finite or self._find_nonfinite():
             counts[len(self._parameters) + self._group.rank] = 1.0
@@ -199,7 +180,7 @@ class RingSteps:
                     self._send_all()
             except BaseException as error:
                 self.begun = self.landed
-                self._is_spoiled = not isinstance(error, NonFiniteGradient)  # the others are elsewhere by now
+                self._flat.spoil(is_spoiled=not isinstance(error, NonFiniteGradient))
                 raise
         return False
 
@@ -221,8 +202,7 @@ class RingSteps:
 
     def _forget_round(self) -> None:
         self._totals.clear()
-        for bucket in self._buckets:
-            bucket.begin()
+        self._flat.begin()
 
     def _end(self, present: Collection[str], culprits: Collection[Rank], state: ScalerState | None) -> None:
         skipped = {self.begun: tuple(culprits)} if culprits else {}
@@ -266,11 +246,6 @@ class RingSteps:
         coefficient = clip_coefficient(norm, max_norm)
         for bucket in self._buckets if coefficient != 1 else ():
             bucket.flat.mul_(coefficient)
-
-
-def choose_device(parameters: Mapping[str, Tensor]) -> torch.device:
-    """Where gradients are added up: on the parameters' CUDA device, else in the processor's memory."""
-    return next((p.device for p in parameters.values() if p.device.type == "cuda"), torch.device("cpu"))
 
 
 def _place(parameter: Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...], torch.device]:

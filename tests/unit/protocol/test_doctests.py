@@ -16,7 +16,7 @@ MODULES = [
     "gradpost.output",
     "gradpost.plan",
     "benchmarks.wire.strategies",
-    "trainer_client.ring.buckets",
+    "trainer_client.flat_buckets",
 ]
 
 

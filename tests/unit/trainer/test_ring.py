@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from trainer_client.ring.buckets import PIECE, FlatBucket, cut_buckets
+from trainer_client.flat_buckets import PIECE, FlatBucket, cut_buckets
 from trainer_client.ring.rendezvous import address_towards, join_store, open_store
 
 pytestmark = pytest.mark.ring

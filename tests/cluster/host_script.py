@@ -1,0 +1,162 @@
+"""What each of the processes of two hosts does under torchrun, one run after the other.
+
+    torchrun … host_script.py FOLDER NAME…
+
+Each NAME is a function below. What it returns is saved as FOLDER/NAME-RANK.pt.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ps_protocol.errors import BadModel, ModelMismatch, NonFiniteGradient
+from tests.cluster.parity_model import make_optimizer, make_parameters, set_gradients
+from tests.cluster.test_overlap import OPTIMIZERS, STEPS, Net, loss_of, values
+from trainer_client import RemoteOptimizer, Session, connect
+
+LOCAL_STEPS = 3
+
+
+def late(session: Session, **arguments: Any) -> dict[str, Tensor]:
+    model = Net(seed=session.rank)
+    optimizer = RemoteOptimizer(OPTIMIZERS["AdamW"](model.parameters()), model=model, **arguments)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step, session.rank).backward()
+        optimizer.step()
+        assert optimizer.round == session.round == step + 1
+        assert optimizer.num_steps == 1
+    assert optimizer.summary().rounds == STEPS
+    assert (session.mode, session.strategy) == ("sync", "ps")
+    return values(model)
+
+
+def early(session: Session) -> dict[str, Tensor]:
+    return late(session, overlap=True)
+
+
+def clipped(session: Session) -> dict[str, Tensor]:
+    """The norm is that of the aggregated gradient, and every process knows it."""
+    parameters = make_parameters()
+    optimizer = RemoteOptimizer(make_optimizer("AdamW", parameters, local=False), max_grad_norm=1e9)
+    norms = []
+    for step in range(3):
+        set_gradients(parameters, step, session.rank)
+        optimizer.step()
+        norms.append(optimizer.grad_norm)
+    return {"norms": torch.tensor(norms)}
+
+
+def unequal(session: Session) -> dict[str, Tensor]:
+    """Sets of gradients of its own in each process; `bias` has none anywhere in some steps."""
+    parameters = make_parameters(seed=session.rank)
+    optimizer = RemoteOptimizer(make_optimizer("AdamW", parameters, local=False))
+    for step in range(6):
+        set_unequal_gradients(parameters, step, session.rank)
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+def set_unequal_gradients(parameters: dict[str, nn.Parameter], step: int, rank: int) -> None:
+    set_gradients(parameters, step, rank)
+    if rank == step % 4:
+        parameters["wide"].grad = None
+    if rank != 3:
+        parameters["scale"].grad = None
+
+
+def start(session: Session) -> dict[str, Tensor]:
+    """Everything that a model consists of, in all kinds of dtypes, differs before."""
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, 2))
+    model[3].requires_grad_(False)
+    model.to(memory_format=torch.channels_last)
+    model.register_buffer("flags", torch.tensor([session.rank == 0, True]))
+    model.register_buffer("brief", torch.full((), float(session.rank), dtype=torch.bfloat16))
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.dtype != torch.bool:
+                tensor.fill_(session.rank + 5)
+    RemoteOptimizer(torch.optim.SGD(model[:2].parameters(), lr=0.1), model=model)
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def local(session: Session) -> dict[str, Tensor]:
+    """Each process steps by itself, and what is pushed is the mean of what they have come to."""
+    model = Net(seed=session.rank)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = RemoteOptimizer(inner, model=model, local_steps=LOCAL_STEPS)
+    for step in range(2 * LOCAL_STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step, session.rank).backward()
+        optimizer.step()
+    assert optimizer.round == 2
+    return values(model)
+
+
+def refused(session: Session) -> dict[str, Tensor]:
+    """Under `reject`, by all processes of the host whose gradient it is; mended, it may be tried again."""
+    weight = nn.Parameter(torch.zeros(4))
+    optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0))
+    told = 0
+    for round_ in (1, 2, 3):
+        weight.grad = torch.full((4,), float(round_))
+        if session.rank == 3 and round_ == 2:
+            weight.grad[1] = float("nan")
+        try:
+            optimizer.step()
+        except NonFiniteGradient as error:
+            assert "trainer 1" in str(error)  # noqa: PT017
+            told += 1
+            weight.grad.fill_(float(round_))
+            optimizer.step()
+        assert optimizer.round == round_
+    return {"weight": weight.detach(), "told": torch.tensor(told)}
+
+
+def pulling(session: Session) -> dict[str, Tensor]:
+    model = nn.Linear(4, 2)
+    try:
+        RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, overlap=True, overlap_pulls=True)
+    except BadModel as error:
+        assert "overlap_pulls is for trainers that are one process" in str(error)  # noqa: PT017
+        return {}
+    raise AssertionError("it was not refused")
+
+
+def different(session: Session) -> dict[str, Tensor]:
+    model = nn.Linear(4, 2 + session.rank % 2)
+    try:
+        RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    except ModelMismatch as error:
+        assert "process 1 of this host is about to train something else than process 0: parameters" in str(error)  # noqa: PT017
+        return {}
+    raise AssertionError("it was not refused")
+
+
+def delayed(session: Session) -> dict[str, Tensor]:
+    """For a run with `max_delay`, of whose steps some are on their way until they are waited for."""
+    parameters = make_parameters(seed=session.rank)
+    optimizer = RemoteOptimizer(make_optimizer("AdamW", parameters, local=False))
+    for step in range(6):
+        set_gradients(parameters, step, session.rank)
+        optimizer.step()
+    optimizer.synchronize()
+    assert optimizer.round == 6
+    return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder, *names = sys.argv[1:]
+    for name in names:
+        with connect(bucket_bytes=2000, min_block_size=100) as session:
+            torch.save(globals()[name](session), Path(folder, f"{name}-{session.rank}.pt"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Several processes of a host are one trainer: two real agents of torchrun, with two processes each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer_client.testing import LocalCluster
+
+from .host_script import LOCAL_STEPS, set_unequal_gradients
+from .parity_model import assert_identical, make_optimizer, make_parameters, set_gradients
+from .test_overlap import Net, loss_of, train_locally, values
+from .torchrun import NUM_HOSTS, PROCESSES, start_hosts
+
+pytestmark = [pytest.mark.cluster, pytest.mark.hosts]
+
+WORLD = NUM_HOSTS * PROCESSES
+SCRIPT = str(Path(__file__).with_name("host_script.py"))
+IN_SYNC = ("late", "early", "clipped", "unequal", "start", "local", "refused", "pulling", "different")
+ROUNDING = 1e-5
+
+Found = dict[str, list[dict[str, Tensor]]]  # by function of the script, what each process found
+
+
+def run(cluster: LocalCluster, folder: Path, *names: str) -> Found:
+    codes = [host.wait(100) for host in start_hosts(cluster, SCRIPT, str(folder), *names)]
+    assert codes == [0] * NUM_HOSTS, "\n".join(cluster.output)
+    return {name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(WORLD)] for name in names}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
+    with LocalCluster(pservers=2, trainers=NUM_HOSTS, lease_seconds=5) as cluster:
+        yield run(cluster, tmp_path_factory.mktemp("hosts"), *IN_SYNC)
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_the_results_are_those_of_one_process_with_all_batches(found: Found) -> None:
+    for one in found["late"]:
+        assert_identical(one, found["late"][0])
+    assert_close(found["late"][0], train_locally("AdamW", num_trainers=WORLD))
+
+
+def test_overlap_changes_no_bit(found: Found) -> None:
+    for one in found["early"]:
+        assert_identical(one, found["late"][0])
+
+
+def test_every_process_knows_the_norm_of_the_aggregated_gradient(found: Found) -> None:
+    parameters = make_parameters()
+    expected = []
+    for step in range(3):
+        means = mean_gradients(parameters, step)
+        expected.append(torch.cat([mean.reshape(-1) for mean in means.values()]).norm())
+    for one in found["clipped"]:
+        assert_close(one, {"norms": torch.stack(expected)})
+
+
+def mean_gradients(parameters: dict[str, Any], step: int, set_: Any = set_gradients) -> dict[str, Tensor]:
+    """Of all processes; one that has none of a parameter counts as zeros, unless nobody has."""
+    sums: dict[str, Tensor] = {}
+    for rank in range(WORLD):
+        set_(parameters, step, rank)
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                sums[name] = sums.get(name, 0) + parameter.grad
+    return {name: total / WORLD for name, total in sums.items()}
+
+
+def test_processes_may_have_different_gradients(found: Found) -> None:
+    parameters = make_parameters()
+    optimizer = make_optimizer("AdamW", parameters, local=True)
+    for step in range(6):
+        means = mean_gradients(parameters, step, set_unequal_gradients)
+        assert ("bias" in means) == (step % 4 != 1)
+        for name, parameter in parameters.items():
+            parameter.grad = means.get(name)
+        optimizer.step()
+    for one in found["unequal"]:
+        assert_close(one, {name: parameter.detach() for name, parameter in parameters.items()})
+
+
+def test_all_start_from_the_same_buffers(found: Found) -> None:
+    for one in found["start"]:
+        assert_identical(one, found["start"][0])
+    assert {tensor.double().mean().item() for tensor in found["start"][3].values()} == {5.0, 1.0}
+
+
+def test_local_steps_are_each_process_s_own(found: Found) -> None:
+    model = Net()
+    momenta: dict[int, Any] = {}
+    for part in range(2):
+        begin, ends = values(model), []
+        for rank in range(WORLD):
+            model.load_state_dict(begin, strict=False)
+            inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            if rank in momenta:  # they go on
+                inner.load_state_dict(momenta[rank])
+            for step in range(part * LOCAL_STEPS, (part + 1) * LOCAL_STEPS):
+                inner.zero_grad()
+                loss_of(model, step, rank).backward()
+                inner.step()
+            momenta[rank] = inner.state_dict()
+            ends.append(values(model))
+        model.load_state_dict({name: sum(end[name] for end in ends) / WORLD for name in begin}, strict=False)
+    for one in found["local"]:
+        assert_close(one, values(model))
+
+
+def test_a_gradient_that_is_refused_is_refused_for_the_host(found: Found) -> None:
+    assert [int(one["told"]) for one in found["refused"]] == [0, 0, 1, 1]
+    for one in found["refused"]:
+        assert one["weight"].tolist() == [-6.0] * 4
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("settings", [{"max_delay": 1}, {"mode": "async"}], ids=str)
+def test_other_modes(tmp_path: Path, settings: dict[str, Any]) -> None:
+    with LocalCluster(pservers=2, trainers=NUM_HOSTS, lease_seconds=5, **settings) as cluster:
+        found = run(cluster, tmp_path, "delayed")["delayed"]
+    assert_identical(found[0], found[1])  # of one host
+    assert_identical(found[2], found[3])
+    if "mode" not in settings:
+        assert_identical(found[0], found[2])

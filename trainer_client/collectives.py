@@ -1,0 +1,154 @@
+"""Collectives of torch.distributed in which nobody waits for ever: they are waited for on the I/O loop.
+
+There the run's failure ends a wait; gloo and NCCL themselves wait for a process that is stopped, or a machine that is
+gone, as long as their time-outs say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+POLL_SECONDS = 0.0005  # between looks at an accelerator
+
+
+class Collectives:
+    """Of one process group, in the same order in each of its processes. Used by one thread at a time."""
+
+    def __init__(self, group: Any, device: torch.device, *, is_ours: bool = True) -> None:
+        """`device` is where the tensors are; a group that is not ours is left alone by `close`."""
+        self._group = group
+        self._device = device
+        self._is_ours = is_ours
+        self.begun: list[Any] = []  # works that nobody has waited for
+        self._broken: RuntimeError | None = None
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Begin to replace a contiguous tensor by the sum of all processes'. It must not change until `settle`."""
+        self._begin(lambda: self._group.allreduce([tensor]))
+
+    def collect(self, tensor: Tensor) -> None:
+        """The same, for process 0 alone; the others' is anything afterwards."""
+        options = dist.ReduceOptions()
+        options.rootRank = 0
+        self._begin(lambda: self._group.reduce([tensor], options))
+
+    def spread(self, tensor: Tensor) -> None:
+        """Begin to replace a contiguous tensor by that of process 0. It must not change until `settle`."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._begin(lambda: self._group.broadcast([tensor], options))
+
+    def _begin(self, begin: Callable[[], Any]) -> None:
+        if self._broken is None:
+            try:
+                self.begun.append(begin())
+            except RuntimeError as error:  # in the middle of a backward pass; `finish` says what it means
+                self._broken = error
+
+    def has_ended(self, index: int) -> bool:
+        """Whether this one of those that were begun is over, and well. Does not block."""
+        if index >= len(self.begun) or not self.begun[index].is_completed():
+            return False
+        try:
+            self.begun[index].wait()  # for an accelerator: what is computed from now on comes after it
+        except RuntimeError:  # `finish` says what it means
+            return False
+        return True
+
+    async def finish(self) -> None:
+        """Wait for all that was begun, on the I/O loop. Raises RuntimeError as torch.distributed does."""
+        if self._broken is not None:
+            raise self._broken
+        for work in self.begun:
+            await self._completion(work)
+            work.wait()  # raises what went wrong
+
+    def settle(self) -> None:
+        """What has finished is over: the tensors are the caller's again."""
+        for work in self.begun:
+            work.wait()  # for an accelerator: what is computed from now on comes after it
+        self.begun.clear()
+
+    async def _completion(self, work: Any) -> None:
+        if self._device.type == "cuda":  # a future of NCCL's is done when the work has been queued
+            while not work.is_completed():  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(POLL_SECONDS)
+            return
+        loop = asyncio.get_running_loop()
+        completed = asyncio.Event()
+
+        def tell(_: object) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(completed.set)
+
+        work.get_future().add_done_callback(tell)
+        await completed.wait()
+
+    def close(self) -> None:
+        """Let go of it. One in which something is still under way stays as it is: its end would wait for that."""
+        if self._is_ours and not all(work.is_completed() for work in self.begun):
+            _keep_for_ever(self._group)
+        self.begun.clear()
+        self._group = None
+
+
+def make_group(store: Any, rank: int, size: int, device: torch.device, host: str | None, patience: timedelta) -> Any:
+    """A group of our own, so that torch.distributed's one default group stays the script's. Blocks for all others.
+
+    `host` is the address that gloo listens on; None: gloo decides.
+    """
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = patience
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    if host is None:
+        return dist.ProcessGroupGloo(store, rank, size, patience)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = patience
+    options._devices = [gloo.create_device(hostname=host)]
+    return gloo(store, rank, size, options)
+
+
+def choose_device(parameters: Mapping[str, Tensor]) -> torch.device:
+    """Where gradients are added up: on the parameters' CUDA device, else in the processor's memory."""
+    return next((p.device for p in parameters.values() if p.device.type == "cuda"), torch.device("cpu"))
+
+
+async def run_aside(work: Callable[[], Any]) -> Any:
+    """Run it on a thread of its own, which does not keep the process from ending. Raises RuntimeError only."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[Any] = loop.create_future()
+
+    def run() -> None:
+        found, error = None, None
+        try:
+            found = work()
+        except Exception as problem:
+            error = problem if isinstance(problem, RuntimeError) else RuntimeError(repr(problem))
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(tell, found, error)
+
+    def tell(found: Any, error: RuntimeError | None) -> None:
+        if not result.done():
+            result.set_result(found) if error is None else result.set_exception(error)
+
+    threading.Thread(target=run, name="gradpost group", daemon=True).start()
+    return await result
+
+
+def _keep_for_ever(*things: Any) -> None:
+    """The end of a group waits for its collectives, and so would the end of the process, for one that is stopped."""
+
+    def hold(_: Any) -> None:
+        threading.Event().wait()
+
+    threading.Thread(target=hold, args=(things,), name="gradpost group", daemon=True).start()

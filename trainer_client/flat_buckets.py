@@ -1,0 +1,135 @@
+"""Flat float32 memory in which gradients are added up by collectives, cut once and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ps_protocol.errors import ContributionConflict, GradientChanged
+
+BYTES = 4  # of an element, float32
+PIECE = 1 << 20  # elements that are squared at once
+
+
+class FlatBucket:
+    """Several parameters' gradients, one behind the other, last layers first."""
+
+    def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
+        """`sizes`: elements of each parameter."""
+        self.flat = torch.zeros(sum(sizes.values()), device=device)  # (sum of sizes,) float32
+        self.parts = dict(
+            zip(sizes, torch.split(self.flat, list(sizes.values())), strict=True)
+        )  # name -> (size,) float32
+        self.filled: set[str] = set()  # those of whom it has the next gradient
+
+    def put(self, name: str, gradient: Tensor) -> None:
+        """Copy a flat gradient of any dtype into it."""
+        self.parts[name].copy_(gradient)
+        self.filled.add(name)
+
+    def complete(self, gradients: Mapping[str, Tensor]) -> None:
+        """Copy what is not in it yet; zeros for parameters without a gradient."""
+        for name, part in self.parts.items():
+            if name in self.filled:
+                continue
+            if name in gradients:
+                part.copy_(gradients[name])
+            else:
+                part.zero_()
+
+    def sum_of_squares(self) -> Tensor:
+        """Of all elements: a float64 scalar, on their device."""
+        pieces = (piece.double() for piece in torch.split(self.flat, PIECE))
+        return torch.stack([torch.dot(piece, piece) for piece in pieces]).sum()
+
+    def begin(self) -> None:
+        """The next gradients are to come."""
+        self.filled.clear()
+
+
+def cut_buckets(parameters: Mapping[str, Tensor], bucket_bytes: int, device: torch.device) -> list[FlatBucket]:
+    """Buckets for all parameters, about `bucket_bytes` each, in the order in which backward makes gradients.
+
+    A parameter is never cut: one that is larger has a bucket of its own.
+
+    >>> shapes = {"a": torch.empty(10), "b": torch.empty(2, 5), "c": torch.empty(10)}
+    >>> [list(bucket.parts) for bucket in cut_buckets(shapes, 80, torch.device("cpu"))]
+    [['c', 'b'], ['a']]
+    """
+    groups: list[dict[str, int]] = [{}]
+    for name, parameter in reversed(list(parameters.items())):
+        if groups[-1] and BYTES * (sum(groups[-1].values()) + parameter.numel()) > bucket_bytes:
+            groups.append({})
+        groups[-1][name] = parameter.numel()
+    return [FlatBucket(group, device) for group in groups if group]
+
+
+class FlatGradients:
+    """The gradients of one step after the other, in buckets that leave in the same order in all processes.
+
+    That is how collectives have to come. Used by one thread at a time; nothing blocks.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], buckets: Sequence[FlatBucket], send: Callable[[FlatBucket], None]
+    ) -> None:
+        """`send` begins to add a bucket up; its memory must not change until `begin`."""
+        self.buckets = buckets
+        self.num_left = 0  # of this step, from the first one on
+        self._parameters = parameters
+        self._send = send
+        self._bucket_of = {name: bucket for bucket in buckets for name in bucket.parts}
+        self._is_spoiled = False  # something has left that the script does not stand by
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Take a flat gradient before all are there.
+
+        Buckets leave each once it and those before it are full. Frozen parameters are not waited for.
+        """
+        self.check()
+        self._bucket_of[name].put(name, gradient)
+        while self.num_left < len(self.buckets) and self._is_full(self.buckets[self.num_left]):
+            self._send_next()
+
+    def _is_full(self, bucket: FlatBucket) -> bool:
+        is_full = all(name in bucket.filled or not self._parameters[name].requires_grad for name in bucket.parts)
+        if is_full:
+            bucket.complete({})
+        return is_full
+
+    def _send_next(self) -> None:
+        bucket = self.buckets[self.num_left]
+        self.num_left += 1
+        self._send(bucket)
+
+    def check(self, gradients: Mapping[str, Tensor] | None = None) -> None:
+        """Raise ContributionConflict if the step cannot be taken, GradientChanged if one of these comes too late."""
+        if self._is_spoiled:
+            raise ContributionConflict("what has left for the others cannot be taken back; the script has to end")
+        for bucket in self.buckets[: self.num_left]:
+            if late := bucket.parts.keys() & (gradients or {}).keys() - bucket.filled:
+                raise GradientChanged(f"{min(late)!r} was frozen, and has a gradient now, whose bucket has left")
+
+    def send_rest(self, gradients: Mapping[str, Tensor]) -> None:
+        """Let the other buckets leave, with these flat gradients, and zeros where there is none."""
+        for bucket in self.buckets[self.num_left :]:
+            bucket.complete(gradients)
+            self._send_next()
+
+    def begin(self) -> None:
+        """The next step's gradients are to come."""
+        self.num_left = 0
+        for bucket in self.buckets:
+            bucket.begin()
+
+    def forget(self) -> None:
+        """Give up what was added. What has left cannot be taken back, and then nor can this step be taken again."""
+        self._is_spoiled = self._is_spoiled or self.num_left > 0
+        for bucket in self.buckets:
+            bucket.begin()
+
+    def spoil(self, *, is_spoiled: bool) -> None:
+        """Whether the others are elsewhere by now, so that no step can be taken."""
+        self._is_spoiled = is_spoiled

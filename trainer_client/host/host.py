@@ -1,0 +1,256 @@
+"""This process among those of its host: who is there, what they tell each other, and the group that they add up in.
+
+Process 0 leads: it listens on loopback, and each of the others has one connection to it. Whatever they wait for, they
+do so on the I/O loop, where the end of a connection, a long silence or the run's failure ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import math
+import secrets
+from collections.abc import Coroutine, Iterator
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+
+from ps_protocol.errors import Ended, GradpostError, HostBroken
+from ps_protocol.messages import TrainerJoined, heartbeat_period
+
+from ..client import ParameterClient
+from ..collectives import Collectives, make_group, run_aside
+from ..io_thread import IoThread
+from .meeting import START_SECONDS, Meeting
+from .peer import MAX_LINE_BYTES, Line, Peer, encode
+from .place import HostPlace
+
+T = TypeVar("T")
+
+LOOPBACK = "127.0.0.1"
+HELLO_SECONDS = 5.0
+PAUSE_SECONDS = 0.2
+SAY_SECONDS = 10.0  # after which it is worth a line whom this one waits for
+NEWS_SECONDS = 5.0  # from the break of a group's connection to the end of the process that broke it
+CLOSE_SECONDS = 1.0
+GROUP_PATIENCE = timedelta(days=1)  # silence and ends of connections are noticed long before
+
+
+class Host:
+    """All processes of a host make the same calls, in the same order. They block, for the others."""
+
+    def __init__(self, place: HostPlace, client: ParameterClient, io: IoThread) -> None:
+        self.place = place
+        self.is_leader = place.process == 0
+        self.collectives: Collectives
+        self._client = client
+        self._io = io
+        self._peers: dict[int, Peer] = {}
+        self._all_here = asyncio.Event()
+        self._joined: TrainerJoined | None = None
+        self._failure: GradpostError | None = None  # the first one
+        self._meeting: Meeting
+        self._address = ""
+        self._server: asyncio.Server | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        place = self.place
+        return f"<Host [process {place.process} of {place.num_processes} | {[*self._peers.values()]}]>"
+
+    # ------------------------------------------------------------------ life, on the I/O loop
+
+    async def join(self) -> TrainerJoined:
+        """Of process 0: join the run; of the others: wait until it has. Raises what `ParameterClient.join` does."""
+        try:
+            self._meeting = await run_aside(lambda: Meeting(self.place))
+            joined = await (self._lead() if self.is_leader else self._follow())
+        except RuntimeError as error:  # torchrun's store
+            raise HostBroken(f"the store of torchrun did not answer: {str(error).partition(chr(10))[0]}") from error
+        self._joined = joined
+        if self._failure is not None:
+            self._client.membership.fail(self._failure)
+        for peer in self._peers.values():
+            self._tell_joined(peer)
+        self._watching = asyncio.create_task(self._watch(joined.lease_seconds), name="host")
+        return joined
+
+    async def _lead(self) -> TrainerJoined:
+        self._server = await asyncio.start_server(self._welcome, LOOPBACK, 0, limit=MAX_LINE_BYTES)
+        self._address = f"{self._server.sockets[0].getsockname()[1]}:{secrets.token_hex(16)}"
+        await run_aside(lambda: self._meeting.tell(self._address))
+        try:
+            return await self._client.join()
+        except GradpostError as error:
+            self._tell_all("failure", problem=error.to_problem())
+            await self.leave("failed", str(error))
+            raise
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                hello = json.loads(await reader.readline())
+            process, secret = int(hello["process"]), str(hello["secret"])
+        except (OSError, ValueError, LookupError, TypeError, TimeoutError):
+            writer.close()
+            return
+        if (
+            not hmac.compare_digest(secret.encode(), self._address.partition(":")[2].encode())
+            or process in self._peers
+            or process not in range(1, self.place.num_processes)
+        ):
+            writer.close()
+            return
+        peer = self._peers[process] = Peer(process, reader, writer, self._fail)
+        peer.tell("welcome")
+        if self._joined is not None:
+            self._tell_joined(peer)
+        if len(self._peers) == self.place.num_processes - 1:
+            self._all_here.set()
+
+    def _tell_joined(self, peer: Peer) -> None:
+        if self.is_leader and self._joined is not None:
+            peer.tell("joined", joined=self._joined.model_dump(mode="json"))
+
+    async def _follow(self) -> TrainerJoined:
+        self._peers[0] = leader = await self._find_leader()
+        self._all_here.set()
+        joined = TrainerJoined.model_validate((await leader.hear("joined"))["joined"])
+        self._client.follow(joined, self.place.process)
+        return joined
+
+    async def _find_leader(self) -> Peer:
+        loop = asyncio.get_running_loop()
+        begun, was_said = loop.time(), False
+        while (waited := loop.time() - begun) < START_SECONDS:
+            self._address = await run_aside(lambda: self._meeting.find(HELLO_SECONDS))
+            with contextlib.suppress(OSError, ValueError, TimeoutError):  # an earlier life's
+                async with asyncio.timeout(HELLO_SECONDS):
+                    return await self._connect(*self._address.split(":"))
+            if waited > SAY_SECONDS and not was_said:
+                self._client.log.info("waiting for process 0 of this host")
+                was_said = True
+            await asyncio.sleep(PAUSE_SECONDS)
+        raise HostBroken(f"process 0 of this host has not called connect() for {START_SECONDS:g} s")
+
+    async def _connect(self, port: str, secret: str) -> Peer:
+        """Raises OSError, ValueError or TimeoutError if it is not process 0 that listens there."""
+        reader, writer = await asyncio.open_connection(LOOPBACK, int(port), limit=MAX_LINE_BYTES)
+        try:
+            writer.write(encode("hello", process=self.place.process, secret=secret))
+            if await reader.readline() != encode("welcome"):
+                raise ValueError("somebody else listens there")
+        except BaseException:
+            writer.close()
+            raise
+        return Peer(0, reader, writer, self._fail)
+
+    async def _watch(self, lease_seconds: float) -> None:
+        """As heartbeats: who says nothing for a lease is as good as gone. Counts only while this process runs."""
+        period = heartbeat_period(lease_seconds)
+        limit = math.ceil(lease_seconds / period)
+        while True:
+            await asyncio.sleep(period)
+            for peer in [peer for peer in self._peers.values() if not peer.has_left]:
+                peer.tell("alive")
+                peer.silent_periods += 1
+                if peer.silent_periods > limit:
+                    text = f"process {peer.process} of this host has said nothing for {lease_seconds:g} s"
+                    self._fail(HostBroken(f"{text}: it is stopped, or so busy that no other thread of it runs"))
+
+    def _fail(self, error: GradpostError) -> None:
+        self._failure = self._failure or error
+        self._client.membership.fail(error)
+
+    async def leave(self, outcome: str, reason: str) -> None:
+        """Tell the others how this process's script has ended, and hang up."""
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._server is not None:
+            self._server.close()
+        self._tell_all("left", outcome=outcome, reason=reason)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):  # a process that is stopped does not read
+                await asyncio.gather(*(peer.close() for peer in self._peers.values()))
+
+    def _tell_all(self, kind: str, **facts: Any) -> None:
+        for peer in self._peers.values():
+            peer.tell(kind, **facts)
+
+    # ------------------------------------------------------------------ what they tell each other
+
+    def tell(self, kind: str, **facts: Any) -> None:
+        """Tell all whom this process has a connection to. Does not wait."""
+        self._io.loop.call_soon_threadsafe(lambda: self._tell_all(kind, **facts))
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """What goes wrong in this block goes wrong for the others, too."""
+        try:
+            yield
+        except BaseException as error:
+            told = error if isinstance(error, GradpostError) else Ended(f"process 0 of this host: {error!r}")
+            self.tell("failure", problem=told.to_problem())
+            raise
+
+    def hear(self, kind: str, patience: float | None = None) -> list[Line]:
+        """Wait for the next message of all whom this process has a connection to, in the order of processes.
+
+        Raises what ended the run, what another process says has failed, HostBroken, and BadModel if a message is of
+        another kind.
+        """
+        return self._run(self._hear_all(kind, patience))
+
+    async def _hear_all(self, kind: str, patience: float | None) -> list[Line]:
+        if not self._all_here.is_set():
+            missing = self.place.num_processes - 1 - len(self._peers)
+            await self._wait(self._all_here.wait(), patience, f"{missing} other processes of this host", kind)
+        return [
+            await self._wait(peer.hear(kind), patience, f"process {process} of this host", kind)
+            for process, peer in sorted(self._peers.items())
+        ]
+
+    async def _wait(self, work: Coroutine[Any, Any, T], patience: float | None, whom: str, what: str) -> T:
+        task = asyncio.ensure_future(work)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=min(SAY_SECONDS, patience or SAY_SECONDS))
+            if not done and (patience is None or patience > SAY_SECONDS):
+                self._client.log.info(f"waiting for {whom} ({what})")
+                await asyncio.wait({task}, timeout=None if patience is None else patience - SAY_SECONDS)
+            if not task.done():
+                raise HostBroken(f"{whom} was waited for, for {patience:g} s, and has not come ({what})")
+            return task.result()
+        finally:
+            task.cancel()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._io.run(self._client.membership.guard(work))
+
+    # ------------------------------------------------------------------ the group
+
+    def open_group(self, device: torch.device) -> None:
+        """Connect with all others for collectives on tensors there."""
+        place = self.place
+
+        def make() -> Any:
+            store = self._meeting.store_for(self._address)
+            return make_group(store, place.process, place.num_processes, device, LOOPBACK, GROUP_PATIENCE)
+
+        self.collectives = Collectives(self._run(self._with_news(run_aside(make))), device)
+        self._client.at_leave.append(self.collectives.close)
+
+    def finish(self) -> None:
+        """Wait for all collectives that were begun. Raises as `hear`."""
+        self._run(self._with_news(self.collectives.finish()))
+        self.collectives.settle()
+
+    async def _with_news(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await work
+        except RuntimeError as error:
+            await asyncio.sleep(NEWS_SECONDS)  # which the end of a process ends
+            reason = str(error).partition("\n")[0]
+            raise HostBroken(f"the processes of this host cannot reach each other any more: {reason}") from error

@@ -1,0 +1,166 @@
+"""Steps of the process that leads a host: what all of its processes have computed goes to the run as one gradient.
+
+    step t:  bucket by bucket, last layers first ──► sum of all processes', here ──► mean ──► the trainer's step
+             and then the parameters, to the others
+
+The trainer's step is that of any trainer, whatever the strategy and the mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from torch import Tensor
+
+from ps_protocol.optimizers import HyperParameters
+from ps_protocol.vocabulary import Round
+
+from ..collectives import choose_device
+from ..flat_buckets import FlatBucket, FlatGradients, cut_buckets
+from ..ring.steps import RingSteps
+from ..session import Session
+from ..steps import Steps
+from .host import Host
+from .model import check_alike
+from .values import Values
+
+
+class LeaderSteps:
+    """As `Steps`, which it has, or those of a ring."""
+
+    def __init__(
+        self,
+        session: Session,
+        host: Host,
+        parameters: Mapping[str, Tensor],
+        stored: Mapping[str, Tensor],
+        model: Mapping[str, str],
+        start: Callable[[], Steps | RingSteps],
+    ) -> None:
+        """`start` declares the model, and takes the values that the run begins with. Blocks for the other processes."""
+        self._host = host
+        self._client = session.client
+        self._parameters = parameters
+        self._num_handed_on = 0  # buckets of the next step, whose mean is on its way already
+        device = choose_device(parameters)
+        with host.telling():
+            for process, line in enumerate(host.hear("model"), 1):
+                check_alike(model, line["model"], process)
+            self._steps = start()
+            bucket_bytes = self._client.settings.chosen_bucket_bytes
+            host.tell(
+                "started",
+                round=self._steps.landed,
+                nonfinite=self._client.nonfinite,
+                bucket_bytes=bucket_bytes,
+            )
+            host.open_group(device)
+            Values({**parameters, **stored}, device).give(host.collectives)
+            host.finish()
+        self._values = Values(parameters, device)
+        self._gradients = FlatGradients(parameters, cut_buckets(parameters, bucket_bytes, device), self._send)
+
+    @property
+    def begun(self) -> Round:
+        """The newest one."""
+        return self._steps.begun
+
+    @property
+    def landed(self) -> Round:
+        """The step that is in the parameters."""
+        return self._steps.landed
+
+    @property
+    def num_applied(self) -> int:
+        """Contributions of all trainers that every pserver has applied."""
+        return self._steps.num_applied
+
+    def look_for_changes(self) -> None:
+        """See Steps."""
+        self._steps.look_for_changes()
+        self._values.check()
+
+    # ------------------------------------------------------------------ gradients
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Take a flat gradient of the next step, before that begins. Does not block.
+
+        Buckets that have come from everybody meanwhile go on to the run.
+        """
+        self._gradients.add(name, gradient)
+        while self._host.collectives.has_ended(self._num_handed_on):
+            bucket = self._gradients.buckets[self._num_handed_on]
+            self._num_handed_on += 1
+            for filled, mean in self._mean_of(bucket).items():
+                if filled in bucket.filled:
+                    self._steps.add(filled, mean)
+
+    def _send(self, bucket: FlatBucket) -> None:
+        self._host.collectives.collect(bucket.flat)
+
+    def _mean_of(self, bucket: FlatBucket) -> dict[str, Tensor]:
+        bucket.flat.mul_(1 / self._host.place.num_processes)
+        return bucket.parts
+
+    def forget_gradients(self) -> None:
+        """See Steps. What has left cannot be taken back, and then nor can this step be taken again."""
+        self._gradients.forget()
+        self._steps.forget_gradients()
+
+    def begin(self, gradients: Mapping[str, Tensor], numbers: list[HyperParameters], *, is_finite: bool) -> None:
+        """Begin the next step, with all flat gradients of this process. Blocks for the host's other processes.
+
+        A parameter has no gradient if it has none in any process. If those of one have overflowed, the host takes part
+        with nothing.
+        """
+        self._gradients.check(gradients)
+        with self._host.telling():
+            try:
+                self._gradients.send_rest(gradients)
+                lines = self._host.hear("step", self._client.joined.round_timeout_seconds)
+                self._host.finish()
+                means = self._all_means()
+            finally:
+                self._gradients.begin()
+                self._num_handed_on = 0
+            is_finite = is_finite and all(line["is_finite"] for line in lines)
+            names = list(self._parameters)
+            absent = {*names} - gradients.keys()
+            for line in lines:
+                absent.intersection_update(names[index] for index in line["absent"])
+            present = {name: means[name] for name in names if name not in absent} if is_finite else {}
+            self._steps.begin(present, numbers, is_finite=is_finite)
+
+    def _all_means(self) -> dict[str, Tensor]:
+        means: dict[str, Tensor] = {}
+        for index, bucket in enumerate(self._gradients.buckets):
+            means.update(bucket.parts if index < self._num_handed_on else self._mean_of(bucket))
+        return means
+
+    # ------------------------------------------------------------------ the step
+
+    def take_due(self) -> None:
+        """See Steps. The other processes get the parameters, or what went wrong."""
+        with self._host.telling():
+            self._steps.take_due()
+            self._give()
+
+    def take(self, names: Collection[str] | None = None) -> bool:
+        """The same, for the newest step. Nothing is on its way, and nobody waited for, without `max_delay`."""
+        if not self._client.joined.consistency.max_delay:
+            return False
+        with self._host.telling():
+            self._host.hear("synchronize", self._client.joined.round_timeout_seconds)
+            has_gone_back = self._steps.take(names)
+            self._give()
+        return has_gone_back
+
+    def _give(self) -> None:
+        self._host.tell(
+            "result",
+            round=self._steps.landed,
+            num_applied=self._steps.num_applied,
+            grad_norm=self._client.grad_norm,
+        )
+        self._values.give(self._host.collectives)
+        self._host.finish()

@@ -1,0 +1,101 @@
+"""Another process of this host, at the other end of a connection: lines of JSON, and a sign of life now and then.
+
+Collectives do not say who is missing, and NCCL's do not even notice. The end of this connection does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+from ps_protocol.errors import BadModel, Ended, GradpostError, HostBroken, error_from_problem
+
+MAX_LINE_BYTES = 16 * 1024 * 1024
+
+Line = dict[str, Any]
+
+
+class Peer:
+    """Lives on the I/O loop."""
+
+    def __init__(
+        self,
+        process: int,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        on_failure: Callable[[GradpostError], None],
+    ) -> None:
+        """`on_failure` hears what makes it useless to wait for this process any longer."""
+        self.process = process
+        self.silent_periods = 0  # since something was heard; whoever counts them knows how long one is
+        self.has_left = False
+        self._reader = reader
+        self._writer = writer
+        self._on_failure = on_failure
+        self._inbox: asyncio.Queue[Line] = asyncio.Queue()
+        self._listening = asyncio.create_task(self._listen(), name=f"process {process}")
+
+    def __repr__(self) -> str:
+        return f"<Peer [process {self.process} | {self._inbox.qsize()} messages | silent {self.silent_periods}]>"
+
+    def tell(self, kind: str, **facts: Any) -> None:
+        """Does not wait; who has gone away is not told."""
+        if not self._writer.is_closing():
+            self._writer.write(encode(kind, **facts))
+
+    async def hear(self, kind: str) -> Line:
+        """Wait for its next message, which must be of this kind. Raises what it says has failed, HostBroken, BadModel.
+
+        It stays in the inbox if somebody else gives up waiting.
+        """
+        line = await self._inbox.get()
+        if line["kind"] == "failure":
+            raise error_from_problem(line["problem"])
+        if line["kind"] == "left":
+            self._inbox.put_nowait(line)
+            raise HostBroken(f"process {self.process} of this host was done before the others")
+        if line["kind"] != kind:
+            raise BadModel(
+                f"process {self.process} of this host has called another method of its optimizer than this one",
+                expected=kind,
+                actual=line["kind"],
+            )
+        return line
+
+    async def _listen(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the latter: not JSON, or far too long
+            while text := await self._reader.readline():
+                self.silent_periods = 0
+                self._take(json.loads(text))
+        if not self.has_left:
+            error = HostBroken(f"process {self.process} of this host has ended")
+            self._on_failure(error)
+            self._inbox.put_nowait({"kind": "failure", "problem": error.to_problem()})
+
+    def _take(self, line: Line) -> None:
+        if line["kind"] == "alive":
+            return
+        if line["kind"] == "left":
+            self.has_left = True
+            if line["outcome"] != "done":
+                self._on_failure(HostBroken(f"process {self.process} of this host has failed: {line['reason']}"))
+        if line["kind"] == "failure":
+            error = error_from_problem(line["problem"])
+            if isinstance(error, Ended):
+                self._on_failure(error)  # whatever else is heard later, or not any more
+        self._inbox.put_nowait(line)
+
+    async def close(self) -> None:
+        """Send what is to be sent, and hang up."""
+        self._listening.cancel()
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+
+def encode(kind: str, **facts: Any) -> bytes:
+    """One line."""
+    return json.dumps({"kind": kind, **facts}, default=str).encode() + b"\n"
