@@ -95,13 +95,13 @@ class FaultyRun:
         enough = self.round_of(0) + rounds
         self.wait_for(lambda: self._round[0] >= enough or not child.is_running, f"round {enough}: {self._round}")
 
-    def wait_for_line(self, text: str, number: int = 1, *, of: str = "") -> str:
+    def wait_for_line(self, text: str, number: int = 1, *, of: str = "", seconds: float = 90) -> str:
         """The line of this number with the text, among those that this process (`trainer 0`) has printed, or all."""
 
         def found() -> list[str]:
             return [line for line in self.lines if text in line and line.startswith(f"[{of}")]
 
-        self.wait_for(lambda: len(found()) >= number, text)
+        self.wait_for(lambda: len(found()) >= number, text, seconds)
         return found()[number - 1]
 
     # ------------------------------------------------------------ what an administrator does

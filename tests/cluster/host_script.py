@@ -7,7 +7,9 @@ Each NAME is a function below. What it returns is saved as FOLDER/NAME-RANK.pt.
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,13 +152,14 @@ def delayed(session: Session) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
-def main() -> None:
+def play(environment: Mapping[str, str], folder: Path, names: Sequence[str]) -> None:
+    """All of these in this process, one after the other."""
+    os.environ.update(environment)
     torch.set_num_threads(1)
-    folder, *names = sys.argv[1:]
     for name in names:
         with connect(bucket_bytes=2000, min_block_size=100) as session:
-            torch.save(globals()[name](session), Path(folder, f"{name}-{session.rank}.pt"))
+            torch.save(globals()[name](session), folder / f"{name}-{session.rank}.pt")
 
 
 if __name__ == "__main__":
-    main()
+    play({}, Path(sys.argv[1]), sys.argv[2:])

@@ -1,7 +1,8 @@
-"""Several processes of a host are one trainer: two real agents of torchrun, with two processes each."""
+"""Several processes of a host are one trainer: two hosts, with two processes each."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,13 @@ from torch import Tensor
 
 from trainer_client.testing import LocalCluster
 
-from .host_script import LOCAL_STEPS, set_unequal_gradients
+from .host_script import LOCAL_STEPS, play, set_unequal_gradients
 from .parity_model import assert_identical, make_optimizer, make_parameters, set_gradients
 from .test_overlap import Net, loss_of, train_locally, values
-from .torchrun import NUM_HOSTS, PROCESSES, start_hosts
+from .torchrun import NUM_HOSTS, WORLD, fork_hosts, start_hosts
 
 pytestmark = [pytest.mark.cluster, pytest.mark.hosts]
 
-WORLD = NUM_HOSTS * PROCESSES
 SCRIPT = str(Path(__file__).with_name("host_script.py"))
 IN_SYNC = ("late", "early", "clipped", "unequal", "start", "local", "refused", "pulling", "different")
 ROUNDING = 1e-5
@@ -28,15 +28,25 @@ Found = dict[str, list[dict[str, Tensor]]]  # by function of the script, what ea
 
 
 def run(cluster: LocalCluster, folder: Path, *names: str) -> Found:
-    codes = [host.wait(100) for host in start_hosts(cluster, SCRIPT, str(folder), *names)]
+    codes = fork_hosts(play, {"GRADPOST_COORDINATOR": cluster.address}, folder, names)
+    assert codes == [0] * WORLD, "\n".join(cluster.output)
+    return read(folder, *names)
+
+
+def run_under_torchrun(cluster: LocalCluster, folder: Path, *names: str) -> Found:
+    codes = [host.wait(100) for host in start_hosts(cluster, [sys.executable, SCRIPT, str(folder), *names])]
     assert codes == [0] * NUM_HOSTS, "\n".join(cluster.output)
+    return read(folder, *names)
+
+
+def read(folder: Path, *names: str) -> Found:
     return {name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(WORLD)] for name in names}
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
+@pytest.fixture(scope="module", params=[run, pytest.param(run_under_torchrun, marks=pytest.mark.extended)])
+def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Found]:
     with LocalCluster(pservers=2, trainers=NUM_HOSTS, lease_seconds=5) as cluster:
-        yield run(cluster, tmp_path_factory.mktemp("hosts"), *IN_SYNC)
+        yield request.param(cluster, tmp_path_factory.mktemp("hosts"), *IN_SYNC)
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -1,15 +1,21 @@
-"""Hosts on loopback: each a real agent of torchrun with two processes."""
+"""Hosts on loopback, of two processes each: agents of torchrun, or processes with the environment that they set."""
 
 from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from trainer_client.testing import LocalCluster
 from trainer_client.testing.processes import Child
 
+from .trainer_processes import forkserver
+
 NUM_HOSTS = 2
 PROCESSES = 2  # of each
+WORLD = NUM_HOSTS * PROCESSES
+ROOT = str(Path(__file__).parents[2])
 
 
 def free_port() -> int:
@@ -18,16 +24,42 @@ def free_port() -> int:
         return port
 
 
-def start_hosts(cluster: LocalCluster, *command: str, max_restarts: int = 0, **env: str) -> list[Child]:
-    """`python -m torch.distributed.run` is what torchrun is. Its first host has the store of all."""
+def torchrun(host: int, port: int, *options: str) -> list[str]:
+    """`python -m torch.distributed.run` is what torchrun is. The first host has the store of all, on this port."""
+    of_all = [f"--nnodes={NUM_HOSTS}", f"--nproc-per-node={PROCESSES}", "--no-python"]
+    where = [f"--node-rank={host}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    return [sys.executable, "-m", "torch.distributed.run", *of_all, *where, *options]
+
+
+def start_hosts(cluster: LocalCluster, command: list[str], *options: str) -> list[Child]:
     port = free_port()
-    options = [f"--nnodes={NUM_HOSTS}", f"--nproc-per-node={PROCESSES}", f"--max-restarts={max_restarts}"]
-    where = ["--master-addr=127.0.0.1", f"--master-port={port}", "--monitor-interval=0.1"]
-    return [
-        cluster.start_trainer(
-            host,
-            [sys.executable, "-m", "torch.distributed.run", *options, f"--node-rank={host}", *where, *command],
-            {"OMP_NUM_THREADS": "1", **env},
-        )
-        for host in range(NUM_HOSTS)
-    ]
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
+    return [cluster.start_trainer(host, [*torchrun(host, port, *options), *command], env) for host in range(NUM_HOSTS)]
+
+
+def fork_hosts(work: Callable[..., None], of_all: Mapping[str, str], *arguments: object) -> list[int | None]:
+    """Call `work(environment, *arguments)` in processes that have imported torch already; returns their exit codes."""
+    port = free_port()
+    processes = []
+    for rank in range(WORLD):
+        host, process = divmod(rank, PROCESSES)
+        environment = {
+            **of_all,
+            "TORCHELASTIC_RUN_ID": "none",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(WORLD),
+            "LOCAL_RANK": str(process),
+            "LOCAL_WORLD_SIZE": str(PROCESSES),
+            "GROUP_RANK": str(host),
+            "GROUP_WORLD_SIZE": str(NUM_HOSTS),
+        }
+        processes.append(forkserver.Process(target=work, args=(environment, *arguments), daemon=True))
+        processes[-1].start()
+    for process in processes:
+        process.join(100)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+    return [process.exitcode for process in processes]

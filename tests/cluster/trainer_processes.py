@@ -21,8 +21,8 @@ from trainer_client import RemoteOptimizer, Session, connect
 from trainer_client.optimizer_spec import describe_optimizer
 
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)  # the first one imports for seconds
-_forkserver = multiprocessing.get_context("forkserver")
-_forkserver.set_forkserver_preload([__name__])
+forkserver = multiprocessing.get_context("forkserver")
+forkserver.set_forkserver_preload([__name__])
 
 FOREVER = 1_000_000_000
 
@@ -53,8 +53,8 @@ class Trainer:
     def __init__(self, address: str, rank: int, plot: Plot) -> None:
         self.rank = rank
         self.events: list[Event] = []
-        self._pipe, theirs = _forkserver.Pipe()
-        self._process = _forkserver.Process(target=_play, args=(theirs, address, rank, plot), daemon=True)
+        self._pipe, theirs = forkserver.Pipe()
+        self._process = forkserver.Process(target=_play, args=(theirs, address, rank, plot), daemon=True)
         self._process.start()
         theirs.close()
 

@@ -36,7 +36,8 @@ def test_who_is_done_has_longer_to_say_so(
     """The others go on without who has failed, and wait for who is done until they know."""
     monkeypatch.setattr(session_module, "CLOSE_SECONDS", 0.05)
     session: Any = Session.__new__(Session)
-    session.io, session.client, session._is_open, session._pid = IoThread(), SlowCoordinator(), True, os.getpid()
+    session.io, session.client, session.host = IoThread(), SlowCoordinator(), None
+    session._is_open, session._pid = True, os.getpid()
     session.close(outcome)
     assert session.client.has_heard == (outcome == "done")
     assert ("counts as lost" in capsys.readouterr().err) == (outcome == "failed")
