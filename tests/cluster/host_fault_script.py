@@ -1,9 +1,9 @@
 """A process of a host whose gradients are a function of (rank, round), as those of fault_script.py.
 
-    torchrun … host_fault_script.py ROUNDS PAUSE_SECONDS [RANK:ROUND]
+    torchrun … host_fault_script.py ROUNDS PAUSE_SECONDS [RANK:ROUND[:done]]
 
-In RANK there is an exception after ROUND. Prints `process RANK PID`, `round N`, and in the end `result DIGEST ROUND` or
-`ended RANK ERROR: TEXT`.
+In RANK there is an exception after ROUND, or it is done. Prints `process RANK PID`, `round N`, and in the end
+`result DIGEST ROUND` or `ended RANK ERROR: TEXT`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def main() -> None:
                 time.sleep(pause)  # stands for computation
                 if fails_at == f"{session.rank}:{optimizer.round}":
                     raise ValueError("no data")
+                if fails_at == f"{session.rank}:{optimizer.round}:done":
+                    break
             say(f"result {digest_of(model)} {optimizer.round}")
         except Exception as error:
             say(f"ended {session.rank} {type(error).__name__}: {error}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ps_protocol.errors import BadModel, ModelMismatch, NonFiniteGradient
@@ -34,7 +35,7 @@ def late(session: Session, **arguments: Any) -> dict[str, Tensor]:
         assert optimizer.round == session.round == step + 1
         assert optimizer.num_steps == 1
     assert optimizer.summary().rounds == STEPS
-    assert (session.mode, session.strategy) == ("sync", "ps")
+    assert session.mode == "sync"
     return values(model)
 
 
@@ -70,6 +71,37 @@ def set_unequal_gradients(parameters: dict[str, nn.Parameter], step: int, rank: 
         parameters["wide"].grad = None
     if rank != 3:
         parameters["scale"].grad = None
+
+
+def overflowed(session: Session) -> dict[str, Tensor]:
+    """In one step of one process, whose GradScaler notices."""
+    model = nn.Linear(4, 2)
+    optimizer = RemoteOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.5), nonfinite="skip_round")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    biases = []
+    for step in range(4):
+        optimizer.zero_grad()
+        factor = 1e38 if session.rank == 3 and step == 2 else 1.0
+        scaler.scale((model(torch.ones(1, 4)) * factor).sum()).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        biases.append(model.bias.detach().clone())
+    assert optimizer.round == 4
+    return {"biases": torch.stack(biases)}
+
+
+def sharing(session: Session) -> dict[str, Tensor]:
+    """The script has a process group of its own, of all processes."""
+    dist.init_process_group("gloo")
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0))
+    total = torch.ones(1)
+    for _ in range(3):
+        weight.grad = torch.full((3,), float(session.rank))
+        optimizer.step()
+        dist.all_reduce(total)
+    dist.destroy_process_group()
+    return {"weight": weight.detach(), "total": total}
 
 
 def start(session: Session) -> dict[str, Tensor]:

@@ -86,6 +86,13 @@ def test_who_fails_is_named_with_the_reason() -> None:
             run.wait_for_line(f"ended {other} HostBroken: {said} has failed: ValueError: no data")
 
 
+def test_who_has_fewer_batches_is_named() -> None:
+    for rank, other in ((2, 3), (3, 2)):
+        with hosts(PATIENT, rounds=1_000_000, nan_at=f"{rank}:5:done") as run:
+            text = f"process {rank % PROCESSES} of this host was done before the others"
+            run.wait_for_line(f"ended {other} HostBroken: {text}")
+
+
 def test_all_processes_hear_what_has_ended_the_run() -> None:
     with hosts(PATIENT, rounds=1_000_000, on_trainer_loss="fail") as run:
         run.wait_for_round(5)

@@ -21,20 +21,26 @@ from .torchrun import NUM_HOSTS, WORLD, fork_hosts, start_hosts
 pytestmark = [pytest.mark.cluster, pytest.mark.hosts]
 
 SCRIPT = str(Path(__file__).with_name("host_script.py"))
-IN_SYNC = ("late", "early", "clipped", "unequal", "start", "local", "refused", "pulling", "different")
+IN_SYNC = (
+    *("late", "early", "clipped", "unequal", "start", "local", "refused", "overflowed", "sharing"),
+    *("pulling", "different"),
+)
 ROUNDING = 1e-5
 
+OWN_GROUPS = {"GLOO_SOCKET_IFNAME": "lo"}  # of the script, on any machine
 Found = dict[str, list[dict[str, Tensor]]]  # by function of the script, what each process found
 
 
 def run(cluster: LocalCluster, folder: Path, *names: str) -> Found:
-    codes = fork_hosts(play, {"GRADPOST_COORDINATOR": cluster.address}, folder, names)
+    codes = fork_hosts(play, {"GRADPOST_COORDINATOR": cluster.address, **OWN_GROUPS}, folder, names)
     assert codes == [0] * WORLD, "\n".join(cluster.output)
     return read(folder, *names)
 
 
 def run_under_torchrun(cluster: LocalCluster, folder: Path, *names: str) -> Found:
-    codes = [host.wait(100) for host in start_hosts(cluster, [sys.executable, SCRIPT, str(folder), *names])]
+    codes = [
+        host.wait(100) for host in start_hosts(cluster, [sys.executable, SCRIPT, str(folder), *names], **OWN_GROUPS)
+    ]
     assert codes == [0] * NUM_HOSTS, "\n".join(cluster.output)
     return read(folder, *names)
 
@@ -130,6 +136,31 @@ def test_a_gradient_that_is_refused_is_refused_for_the_host(found: Found) -> Non
     assert [int(one["told"]) for one in found["refused"]] == [0, 0, 1, 1]
     for one in found["refused"]:
         assert one["weight"].tolist() == [-6.0] * 4
+
+
+def test_an_overflow_in_one_process_skips_the_round(found: Found) -> None:
+    for one in found["overflowed"]:
+        assert_identical(one, found["overflowed"][0])
+        assert (one["biases"][1:] - one["biases"][:-1]).tolist() == [[-0.5, -0.5], [0.0, 0.0], [-0.5, -0.5]]
+
+
+def test_a_script_s_own_process_group_stays_its_own(found: Found) -> None:
+    for one in found["sharing"]:
+        assert one["weight"].tolist() == [-4.5] * 3
+        assert one["total"].item() == WORLD**3
+
+
+def test_what_is_for_single_processes_is_refused_in_all(found: Found) -> None:
+    assert found["pulling"] == found["different"] == [{}] * WORLD
+
+
+@pytest.mark.extended
+def test_a_ring_of_hosts(tmp_path: Path) -> None:
+    with LocalCluster(pservers=0, trainers=NUM_HOSTS, lease_seconds=5, strategy="ring") as cluster:
+        found = run(cluster, tmp_path, "late", "early")
+    for one in (*found["late"], *found["early"]):
+        assert_identical(one, found["late"][0])
+    assert_close(found["late"][0], train_locally("AdamW", num_trainers=WORLD))
 
 
 @pytest.mark.extended

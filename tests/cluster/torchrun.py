@@ -31,10 +31,10 @@ def torchrun(host: int, port: int, *options: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *of_all, *where, *options]
 
 
-def start_hosts(cluster: LocalCluster, command: list[str], *options: str) -> list[Child]:
+def start_hosts(cluster: LocalCluster, command: list[str], **more: str) -> list[Child]:
     port = free_port()
-    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
-    return [cluster.start_trainer(host, [*torchrun(host, port, *options), *command], env) for host in range(NUM_HOSTS)]
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT, **more}
+    return [cluster.start_trainer(host, [*torchrun(host, port), *command], env) for host in range(NUM_HOSTS)]
 
 
 def fork_hosts(work: Callable[..., None], of_all: Mapping[str, str], *arguments: object) -> list[int | None]:

@@ -71,7 +71,7 @@ class FollowerSteps:
         self._gradients.send_rest(gradients)
         absent = [index for index, name in enumerate(self._names) if name not in gradients]
         self._host.tell("step", absent=absent, is_finite=is_finite)
-        self._host.finish()
+        self._host.finish_with_leader()
         self._gradients.begin()
 
     def take_due(self) -> None:

@@ -154,7 +154,7 @@ class Host:
         limit = math.ceil(lease_seconds / period)
         while True:
             await asyncio.sleep(period)
-            for peer in [peer for peer in self._peers.values() if not peer.has_left]:
+            for peer in [peer for peer in self._peers.values() if not peer.left.is_set()]:
                 peer.tell("alive")
                 peer.silent_periods += 1
                 if peer.silent_periods > limit:
@@ -243,9 +243,25 @@ class Host:
         self._client.at_leave.append(self.collectives.close)
 
     def finish(self) -> None:
-        """Wait for all collectives that were begun. Raises as `hear`."""
+        """Wait for all collectives that were begun, in which all others take part. Raises as `hear`."""
         self._run(self._with_news(self.collectives.finish()))
         self.collectives.settle()
+
+    def finish_with_leader(self) -> None:
+        """The same, where process 0 may not come any more."""
+        self._run(self._with_news(self._finish_or_give_up(self._peers[0])))
+        self.collectives.settle()
+
+    async def _finish_or_give_up(self, leader: Peer) -> None:
+        finish, left = asyncio.ensure_future(self.collectives.finish()), asyncio.ensure_future(leader.left.wait())
+        try:
+            await asyncio.wait({finish, left}, return_when=asyncio.FIRST_COMPLETED)
+            if not finish.done():
+                raise leader.was_done()
+            finish.result()
+        finally:
+            finish.cancel()
+            left.cancel()
 
     async def _with_news(self, work: Coroutine[Any, Any, T]) -> T:
         try:

@@ -31,7 +31,7 @@ class Peer:
         """`on_failure` hears what makes it useless to wait for this process any longer."""
         self.process = process
         self.silent_periods = 0  # since something was heard; whoever counts them knows how long one is
-        self.has_left = False
+        self.left = asyncio.Event()  # its script has ended, and it said so
         self._reader = reader
         self._writer = writer
         self._on_failure = on_failure
@@ -56,7 +56,7 @@ class Peer:
             raise error_from_problem(line["problem"])
         if line["kind"] == "left":
             self._inbox.put_nowait(line)
-            raise HostBroken(f"process {self.process} of this host was done before the others")
+            raise self.was_done()
         if line["kind"] != kind:
             raise BadModel(
                 f"process {self.process} of this host has called another method of its optimizer than this one",
@@ -65,12 +65,16 @@ class Peer:
             )
         return line
 
+    def was_done(self) -> HostBroken:
+        """For who still needs it."""
+        return HostBroken(f"process {self.process} of this host was done before the others")
+
     async def _listen(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # the latter: not JSON, or far too long
             while text := await self._reader.readline():
                 self.silent_periods = 0
                 self._take(json.loads(text))
-        if not self.has_left:
+        if not self.left.is_set():
             error = HostBroken(f"process {self.process} of this host has ended")
             self._on_failure(error)
             self._inbox.put_nowait({"kind": "failure", "problem": error.to_problem()})
@@ -79,7 +83,7 @@ class Peer:
         if line["kind"] == "alive":
             return
         if line["kind"] == "left":
-            self.has_left = True
+            self.left.set()
             if line["outcome"] != "done":
                 self._on_failure(HostBroken(f"process {self.process} of this host has failed: {line['reason']}"))
         if line["kind"] == "failure":

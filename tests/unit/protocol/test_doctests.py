@@ -17,6 +17,7 @@ MODULES = [
     "gradpost.plan",
     "benchmarks.wire.strategies",
     "trainer_client.flat_buckets",
+    "trainer_client.host.place",
 ]
 
 
