@@ -17,6 +17,7 @@ from typing import Any, Never
 import pytest
 import typer
 import yaml
+from torch.distributed.run import get_args_parser
 
 from gradpost.main import app
 from gradpost.serve import make_role_app
@@ -103,6 +104,14 @@ def check_python(words: list[str]) -> None:
         parse("-m" if is_module else "a file", name, *arguments)
 
 
+def check_torchrun(words: list[str]) -> None:
+    try:
+        options = get_args_parser().parse_args(words)
+    except SystemExit as error:
+        raise AssertionError(words) from error
+    check_python([options.training_script, *options.training_script_args])
+
+
 # Runs a program until it has parsed its arguments.
 PARSE = """
 import argparse, runpy, sys
@@ -167,6 +176,7 @@ PROGRAMS: dict[str, Callable[[list[str]], None]] = {
     "make": check_make,
     "python": check_python,
     "python3": check_python,
+    "torchrun": check_torchrun,
     "pip": check_pip,
     "docker": check_docker,
     "kubectl": check_kubectl,

@@ -218,7 +218,8 @@ class Host:
         try:
             done, _ = await asyncio.wait({task}, timeout=min(SAY_SECONDS, patience or SAY_SECONDS))
             if not done and (patience is None or patience > SAY_SECONDS):
-                self._client.log.info(f"waiting for {whom} ({what})")
+                if self.is_leader:  # the others would only repeat what it says of its own waits
+                    self._client.log.info(f"waiting for {whom} ({what})")
                 await asyncio.wait({task}, timeout=None if patience is None else patience - SAY_SECONDS)
             if not task.done():
                 raise HostBroken(f"{whom} was waited for, for {patience:g} s, and has not come ({what})")
