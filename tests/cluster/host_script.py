@@ -189,7 +189,7 @@ def play(environment: Mapping[str, str], folder: Path, names: Sequence[str]) -> 
     os.environ.update(environment)
     torch.set_num_threads(1)
     for name in names:
-        with connect(bucket_bytes=2000, min_block_size=100) as session:
+        with connect(bucket_bytes=2000) as session:
             torch.save(globals()[name](session), folder / f"{name}-{session.rank}.pt")
 
 

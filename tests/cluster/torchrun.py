@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from torch.distributed import TCPStore
+
 from trainer_client.testing import LocalCluster
 from trainer_client.testing.processes import Child
 
@@ -39,15 +41,16 @@ def start_hosts(cluster: LocalCluster, command: list[str], **more: str) -> list[
 
 def fork_hosts(work: Callable[..., None], of_all: Mapping[str, str], *arguments: object) -> list[int | None]:
     """Call `work(environment, *arguments)` in processes that have imported torch already; returns their exit codes."""
-    port = free_port()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of the first host's agent
     processes = []
     for rank in range(WORLD):
         host, process = divmod(rank, PROCESSES)
         environment = {
             **of_all,
             "TORCHELASTIC_RUN_ID": "none",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(store.port),
             "RANK": str(rank),
             "WORLD_SIZE": str(WORLD),
             "LOCAL_RANK": str(process),
@@ -58,7 +61,7 @@ def fork_hosts(work: Callable[..., None], of_all: Mapping[str, str], *arguments:
         processes.append(forkserver.Process(target=work, args=(environment, *arguments), daemon=True))
         processes[-1].start()
     for process in processes:
-        process.join(100)
+        process.join(40)
         if process.exitcode is None:
             process.kill()
             process.join()

@@ -126,10 +126,11 @@ class Host:
         loop = asyncio.get_running_loop()
         begun, was_said = loop.time(), False
         while (waited := loop.time() - begun) < START_SECONDS:
-            self._address = await run_aside(lambda: self._meeting.find(HELLO_SECONDS))
-            with contextlib.suppress(OSError, ValueError, TimeoutError):  # an earlier life's
-                async with asyncio.timeout(HELLO_SECONDS):
-                    return await self._connect(*self._address.split(":"))
+            self._address = await run_aside(self._meeting.find)
+            if self._address:
+                with contextlib.suppress(OSError, ValueError, TimeoutError):  # an earlier life's
+                    async with asyncio.timeout(HELLO_SECONDS):
+                        return await self._connect(*self._address.split(":"))
             if waited > SAY_SECONDS and not was_said:
                 self._client.log.info("waiting for process 0 of this host")
                 was_said = True
@@ -166,7 +167,14 @@ class Host:
         self._client.membership.fail(error)
 
     async def leave(self, outcome: str, reason: str) -> None:
-        """Tell the others how this process's script has ended, and hang up."""
+        """Tell the others how this process's script has ended, and hang up.
+
+        If all is well those are waited for that have not come yet: they would look for this one in vain.
+        """
+        if self.is_leader and outcome == "done":
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._client.settings.retry_seconds):
+                    await self._all_here.wait()
         if self._watching is not None:
             self._watching.cancel()
         if self._server is not None:
@@ -207,7 +215,7 @@ class Host:
     async def _hear_all(self, kind: str, patience: float | None) -> list[Line]:
         if not self._all_here.is_set():
             missing = self.place.num_processes - 1 - len(self._peers)
-            await self._wait(self._all_here.wait(), patience, f"{missing} other processes of this host", kind)
+            await self._wait(self._all_here.wait(), START_SECONDS, f"{missing} other processes of this host", kind)
         return [
             await self._wait(peer.hear(kind), patience, f"process {process} of this host", kind)
             for process, peer in sorted(self._peers.items())

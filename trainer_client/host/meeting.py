@@ -6,6 +6,7 @@ listens at that place any more, or not to this secret.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from datetime import timedelta
 from typing import Any
@@ -26,21 +27,23 @@ class Meeting:
 
     def __init__(self, place: HostPlace) -> None:
         self._key = f"gradpost/host {place.trainer}/session {next(_numbers)}"
-        patience = timedelta(seconds=START_SECONDS)
-        self._store, _, _ = next(rendezvous("env://", timeout=patience))  # a new connection
+        self._store = _reach_store()
 
     def tell(self, address: str) -> None:
         """Of process 0: say where it listens."""
         self._store.set(self._key, address)
 
-    def find(self, seconds: float) -> str:
-        """Where process 0 listens; nothing if it has not said so in time."""
-        try:
-            self._store.wait([self._key], timedelta(seconds=seconds))
-        except RuntimeError:
-            return ""
-        return str(self._store.get(self._key).decode())
+    def find(self) -> str:
+        """Where process 0 listens; nothing if it has not said so yet."""
+        return str(self._store.get(self._key).decode()) if self._store.check([self._key]) else ""
 
     def store_for(self, address: str) -> Any:
         """A store for those who meet at this address alone."""
         return _PrefixStore(f"{self._key}/{address}", self._store)
+
+
+@functools.cache
+def _reach_store() -> Any:
+    """Once for the life of the process: where the agents of torchrun have no store it is the first process's own."""
+    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=START_SECONDS)))
+    return store

@@ -36,6 +36,7 @@ class Peer:
         self._writer = writer
         self._on_failure = on_failure
         self._inbox: asyncio.Queue[Line] = asyncio.Queue()
+        self._unread: GradpostError | None = None  # what has failed and nobody has heard
         self._listening = asyncio.create_task(self._listen(), name=f"process {process}")
 
     def __repr__(self) -> str:
@@ -53,6 +54,7 @@ class Peer:
         """
         line = await self._inbox.get()
         if line["kind"] == "failure":
+            self._unread = None
             raise error_from_problem(line["problem"])
         if line["kind"] == "left":
             self._inbox.put_nowait(line)
@@ -85,11 +87,12 @@ class Peer:
         if line["kind"] == "left":
             self.left.set()
             if line["outcome"] != "done":
-                self._on_failure(HostBroken(f"process {self.process} of this host has failed: {line['reason']}"))
+                error = HostBroken(f"process {self.process} of this host has failed: {line['reason']}")
+                self._on_failure(self._unread or error)
         if line["kind"] == "failure":
-            error = error_from_problem(line["problem"])
-            if isinstance(error, Ended):
-                self._on_failure(error)  # whatever else is heard later, or not any more
+            self._unread = error_from_problem(line["problem"])
+            if isinstance(self._unread, Ended):
+                self._on_failure(self._unread)  # whatever else is heard later, or not any more
         self._inbox.put_nowait(line)
 
     async def close(self) -> None:
