@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ps_protocol.errors import BadModel, ModelMismatch, NonFiniteGradient
 from tests.cluster.parity_model import make_optimizer, make_parameters, set_gradients
 from tests.cluster.test_overlap import OPTIMIZERS, STEPS, Net, loss_of, values
 from trainer_client import RemoteOptimizer, Session, connect
+from trainer_client.host.leader import LeaderSteps
 
 LOCAL_STEPS = 3
 
@@ -41,6 +43,42 @@ def late(session: Session, **arguments: Any) -> dict[str, Tensor]:
 
 def early(session: Session) -> dict[str, Tensor]:
     return late(session, overlap=True)
+
+
+class Wait(torch.autograd.Function):
+    """In backward, until the condition holds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, has_come: Callable[[], bool]) -> Tensor:
+        ctx.has_come = has_come
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        pause = threading.Event()
+        for _ in range(2000):
+            if ctx.has_come():
+                return gradient * 2, None
+            pause.wait(0.01)
+        raise AssertionError("no bucket has left while backward was running")
+
+
+def streaming(session: Session) -> dict[str, Tensor]:
+    """The first layer's backward waits for a bucket of the others, which then goes on to the pservers at once."""
+    model = nn.ModuleList([nn.Linear(30, 30) for _ in range(4)])
+    optimizer = RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, overlap=True)
+    assert session.host
+    begun = session.host.collectives.begun
+    hidden = torch.ones(2, 30)
+    for layer in model:
+        hidden = layer(hidden)
+        if layer is model[0]:
+            hidden = Wait.apply(hidden, lambda: any(one.is_completed() for one in begun))
+    hidden.sum().backward()
+    if isinstance(optimizer._steps, LeaderSteps):
+        assert optimizer._steps._num_handed_on > 0
+    optimizer.step()
+    return {}
 
 
 def clipped(session: Session) -> dict[str, Tensor]:

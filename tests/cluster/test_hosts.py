@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.hosts]
 
 SCRIPT = str(Path(__file__).with_name("host_script.py"))
 IN_SYNC = (
-    *("late", "early", "clipped", "unequal", "start", "local", "refused", "overflowed", "sharing"),
+    *("late", "early", "streaming", "clipped", "unequal", "start", "local", "refused", "overflowed", "sharing"),
     *("pulling", "different"),
 )
 ROUNDING = 1e-5
@@ -70,6 +70,10 @@ def test_the_results_are_those_of_one_process_with_all_batches(found: Found) -> 
 def test_overlap_changes_no_bit(found: Found) -> None:
     for one in found["early"]:
         assert_identical(one, found["late"][0])
+
+
+def test_buckets_go_on_while_backward_runs(found: Found) -> None:
+    assert found["streaming"] == [{}] * WORLD
 
 
 def test_every_process_knows_the_norm_of_the_aggregated_gradient(found: Found) -> None:
