@@ -193,11 +193,12 @@ class RemoteOptimizer(Optimizer):
             device = choose_device(self._named).type
             told = describe_model(parameters, stored, self.spec, local_steps=settings.local_steps, device=device)
             mine = self._session, host, self._named, self._stored, told
-            self._steps = (
-                LeaderSteps(*mine, lambda: self._declare(parameters, stored))
-                if host.is_leader
-                else FollowerSteps(*mine, self._local)
-            )
+            if host.is_leader:
+                self._steps = LeaderSteps(*mine, lambda: self._declare(parameters, stored))
+            else:
+                self._steps = FollowerSteps(*mine, self._local)
+                if self._slots is not None:
+                    self._slots.begin(None)
         if settings.overlap_pulls and model is not None:
             self._waits = ForwardWaits(model, self._named, self._land_in_time, self.synchronize)
         if settings.overlap:
@@ -403,7 +404,8 @@ class RemoteOptimizer(Optimizer):
         """What the wrapped optimizer's would be in one process: slots are fetched from the pservers, to host memory.
 
         Of the newest step, which is waited for (`synchronize`); waits for no other trainer. Slots are float32 even
-        where parameters are not. With local steps, and in a ring, it is the wrapped optimizer's own.
+        where parameters are not. With local steps, and in a ring, it is the wrapped optimizer's own. Where several
+        processes of a host are one trainer, only process 0 has slots.
         """
         if self._own is not None or self._slots is None:
             return super().state_dict()

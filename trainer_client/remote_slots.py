@@ -26,10 +26,13 @@ class RemoteSlots:
         # Of steps that it has taken, or of a checkpoint: they are the run's initial slots.
         own = optimizer.state_dict() if optimizer.state else None
         self._initial: Slots = {} if own is None else read_state(spec, self._groups(), names, own)
-        self._steps: Steps
+        self._steps: Steps | None = None
 
-    def begin(self, steps: Steps) -> None:
-        """There is a run; the optimizer's own slots move there, and take no memory here any more."""
+    def begin(self, steps: Steps | None) -> None:
+        """There is a run; the optimizer's own slots move there, and take no memory here any more.
+
+        None: another process of this host speaks to the pservers, and only that one has slots to show.
+        """
         self._steps = steps
         if self._initial:
             self.load(self._initial)
@@ -49,8 +52,9 @@ class RemoteSlots:
         def needed(name: str, state: StepState) -> tuple[str, ...]:
             return needed_slots(self._spec.name, group_of[name], state)
 
-        slots = self._steps.pull_slots(needed)
-        remote.state.update(write_state(self._spec, self._groups(), self._names, slots))
+        if self._steps is not None:
+            slots = self._steps.pull_slots(needed)
+            remote.state.update(write_state(self._spec, self._groups(), self._names, slots))
         try:
             yield
         finally:
@@ -66,4 +70,5 @@ class RemoteSlots:
 
     def load(self, slots: Slots) -> None:
         """Push these with the next step. Does not block. Raises BadModel where each trainer counts its own steps."""
-        self._steps.load_slots(slots)
+        if self._steps is not None:
+            self._steps.load_slots(slots)

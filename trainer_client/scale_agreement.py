@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.vocabulary import Rank, Round
@@ -44,6 +45,22 @@ class ScaleAgreement:
             self._skipped.clear()
             self._told, self._since = None, 0
             self.num_returns += 1
+
+    def known(self) -> dict[str, Any]:
+        """All of that, to be told to another process of this host: `take_over`."""
+        with self._lock:
+            told = None if self._told is None else self._told.to_json()
+            return {"skipped": list(self._skipped.items()), "told": told, "num_returns": self.num_returns}
+
+    def take_over(self, known: Mapping[str, Any]) -> None:
+        """What the process that leads a host knows."""
+        state = ScalerState.from_json(known["told"])
+        with self._lock:
+            if self.num_returns != known["num_returns"]:
+                self._since = 0
+            self._skipped = {round_: tuple(ranks) for round_, ranks in known["skipped"]}
+            self._told = state if state is not None and state.after >= self._since else None
+            self.num_returns = known["num_returns"]
 
     def set_by_script(self, after: Round) -> None:
         """The script has set the scale after this round."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ps_protocol.errors import BadModel, ModelMismatch, NonFiniteGradient
 from tests.cluster.parity_model import make_optimizer, make_parameters, set_gradients
 from tests.cluster.test_overlap import OPTIMIZERS, STEPS, Net, loss_of, values
-from trainer_client import RemoteOptimizer, Session, connect
+from trainer_client import GradScaler, RemoteOptimizer, Session, connect
 from trainer_client.host.leader import LeaderSteps
 
 LOCAL_STEPS = 3
@@ -126,6 +126,47 @@ def overflowed(session: Session) -> dict[str, Tensor]:
         biases.append(model.bias.detach().clone())
     assert optimizer.round == 4
     return {"biases": torch.stack(biases)}
+
+
+def scaled(session: Session, **arguments: Any) -> dict[str, Tensor]:
+    """The same with our GradScaler, whose scale is that of all processes."""
+    model = nn.Linear(4, 2)
+    optimizer = RemoteOptimizer(
+        torch.optim.SGD(model.named_parameters(), lr=0.5), nonfinite="skip_round", bucket_bytes=4, **arguments
+    )
+    scaler = GradScaler(optimizer, "cpu", init_scale=1024.0, growth_interval=2)
+    biases, scales = [], []
+    for step in range(6):
+        optimizer.zero_grad()
+        factor = 1e38 if session.rank == 3 and step == 3 else 1.0
+        scales.append(scaler.get_scale())
+        scaler.scale((model(torch.ones(1, 4)) * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        biases.append(model.bias.detach().clone())
+    return {"biases": torch.stack(biases), "scales": torch.tensor(scales)}
+
+
+def scaled_early(session: Session) -> dict[str, Tensor]:
+    return scaled(session, overlap=True)
+
+
+def kept(session: Session) -> dict[str, Tensor]:
+    """Every process saves and loads as libraries do; only one of a host has slots."""
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0, momentum=0.5))
+    optimizer.load_state_dict(optimizer.state_dict())
+    for _ in range(2):
+        weight.grad = torch.ones(3)
+        optimizer.step()
+    saved = optimizer.state_dict()
+    assert (saved["state"] != {}) == (session.rank % 2 == 0)
+    if session.rank == 0:  # which has the lowest rank's
+        saved["state"][0]["momentum_buffer"].zero_()
+    optimizer.load_state_dict(saved)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    return {"weight": weight.detach()}
 
 
 def sharing(session: Session) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.hosts]
 SCRIPT = str(Path(__file__).with_name("host_script.py"))
 IN_SYNC = (
     *("late", "early", "streaming", "clipped", "unequal", "start", "local", "refused", "overflowed", "sharing"),
-    *("pulling", "different"),
+    *("pulling", "different", "scaled", "scaled_early", "kept"),
 )
 ROUNDING = 1e-5
 SMALL = {"min_block_size": 100}  # parameters that are cut
@@ -147,6 +147,19 @@ def test_an_overflow_in_one_process_skips_the_round(found: Found) -> None:
     for one in found["overflowed"]:
         assert_identical(one, found["overflowed"][0])
         assert_close({"": one["biases"].diff(dim=0)}, {"": torch.tensor([[-0.5] * 2, [0.0] * 2, [-0.5] * 2])})
+
+
+@pytest.mark.amp
+@pytest.mark.parametrize("name", ["scaled", "scaled_early"])
+def test_the_scale_is_the_same_in_all_processes(found: Found, name: str) -> None:
+    for one in found[name]:
+        assert one["scales"].tolist() == [1024.0, 1024.0, 2048.0, 2048.0, 1024.0, 1024.0]
+        assert one["biases"].diff(dim=0)[:, 0].tolist() == pytest.approx([-0.5, -0.5, 0.0, -0.5, -0.5])
+
+
+def test_checkpoints_of_scripts_have_slots_in_one_process(found: Found) -> None:
+    for one in found["kept"]:
+        assert one["weight"].tolist() == [-1.0 - 1.5 - 1.0] * 3  # the momentum was set to 0
 
 
 def test_a_script_s_own_process_group_stays_its_own(found: Found) -> None:

@@ -41,6 +41,7 @@ class FollowerSteps:
         host.tell("model", model=model)
         [started] = host.hear("started")
         self._client.nonfinite = started["nonfinite"]
+        self._client.scale_agreement.take_over(started["scale"])
         self._client.is_declared = True
         host.open_group(device)
         self._gradients = FlatGradients(
@@ -89,6 +90,7 @@ class FollowerSteps:
         [result] = self._host.hear("result")
         self.num_applied = result["num_applied"]
         self._client.grad_norm = result["grad_norm"]
+        self._client.scale_agreement.take_over(result["scale"])
         self._land(result["round"])
 
     def _land(self, version: Round) -> None:

@@ -53,6 +53,7 @@ class LeaderSteps:
                 round=self._steps.landed,
                 nonfinite=self._client.nonfinite,
                 bucket_bytes=bucket_bytes,
+                scale=self._client.scale_agreement.known(),
             )
             host.open_group(device)
             Values({**parameters, **stored}, device).give(host.collectives)
@@ -161,6 +162,7 @@ class LeaderSteps:
             round=self._steps.landed,
             num_applied=self._steps.num_applied,
             grad_norm=self._client.grad_norm,
+            scale=self._client.scale_agreement.known(),
         )
         self._values.give(self._host.collectives)
         self._host.finish()
