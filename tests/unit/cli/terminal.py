@@ -28,7 +28,10 @@ class Terminal:
         self.shown = ""  # without colours, and with one blank for several
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "gradpost", *arguments],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"},
+            env={
+                **{name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")},
+                **{"PYTHONPATH": str(ROOT), "TERM": "xterm-256color"},
+            },
             stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
         )  # fmt: skip

@@ -20,6 +20,7 @@ from trainer_client.buckets import Payload, make_buckets
 from trainer_client.encoding import ErrorFeedback
 from trainer_client.io_thread import IoThread
 from trainer_client.outgoing import Outgoing, nothing_to_wait_for
+from trainer_client.scale_agreement import ScaleAgreement
 
 SIZES = {"first": 30, "second": 0, "third": 500, "fourth": 7, "fifth": 90}
 NUM_PSERVERS = 2
@@ -31,6 +32,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.pushed: list[list[tuple[Frame, bytes]]] = [[] for _ in range(NUM_PSERVERS)]
+        self.scale_agreement = ScaleAgreement()
 
     async def push(self, step: int, pserver: int, frame: Payload) -> bool:
         body = b"".join(frame)
