@@ -11,6 +11,9 @@ STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.bench
 ADAPTERS_STAMP := $(VENV)/.adapters
 SUITES ?= tests
+JOBS ?= 2
+# Tests of a file stay together: they share a cluster.
+SIDE_BY_SIDE := -n $(JOBS) --dist loadfile
 ARGS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -41,10 +44,11 @@ check: install ## format, lint, types, who may import whom
 	$(BIN)/lint-imports
 
 test: check ## check, and all tests that need neither root nor Debian packages
-	$(BIN)/python -m pytest $(SUITES) -m "not extended"
+	$(BIN)/python -m pytest $(SUITES) -m "not extended" $(SIDE_BY_SIDE)
 
 test-all: test $(ADAPTERS_STAMP) ## test, then what takes longer or needs more
-	$(BIN)/python -m pytest $(SUITES) -m extended
+	$(BIN)/python -m pytest $(SUITES) -m "extended and not alone" $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest $(SUITES) -m "extended and alone"
 
 # What a target needs besides the lock: .bench, .adapters.
 $(VENV)/.%: requirements-%.lock $(STAMP)

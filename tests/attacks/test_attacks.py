@@ -10,7 +10,7 @@ import pytest_asyncio
 from benchmarks.attacks.arena import MIB, Arena, open_arena
 from benchmarks.attacks.attacker import ATTACKS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.alone, pytest.mark.asyncio(loop_scope="module")]
 
 # The benchmark measures; here the machine may be doing anything else at the same time, so that a ratio of two p99 says
 # little. What does not hold is off by far more: by gigabytes, and seconds.

@@ -11,7 +11,7 @@ from ps_protocol.vocabulary import Mode
 
 from .campaign import SABOTAGES, Campaign
 
-pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.alone, pytest.mark.timeout(600)]
 
 
 def test_a_short_campaign_finds_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from ps_protocol.norms import agree
 from ps_protocol.optimizers import HyperParameters, check_optimizer
 from ps_protocol.vocabulary import ParameterSpec
 from trainer_client import ParameterClient, RemoteOptimizer, Session
-from trainer_client.ring.buckets import FlatBucket
+from trainer_client.flat_buckets import FlatBucket
 from trainer_client.testing import LocalCluster
 
 from .conftest import Carrier

@@ -202,6 +202,7 @@ def test_the_whole_model_is_of_one_round(run: FaultyRun, http: httpx.Client, ora
     assert len(rounds) > 3
 
 
+@pytest.mark.extended
 def test_what_has_not_changed_is_not_sent_again(run: FaultyRun, http: httpx.Client, oracle: Oracle) -> None:
     """Last, since the run is over then."""
     reply = http.get(f"/v1/parameters/{WEIGHT}")

@@ -72,6 +72,7 @@ def test_blocks_travel_over_unix_sockets_if_both_sides_want_that(offered: bool, 
         assert_identical(actual, train_locally(OPTIMIZER))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("offers", [True, False])
 def test_the_next_life_of_a_pserver_is_reached_as_it_says(offers: bool) -> None:
     tcp: list[int] = []

@@ -22,7 +22,13 @@ from trainer_client.transport import make_bulk_transport
 from .conftest import Carrier
 from .wire import WireTrainer, completion, encode_blocks
 
-pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.both_servers, pytest.mark.asyncio]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.extended,
+    pytest.mark.alone,
+    pytest.mark.both_servers,
+    pytest.mark.asyncio,
+]
 
 SGD = check_optimizer("SGD", [{"nesterov": False, "maximize": False}])
 NUMBERS = [{"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}]

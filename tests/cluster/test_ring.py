@@ -427,6 +427,7 @@ def test_training_outlives_the_coordinator() -> None:
 # ---------------------------------------------------------------------- gradpost up
 
 
+@pytest.mark.extended
 def test_up_trains_the_digits_without_a_pserver(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     with RunningUp("--json", *UP, folder=tmp_path) as up:

@@ -95,6 +95,7 @@ def write_script(folder: Path, *, rounds: int, before: str = "", in_each_round: 
     return [sys.executable, "-W", "error", str(script)]
 
 
+@pytest.mark.extended
 def test_the_processes_of_the_others_end_too(cluster: LocalCluster, tmp_path: Path) -> None:
     """Though gloo itself would wait for one that is stopped."""
     command = write_script(tmp_path, rounds=1_000_000)
@@ -109,6 +110,7 @@ def test_the_processes_of_the_others_end_too(cluster: LocalCluster, tmp_path: Pa
         assert any(line.startswith(f"[trainer {rank}] ps_protocol.errors.TrainerLost") for line in cluster.output)
 
 
+@pytest.mark.extended
 def test_a_script_that_fails_is_named_with_its_reason(cluster: LocalCluster, tmp_path: Path) -> None:
     command = write_script(
         tmp_path, rounds=9, in_each_round="if optimizer.round == 3 and session.rank == 1: raise ValueError('no data')"
@@ -119,6 +121,7 @@ def test_a_script_that_fails_is_named_with_its_reason(cluster: LocalCluster, tmp
         assert said in cluster.output
 
 
+@pytest.mark.extended
 def test_the_scripts_own_process_group_is_used_if_it_fits(cluster: LocalCluster, tmp_path: Path) -> None:
     store = tmp_path / "store"
     (tmp_path / "sitecustomize.py").write_text("")
@@ -130,7 +133,7 @@ def test_the_scripts_own_process_group_is_used_if_it_fits(cluster: LocalCluster,
         .replace("session = connect()", f"session = connect()\nimport torch.distributed as dist\n{begin}")
         .replace(
             'print("value"',
-            'assert optimizer._steps._group._group is dist.group.WORLD\ndist.barrier()\nprint("value"',
+            'assert optimizer._steps._group.collectives._group is dist.group.WORLD\ndist.barrier()\nprint("value"',
         )
         + "dist.destroy_process_group()\n"
     )
@@ -138,6 +141,7 @@ def test_the_scripts_own_process_group_is_used_if_it_fits(cluster: LocalCluster,
     assert sum("value -3.0" in line for line in cluster.output) == 3
 
 
+@pytest.mark.extended
 def test_one_that_only_some_have_made_is_said(cluster: LocalCluster, tmp_path: Path) -> None:
     """Rank 0 alone has one, of another size: it is left alone."""
     begin = f"dist.init_process_group('gloo', init_method='file://{tmp_path / 'store'}', rank=0, world_size=1)"

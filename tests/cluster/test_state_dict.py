@@ -270,6 +270,7 @@ def test_what_does_not_fit_changes_nothing(other_cluster: LocalCluster) -> None:
     assert_identical(actual, expected)
 
 
+@pytest.mark.extended
 def test_what_was_loaded_outlives_pservers(carrier: Carrier) -> None:
     """One that dies before the next step, and one that dies after it, with the slots in its log alone."""
     checkpoint, expected = saved_locally("AdamW")

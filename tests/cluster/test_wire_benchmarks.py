@@ -18,7 +18,7 @@ from benchmarks.wire.machines import TOOLS
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.alone, pytest.mark.timeout(240)]
 
 
 def command(program: str, *arguments: str) -> list[str]:

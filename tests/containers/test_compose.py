@@ -14,7 +14,7 @@ import yaml
 from ..docs.markdown import code_blocks, read, section
 from .conftest import ROOT, Compose
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.extended, pytest.mark.alone, pytest.mark.timeout(1800)]
 
 API = "http://127.0.0.1:7070"
 PROMETHEUS = "http://127.0.0.1:9090/api/v1/query"

@@ -36,7 +36,7 @@ from ..cluster.bad_requests import LIMITS, MIB, World
 from ..cluster.conftest import Carrier
 from .recorded import Recorder, Sent, send_raw, spoil, spoil_bytes
 
-pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.both_servers]
+pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.alone, pytest.mark.both_servers]
 
 Answers = Counter[str]
 

@@ -17,7 +17,7 @@ from .cluster import Cluster
 from .scraping import scrape
 from .wires import NODE
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.extended, pytest.mark.alone, pytest.mark.timeout(400)]
 
 LAST_LINE = r"^trained: mode=sync transport=HTTP/2 accuracy=0\.9\d+ rounds=\d+ seconds=[\d.]+$"
 
