@@ -6,6 +6,7 @@ what is nobody else's.
 
 from __future__ import annotations
 
+import copy
 import socket
 import subprocess
 import sys
@@ -54,13 +55,15 @@ def three(carrier: Carrier) -> Iterator[LocalCluster]:
 def test_an_ordinary_script_trains_as_it_does_alone(three: LocalCluster) -> None:
     """A model, a DataLoader, a scheduler and real images: three trainers end where one process with all images does."""
 
+    torch.manual_seed(0)
+    begin = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+
     def train(rank: int, world_size: int, wrap: Callable[[Any, nn.Module], Any]) -> dict[str, Tensor]:
-        torch.manual_seed(0)
         images, labels = load_digits(return_X_y=True)
         data = TensorDataset(torch.tensor(images[:900] / 16, dtype=torch.float32), torch.tensor(labels[:900]))
         sampler = DistributedSampler(data, world_size, rank, shuffle=False)
         loader = DataLoader(data, 90 // world_size, sampler=sampler)
-        model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+        model = copy.deepcopy(begin)
         optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, nesterov=True), model)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
         for _ in range(2):
