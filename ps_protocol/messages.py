@@ -256,6 +256,7 @@ class DeclareModel(Message):
     max_grad_norm: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="clip the aggregated gradient to this norm"
     )
+    average_buffers: int = Field(default=0, ge=0, description="rounds from one mean of what is averaged to the next")
     aliases: dict[str, str] = Field(default={}, description="further names of tied tensors, for exported models")
     rendezvous: str | None = Field(
         default=None, max_length=300, description="strategy ring, rank 0: where the trainers meet; its own affair"

@@ -15,6 +15,7 @@ from .optimizers import OptimizerSpec
 from .placement import PLACE
 from .slicing import DEFAULT_MIN_BLOCK_SIZE, slice_parameter
 from .vocabulary import (
+    AVERAGED,
     DTYPE_BYTES,
     PARAMETER_DTYPES,
     Block,
@@ -78,8 +79,10 @@ class SlicePlan:
         return {name: tuple(its) for name, its in blocks.items()}
 
     def pushed(self, block: Block) -> list[WireTensor]:
-        """The tensors that a gradient of this block is on the wire."""
-        return self.wire.pushed(block.name, self.parameter[block.parameter].dtype, block.num_elements)
+        """The tensors that a gradient of this block is on the wire; what is averaged is no gradient, and goes whole."""
+        spec = self.parameter[block.parameter]
+        wire = AS_THEY_ARE if spec.group == AVERAGED else self.wire
+        return wire.pushed(block.name, spec.dtype, block.num_elements)
 
     def pulled(self, parameter: str) -> str:
         """The dtype of a parameter's values on the wire, when trainers pull them."""
@@ -223,10 +226,11 @@ def _check_model(
     names: set[str] = set()
     for spec in parameters:
         _check_tensor("parameter", spec.name, spec.shape, spec.dtype, PARAMETER_DTYPES, names)
-        if not is_size(spec.group) or (num_groups is not None and spec.group >= num_groups):
+        is_group = is_size(spec.group) and (num_groups is None or spec.group < num_groups)
+        if not is_group and (type(spec.group), spec.group) != (int, AVERAGED):
             raise BadModel(
                 f"parameter {spec.name!r:.200} is in a group that the optimizer does not have",
-                expected="0 or more" if num_groups is None else f"one of {num_groups}",
+                expected=f"{'0 or more' if num_groups is None else f'one of {num_groups}'}, or {AVERAGED}: averaged",
                 actual=f"{spec.group!r:.80}",
             )
     names_of_parameters = frozenset(names)

@@ -66,6 +66,7 @@ _OF_THE_PLAN = {
     "pull_type",
     "topk",
     "max_grad_norm",
+    "average_buffers",
 }
 _OF_LOCAL_STEPS = {"local_steps", "outer_lr", "outer_momentum", "outer_nesterov"}
 _OF_OVERLAP = {"bucket_bytes", "overlap", "overlap_pulls", "accumulate_steps"}
@@ -204,6 +205,7 @@ class ParameterClient:
                     topk=settings.topk,
                     local_steps=settings.local_steps,
                     max_grad_norm=settings.max_grad_norm,
+                    average_buffers=settings.average_buffers,
                     aliases=dict(aliases or {}),
                     rendezvous=rendezvous,
                 )

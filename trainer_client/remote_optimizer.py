@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel, GradpostError, NonFiniteGradient
 from ps_protocol.messages import RunSummary
-from ps_protocol.vocabulary import ParameterSpec, Round
+from ps_protocol.vocabulary import AVERAGED, ParameterSpec, Round
 
+from .buffer_averages import BufferAverages, choose_averaged
 from .collectives import choose_device
 from .forward_waits import ForwardWaits
 from .grad_scaling import unscale_gradients
@@ -59,7 +60,8 @@ class RemoteOptimizer(Optimizer):
         arguments: `local_steps` (0: none; else `optimizer` steps here, and every so many steps the difference is
             pushed, as the gradient of `outer`), `coordinator`, `mode`, `min_block_size`, `placement`,
             `slice_parameters`, `nonfinite`, `bucket_bytes`, `retry_seconds`; those that shape the plan must be the
-            same on all trainers. `max_grad_norm` (None): clip the aggregated gradient to this norm. `overlap` (False):
+            same on all trainers. `average_buffers` (0: never): in every so many rounds batch norm's statistics become
+            their mean. `max_grad_norm` (None): clip the aggregated gradient to this norm. `overlap` (False):
             gradients leave while backward still runs, after `accumulate_steps` (1) passes each; `overlap_pulls`
             (False): the modules of `model` wait for what they compute with, instead of `step()` for everything.
             `strategy` and `mode` are what the script expects.
@@ -89,6 +91,8 @@ class RemoteOptimizer(Optimizer):
         self._stored = stored_tensors(model, self._named)
         self._aliases = find_aliases(model, self._named | self._stored)
         self._session = _use_session(session, arguments)
+        interval = self._session.client.settings.average_buffers
+        self._averages = BufferAverages(choose_averaged(self._stored), interval) if interval else None
         self._remote, self._local = self._share_work(optimizer, outer)
         self._own = optimizer if self._is_ring or self._local is not None else None  # steps here
         self.spec = describe_local_optimizer(optimizer) if self._is_ring else describe_optimizer(self._remote)
@@ -185,6 +189,12 @@ class RemoteOptimizer(Optimizer):
         parameters = [
             ParameterSpec(name, tuple(p.shape), wire_dtype(name, p), groups[id(p)]) for name, p in self._named.items()
         ]
+        if self._averages is not None:
+            self._check_averages()
+        if self._averages is not None and not self._is_ring:
+            means = self._averages.means
+            parameters += [ParameterSpec(n, tuple(t.shape), wire_dtype(n, t), AVERAGED) for n, t in means.items()]
+            self._stored = {name: tensor for name, tensor in self._stored.items() if name not in means}
         stored = [(name, tuple(t.shape), wire_dtype(name, t)) for name, t in self._stored.items()]
         self._steps: Steps | RingSteps | LeaderSteps | FollowerSteps
         if (host := self._session.host) is None:
@@ -215,12 +225,18 @@ class RemoteOptimizer(Optimizer):
         rendezvous = None if group is None else group.offer()
         self._session.io.run(client.declare(parameters, self.spec, stored, self._aliases, rendezvous))
         if group is None:
-            steps = Steps(self._session, self._named, self._stored, self._local)
+            steps = Steps(self._session, self._named, self._stored, self._local, self._averages)
             assert self._slots is not None  # there are pservers
             self._slots.begin(steps)
             return steps
         group.open(client.rendezvous)
-        return RingSteps(self._session, self._named, self._stored, self._remote, group)
+        return RingSteps(self._session, self._named, self._stored, self._remote, group, self._averages)
+
+    def _check_averages(self) -> None:
+        if self._session.client.settings.overlap_pulls:
+            raise BadModel("average_buffers with overlap_pulls: a forward pass would not wait for the means")
+        if self._session.host is not None:
+            raise BadModel("average_buffers is for trainers that are one process; use one_trainer_per_host=False")
 
     def _check_overlapping_pulls(self, model: nn.Module | None) -> None:
         settings, rules = self._session.client.settings, self._session.client.joined.consistency

@@ -39,6 +39,11 @@ class ScaleAgreement:
             self._told = state if state is not None and state.after >= self._since else None
             return fresh
 
+    def was_skipped(self, round_: Round) -> bool:
+        """Of one of the newest rounds that were told of."""
+        with self._lock:
+            return round_ in self._skipped
+
     def forget(self) -> None:
         """The run has gone back: what was told of the rounds that are lost does not hold."""
         with self._lock:

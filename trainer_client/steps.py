@@ -12,6 +12,7 @@ from ps_protocol.optimizers import HyperParameters
 from ps_protocol.slots import StepState
 from ps_protocol.vocabulary import Round
 
+from .buffer_averages import BufferAverages
 from .device_copies import GradientCopies, ParameterCopies, is_away
 from .landing import Landing, copy_landed, landing_of
 from .loading import Loading
@@ -32,10 +33,12 @@ class Steps:
         parameters: Mapping[str, Tensor],
         stored: Mapping[str, Tensor],
         local: LocalSteps | None,
+        averages: BufferAverages | None = None,
     ) -> None:
         """`stored` is what else belongs to the model, and is pulled once. Pulls the values that the run begins with."""
         self._client, self._io = session.client, session.io
-        self._parameters = parameters
+        self._averages = averages
+        self._parameters = parameters = {**parameters, **(averages.means if averages else {})}
         self._stored = stored
         self._local = local
         self._is_by_parameter = self._client.settings.overlap_pulls
@@ -69,6 +72,8 @@ class Steps:
             else:
                 self.begun = self.landed = version
                 self._loading.went_back(version)
+                if self._averages is not None:
+                    self._averages.begin(version)
                 return
 
     def _initial_values(self) -> dict[str, Tensor]:
@@ -128,6 +133,8 @@ class Steps:
         """Begin the next step, with all its flat gradients. Blocks for those that are on a device, and have to come."""
         step = self.begun + 1
         self._landing.begin()
+        if self._averages is not None:
+            gradients = {**gradients, **self._averages.values_for(step)}
         away = {name: gradients[name] for name in reversed(list(gradients)) if is_away(gradients[name])}
         if away:
             self._copies.begin(step, away)
@@ -191,6 +198,8 @@ class Steps:
             self.landed = newest
             self._loading.landed(newest)
             self._land(newest, self._pending if self._is_by_parameter else set(self._parameters))
+            if self._averages is not None:
+                self._averages.landed(newest, self._client.scale_agreement.was_skipped)
         return False
 
     def _go_back(self, error: RolledBack) -> None:

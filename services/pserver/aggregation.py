@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ps_protocol.vocabulary import AVERAGED
+
 from .layout import BlockPlace, ShardLayout
 from .parts import Part
 from .tensors import view_bytes
@@ -57,9 +59,14 @@ class Aggregator:
         return self._gradient, tuple(present)
 
     def sum_of_squares(self, present: Sequence[str]) -> float:
-        """Of the newest gradient's blocks, in float64; how they are cut changes its rounding only."""
+        """Of the newest gradient's blocks, in float64, but those that are only averaged.
+
+        How they are cut changes its rounding only.
+        """
         sums = []
         for name in present:
+            if self._layout.place[name].group == AVERAGED:
+                continue
             view = self._views[name]
             for at in range(0, len(view), PIECE):
                 piece = view[at : at + PIECE].double()
@@ -67,8 +74,8 @@ class Aggregator:
         return sum(sums) if any(map(math.isnan, sums)) or math.inf in sums else math.fsum(sums)
 
     def scale(self, coefficient: float) -> None:
-        """Multiply all of the newest gradient."""
-        self._gradient.mul_(coefficient)
+        """Multiply all of the newest gradient, but what is only averaged."""
+        self._gradient[self._layout.num_averaged :].mul_(coefficient)
 
     def encode(self, present: Sequence[str] | None) -> list[memoryview]:
         """The bytes of the newest gradient, not copied: of all of it, or of these blocks in the given order."""

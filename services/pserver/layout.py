@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ps_protocol.plan import SlicePlan
-from ps_protocol.vocabulary import Block, PserverIndex
+from ps_protocol.vocabulary import AVERAGED, Block, PserverIndex
 from ps_protocol.wire_types import WireTensor
 
 WINDOW = 64  # elements; a multiple of every vector width and cache line
@@ -79,6 +79,8 @@ class ShardLayout:
             )
             offset = padded_end
         self.num_elements = offset  # padding included
+        # What is averaged stands first, and is not part of the gradient, whatever that is clipped to.
+        self.num_averaged = max((place.padded_end for place in places if place.group == AVERAGED), default=0)
         self.places = tuple(places)  # in the order of the flat tensor
         by_name = {place.name: place for place in places}
         self.place = {block.name: by_name[block.name] for block in blocks}  # by block name, in plan order

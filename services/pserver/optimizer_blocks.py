@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec
 from ps_protocol.slots import SLOTS, StepState, split_key
+from ps_protocol.vocabulary import AVERAGED
 
 from .layout import ShardLayout
 from .optimizer_rules import UPDATE_RULES, Operands
@@ -47,7 +48,7 @@ class OptimizerBlocks:
         *,
         counter: Hashable = None,
     ) -> None:
-        """Step the blocks named in `present`, once.
+        """Step the blocks named in `present`, once; of those that are averaged the gradient is the new value.
 
         `values` and `gradient` are flat float32 tensors of the layout; `values` is written, `gradient` read
         where blocks are present. `hyper_parameters` holds one checked dictionary for each parameter group. Steps
@@ -56,6 +57,10 @@ class OptimizerBlocks:
         if counter is not None:
             self._states.update({name: self._state_of(name, counter) for name in present})
         for (group, state), stepped in self._find_runs(frozenset(present)).items():
+            if group == AVERAGED:
+                for begin, end in stepped.runs:
+                    values[begin:end].copy_(gradient[begin:end])
+                continue
             options = {**hyper_parameters[group], **self.spec.group_flags[group]}
             pieces = [piece for run in stepped.runs for piece in self._cut(*run)]
             operands = Operands(

@@ -23,6 +23,7 @@ from ps_protocol.norms import clip_coefficient
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Rank, Round
 
+from ..buffer_averages import BufferAverages
 from ..collectives import choose_device
 from ..flat_buckets import FlatBucket, FlatGradients, cut_buckets
 from ..session import Session
@@ -39,12 +40,14 @@ class RingSteps:
         stored: Mapping[str, Tensor],
         optimizer: Optimizer,
         group: Group,
+        averages: BufferAverages | None = None,
     ) -> None:
         """`stored` is what else belongs to the model. Takes all values of the lowest rank; blocks for that."""
         self._client = session.client
         self._parameters = parameters
         self._optimizer = optimizer
         self._group = group
+        self._buffer_averages = averages
         self.begun: Round = 0  # the newest one
         self.landed: Round = 0  # the step that is in the parameters
         device = choose_device(parameters)
@@ -213,6 +216,7 @@ class RingSteps:
             self._say(f"round {self.begun} was skipped by all trainers: NaN or infinity in gradients of", culprits)
         else:
             self._apply(set(present))
+            self._average_buffers()
         self._forget_round()
         self.landed = self._client.membership.round = self.begun
         self._client.metrics.rounds.inc()
@@ -236,6 +240,20 @@ class RingSteps:
         finally:
             for name, parameter in self._parameters.items():
                 parameter.grad = own[name]
+
+    def _average_buffers(self) -> None:
+        """After the rounds that are to do so, in one more collective."""
+        averages = self._buffer_averages
+        values = {} if averages is None else averages.values_for(self.begun)
+        if averages is None or not values:
+            return
+        flat = torch.cat([value.float() for value in values.values()]).to(self._counts.device)
+        self._group.add_up(flat)
+        self._group.wait()
+        parts = torch.split(flat.mul_(1 / self._group.size), [value.numel() for value in values.values()])
+        for mean, part in zip(averages.means.values(), parts, strict=True):
+            mean.copy_(part.view(mean.shape))
+        averages.begin(self.begun)
 
     def _clip(self, max_norm: float) -> None:
         """Multiply the averages so that their norm is `max_norm` at most; zeros stand where nobody has a gradient."""
