@@ -19,7 +19,8 @@ from ps_protocol.errors import BadModel, GradpostError, UnsupportedOptimizer
 from ps_protocol.optimizers import check_optimizer
 from ps_protocol.plan import MAX_PSERVERS, SlicePlan, make_plan
 from ps_protocol.slicing import slice_parameter
-from ps_protocol.vocabulary import DTYPE_BYTES, PLACEMENTS, Block, ParameterSpec
+from ps_protocol.vocabulary import AVERAGED, DTYPE_BYTES, PLACEMENTS, Block, ParameterSpec
+from ps_protocol.wire_types import PushType, WireTypes
 
 from .strategies import AWKWARD_NAMES, few, json_values, over_the_wire, plan_arguments, plans
 
@@ -292,6 +293,8 @@ _WIRE_PLAN = over_the_wire(
         (["num_pservers"], True, "out of range"),
         (["num_pservers"], 1 << 40, "out of range"),
         (["parameters", 0, 3], 1, "a group that the optimizer does not have"),
+        (["parameters", 0, 3], -2, "a group that the optimizer does not have"),
+        (["parameters", 0, 3], -1.0, "a group that the optimizer does not have"),
         (["parameters", 0, 1, 0], -10, "impossible shape"),
         (["parameters", 0], "w1", "a parameter of a plan is"),
         (["unknown"], 1, "a slice plan is an object of parameters, blocks, num_pservers, buffers, optimizer"),
@@ -312,6 +315,15 @@ def test_a_block_too_many_is_refused() -> None:
     garbled["blocks"].append(garbled["blocks"][-1])
     with pytest.raises(BadModel, match="more blocks than its parameters need"):
         SlicePlan.from_json(garbled)
+
+
+@pytest.mark.parametrize("push", ["float16", "int8", "topk"])
+def test_what_is_averaged_goes_whole(push: PushType) -> None:
+    parameters = [ParameterSpec("w", (10_000,)), ParameterSpec("mean", (10_000,), group=AVERAGED)]
+    plan = SlicePlan.from_json(make_plan(parameters, 1, wire=WireTypes(push)).to_json())
+    pushed = {block.parameter: plan.pushed(block) for block in plan.blocks}
+    assert pushed["mean"] == [("mean", "F32", (10_000,))]
+    assert pushed["w"] != [("w", "F32", (10_000,))]
 
 
 def test_the_optimizer_of_a_plan_is_checked() -> None:
