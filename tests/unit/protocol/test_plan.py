@@ -322,8 +322,8 @@ def test_what_is_averaged_goes_whole(push: PushType) -> None:
     parameters = [ParameterSpec("w", (10_000,)), ParameterSpec("mean", (10_000,), group=AVERAGED)]
     plan = SlicePlan.from_json(make_plan(parameters, 1, wire=WireTypes(push)).to_json())
     pushed = {block.parameter: plan.pushed(block) for block in plan.blocks}
-    assert pushed["mean"] == [("mean", "F32", (10_000,))]
-    assert pushed["w"] != [("w", "F32", (10_000,))]
+    assert pushed["mean"] == [("mean.block0", "F32", (10_000,))]
+    assert pushed["w"] != [("w.block0", "F32", (10_000,))]
 
 
 def test_the_optimizer_of_a_plan_is_checked() -> None:
@@ -367,7 +367,7 @@ def test_but_not_this(kind: str, name: str, placement: Any) -> None:
         ({"parameters": [ParameterSpec("w", (1 << 63,))]}, "impossible shape"),
         ({"parameters": [ParameterSpec("w", (1 << 31, 1 << 31))]}, "impossible shape"),
         ({"parameters": [ParameterSpec("w", (1,) * 65)]}, "impossible shape"),
-        ({"parameters": [ParameterSpec("w", (), group=-1)]}, "a group that the optimizer does not have"),
+        ({"parameters": [ParameterSpec("w", (), group=-2)]}, "a group that the optimizer does not have"),
         ({"num_pservers": 0}, "the number of pservers is out of range"),
         ({"num_pservers": -1}, "the number of pservers is out of range"),
         ({"num_pservers": MAX_PSERVERS + 1}, "the number of pservers is out of range"),
