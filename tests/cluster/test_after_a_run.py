@@ -24,6 +24,7 @@ def cluster(carrier: Carrier) -> Iterator[LocalCluster]:
         yield cluster
 
 
+@pytest.mark.extended
 def test_a_run_may_end_before_it_has_initial_values(cluster: LocalCluster) -> None:
     def declare_only(session: Session) -> None:
         optimizer = torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=0.1)

@@ -231,6 +231,7 @@ def test_only_one_gradient_of_all_can_be_clipped(carrier: Carrier) -> None:
         run_trainers(cluster.address, [work])
 
 
+@pytest.mark.extended
 def test_delayed_steps_are_clipped_too(carrier: Carrier) -> None:
     with LocalCluster(pservers=2, trainers=2, **carrier, max_delay=1, on_trainer_loss="fail") as cluster:
         work = partial(_push_given_gradients, max_grad_norm=MAX_NORM)

@@ -64,6 +64,7 @@ def test_the_bits_are_the_same(cluster: LocalCluster, counts: dict[str, int], ar
     assert counts["in"] > 0
 
 
+@pytest.mark.extended
 def test_steps_that_are_delayed_have_memory_of_their_own(counts: dict[str, int]) -> None:
     """Each trainer's gradients depend on nothing but the step, so that delay changes no number."""
     with LocalCluster(pservers=2, trainers=2, lease_seconds=2, on_trainer_loss="fail", max_delay=2) as cluster:

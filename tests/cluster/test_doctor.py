@@ -84,6 +84,7 @@ def await_event(cluster: LocalCluster, text: str) -> str:
                     return str(event["text"].removeprefix(text))
 
 
+@pytest.mark.extended
 def test_a_cluster_that_trains_is_well(carrier: Carrier) -> None:
     with LocalCluster(**carrier) as cluster, training(cluster):
         found = doctor(cluster)

@@ -48,7 +48,12 @@ def train(session: Session, look: Callable[[Session], None]) -> dict[str, Tensor
 
 
 @pytest.mark.parametrize(
-    ("offered", "wanted"), [(True, True), (True, False), (False, True)], ids=["both", "pservers", "trainers"]
+    ("offered", "wanted"),
+    [
+        pytest.param(True, True, id="both"),
+        pytest.param(True, False, id="pservers", marks=pytest.mark.extended),
+        pytest.param(False, True, id="trainers", marks=pytest.mark.extended),
+    ],
 )
 def test_blocks_travel_over_unix_sockets_if_both_sides_want_that(offered: bool, wanted: bool) -> None:
     tcp: list[int] = []

@@ -283,6 +283,7 @@ def push_given_gradients(session: Session, **arguments: Any) -> dict[str, Tensor
     return values(model)
 
 
+@pytest.mark.extended
 def test_delayed_steps_overlap_too(carrier: Carrier) -> None:
     with LocalCluster(pservers=2, trainers=2, **carrier, max_delay=1, on_trainer_loss="fail") as cluster:
         overlapped, other = (
@@ -293,6 +294,7 @@ def test_delayed_steps_overlap_too(carrier: Carrier) -> None:
     assert_identical(overlapped[0], other[0])
 
 
+@pytest.mark.extended
 def test_the_asynchronous_mode_overlaps_too(carrier: Carrier) -> None:
     """One trainer alone, whose every step is applied before it pulls: as in one process."""
     with LocalCluster(

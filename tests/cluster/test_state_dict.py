@@ -28,7 +28,7 @@ BEFORE, AFTER = 5, 4
 SMALL = {"bucket_bytes": 20_000, "min_block_size": 1000}  # several frames, and parameters that are cut
 Parameters = dict[str, nn.Parameter]
 
-EVERY_DAY = ("SGD-momentum", "Adam-amsgrad", "Adagrad")
+EVERY_DAY = ("SGD-momentum", "AdamW")
 KINDS = [pytest.param(kind, marks=[] if kind in EVERY_DAY else pytest.mark.extended) for kind in OPTIMIZERS]
 
 

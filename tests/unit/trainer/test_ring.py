@@ -51,4 +51,6 @@ def test_squares_are_added_up_in_64_bits(size: int) -> None:
     bucket.put("a", torch.full((size,), 1e30))  # whose square is infinite in 32
     total = bucket.sum_of_squares()
     assert total.dtype == torch.float64
-    assert float(total) == pytest.approx(size * float(torch.tensor(1e30)) ** 2, rel=1e-9)  # a rounding for each element, at worst
+    assert float(total) == pytest.approx(
+        size * float(torch.tensor(1e30)) ** 2, rel=1e-9
+    )  # a rounding for each element, at worst
