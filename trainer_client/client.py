@@ -41,6 +41,7 @@ from ps_protocol.vocabulary import (
 )
 
 from .agreement import NormAgreement, finish_rounds
+from .amp.scale_agreement import ScaleAgreement
 from .authorization import BearerAuth
 from .buckets import Bucket, Payload, make_buckets
 from .differences import Differences
@@ -49,7 +50,6 @@ from .exchange import Exchange
 from .membership import Membership
 from .metrics import MetricsServer, TrainerMetrics
 from .pserver_client import PserverClient, Pulled
-from .scale_agreement import ScaleAgreement
 from .settings import TrainerSettings, read_settings
 from .tensors import TORCH_DTYPES, writable_bytes
 from .transport import make_control_client

@@ -22,7 +22,7 @@ from ps_protocol.vocabulary import PserverIndex, Round
 from .buckets import Bucket, Payload
 from .client import ParameterClient, completion
 from .io_thread import IoThread
-from .slot_transfer import SlotFrames
+from .slots.slot_transfer import SlotFrames
 
 END_SECONDS = 5.0  # for requests that are given up; they end at once
 

@@ -26,7 +26,7 @@ from .client import ParameterClient
 from .differences import Differences
 from .io_thread import IoThread
 from .outgoing import Outgoing, note_task, nothing_to_wait_for
-from .slot_transfer import SlotFrames
+from .slots.slot_transfer import SlotFrames
 from .tensors import writable_bytes
 
 

@@ -15,10 +15,10 @@ from ps_protocol.errors import BadModel, GradpostError, NonFiniteGradient
 from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import AVERAGED, ParameterSpec, Round
 
+from .amp.unscaling import unscale_gradients
 from .buffer_averages import BufferAverages, choose_averaged
 from .collectives import choose_device
 from .forward_waits import ForwardWaits
-from .grad_scaling import unscale_gradients
 from .host.follower import FollowerSteps
 from .host.leader import LeaderSteps
 from .host.model import describe_model
@@ -26,10 +26,10 @@ from .local_steps import LocalSteps, check_outer
 from .model_tensors import find_aliases, name_parameters, stored_tensors
 from .optimizer_spec import describe_local_optimizer, describe_optimizer, read_hyper_parameters
 from .overlap import Overlap
-from .remote_slots import RemoteSlots
 from .ring.group import Group
 from .ring.steps import RingSteps
 from .session import Session, connect, open_session
+from .slots.remote_slots import RemoteSlots
 from .steps import Steps
 from .tensors import wire_dtype
 

@@ -15,12 +15,12 @@ from ps_protocol.vocabulary import Round
 from .buffer_averages import BufferAverages
 from .device_copies import GradientCopies, ParameterCopies, is_away
 from .landing import Landing, copy_landed, landing_of
-from .loading import Loading
 from .local_steps import LocalSteps
 from .pipeline import Pipeline
 from .session import Session
-from .slot_state import Slots
-from .slot_transfer import pull_slots
+from .slots.loading import Loading
+from .slots.slot_state import Slots
+from .slots.slot_transfer import pull_slots
 from .tensors import writable_bytes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trainer_client.grad_scaling import unscale_gradients
+from trainer_client.amp.unscaling import unscale_gradients
 
 
 class Scaled(torch.optim.SGD):

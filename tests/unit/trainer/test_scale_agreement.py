@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ps_protocol.grad_scalers import ScalerState
-from trainer_client.scale_agreement import ScaleAgreement
+from trainer_client.amp.scale_agreement import ScaleAgreement
 
 FACTORS: dict[str, Any] = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2}
 OWN = ScalerState(0, 8.0, 0)

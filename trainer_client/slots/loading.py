@@ -5,7 +5,7 @@ from __future__ import annotations
 from ps_protocol.errors import BadModel
 from ps_protocol.vocabulary import Round
 
-from .client import ParameterClient
+from ..client import ParameterClient
 from .slot_state import Slots
 from .slot_transfer import SlotFrames, make_slot_frames
 

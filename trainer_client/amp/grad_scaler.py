@@ -13,7 +13,7 @@ from ps_protocol.errors import BadModel
 from ps_protocol.grad_scalers import ScalerState
 
 if TYPE_CHECKING:
-    from .remote_optimizer import RemoteOptimizer
+    from ..remote_optimizer import RemoteOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from ps_protocol.optimizers import OptimizerSpec
 from ps_protocol.slots import StepState
 
+from ..steps import Steps
 from .slot_state import Slots, needed_slots, read_state, write_state
-from .steps import Steps
 
 
 class RemoteSlots:

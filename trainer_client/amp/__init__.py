@@ -1,0 +1,1 @@
+"""Mixed precision: GradScalers that go the same way on all trainers."""
