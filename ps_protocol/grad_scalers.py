@@ -59,9 +59,9 @@ class ScalerState:
         after, scale, tracker = values["after"], values["scale"], values["growth_tracker"]
         if not all(type(count) is int and 0 <= count < 1 << 63 for count in (after, tracker)):
             raise _malformed(text)
-        if type(scale) is not float or not math.isfinite(scale) or scale < 0:
+        if type(scale) not in (int, float) or not math.isfinite(scale) or scale < 0:
             raise _malformed(text)
-        return cls(after, scale, tracker)
+        return cls(after, float(scale), tracker)
 
 
 def _malformed(text: str) -> MalformedFrame:

@@ -14,29 +14,51 @@ from torch import Tensor
 from ps_protocol.errors import BadModel
 from ps_protocol.vocabulary import PARAMETER_DTYPES, Round
 
+from .model_tensors import stored_tensors
 from .tensors import WIRE_DTYPES
 
 
 class BufferAverages:
     """Of one trainer. Nothing here blocks."""
 
-    def __init__(self, buffers: Mapping[str, Tensor], interval: int) -> None:
-        """`buffers` are those of the model, by name; `interval` is in rounds."""
-        self._buffers = buffers
+    def __init__(self, find: Callable[[], Mapping[str, Tensor]], interval: int) -> None:
+        """`find` gives the model's buffers by name as they are now; `interval` is in rounds."""
+        self._find = find
         self._interval = interval
         self._landed: Round = 0
         # What is pulled in any round lands here, and not in what a forward pass has just changed.
-        self.means = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+        self.means = {name: buffer.detach().clone() for name, buffer in find().items()}
+
+    def _buffers(self) -> Mapping[str, Tensor]:
+        """Modules may have new tensors by now. Raises BadModel if those are of another kind."""
+        buffers = self._find()
+        for name, mean in self.means.items():
+            buffer = buffers.get(name)
+            if buffer is None or (buffer.shape, buffer.dtype) != (mean.shape, mean.dtype):
+                raise BadModel(
+                    f"buffer {name!r} has become another one; all trainers agreed on it when the run began",
+                    expected=f"{mean.dtype} {list(mean.shape)}",
+                    actual=None if buffer is None else f"{buffer.dtype} {list(buffer.shape)}",
+                )
+        return buffers
 
     def is_due(self, round_: Round) -> bool:
         """Whether this round averages them."""
         return round_ % self._interval == 0
 
     def values_for(self, round_: Round) -> dict[str, Tensor]:
-        """What is pushed in this round, by name: flat copies, or nothing."""
+        """What is pushed in this round, by name: flat copies, or nothing.
+
+        One that has become NaN or infinite counts as it was at first, or in the last round of this kind: it would spoil
+        all others, and stay so. Raises BadModel.
+        """
         if not self.is_due(round_):
             return {}
-        return {name: buffer.detach().reshape(-1).clone() for name, buffer in self._buffers.items()}
+        buffers, values = self._buffers(), {}
+        for name, mean in self.means.items():
+            is_finite = bool(torch.isfinite(buffers[name]).all())
+            values[name] = (buffers[name] if is_finite else mean).detach().reshape(-1).clone()
+        return values
 
     def begin(self, version: Round) -> None:
         """The run begins, or goes on, with the means as they are now."""
@@ -51,16 +73,17 @@ class BufferAverages:
         self._landed = version
 
     def _take(self) -> None:
+        buffers = self._buffers()
         with torch.no_grad():
-            for name, buffer in self._buffers.items():
-                buffer.copy_(self.means[name])
+            for name, mean in self.means.items():
+                buffers[name].copy_(mean)
 
 
-def choose_averaged(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those of a model's other tensors that can be averaged: its float buffers, and no parameter. Raises BadModel."""
+def choose_averaged(model: torch.nn.Module | None, trained: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What of a model can be averaged, besides what is trained: its float buffers. Raises BadModel."""
     chosen = {
         name: tensor
-        for name, tensor in stored.items()
+        for name, tensor in stored_tensors(model, trained).items()
         if not isinstance(tensor, torch.nn.Parameter) and WIRE_DTYPES.get(tensor.dtype) in PARAMETER_DTYPES
     }
     if not chosen:

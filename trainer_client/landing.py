@@ -69,10 +69,14 @@ class Landing:
         """A step has begun, and its pull will write to a set. Blocks for copies from there to a device."""
         self._copies.begin(self._parameters)
 
-    def take(self, index: int, names: Iterable[str]) -> None:
-        """What a set holds goes to these parameters."""
+    def take(self, index: int, names: Iterable[str], *, is_noticed: bool = True) -> None:
+        """What a set holds goes to these parameters.
+
+        Unless `is_noticed` autograd does not see it: a graph that was made before may be gone through once more.
+        """
         taken = {name: self._parameters[name] for name in names}
-        copy_landed(taken, self.sets[index], self._copies)
+        seen = taken if is_noticed else {name: parameter.data for name, parameter in taken.items()}
+        copy_landed(seen, self.sets[index], self._copies)
         self._versions.update((name, parameter._version) for name, parameter in taken.items())
 
 

@@ -92,7 +92,7 @@ class RemoteOptimizer(Optimizer):
         self._aliases = find_aliases(model, self._named | self._stored)
         self._session = _use_session(session, arguments)
         interval = self._session.client.settings.average_buffers
-        self._averages = BufferAverages(choose_averaged(self._stored), interval) if interval else None
+        self._averages = BufferAverages(lambda: choose_averaged(model, self._named), interval) if interval else None
         self._remote, self._local = self._share_work(optimizer, outer)
         self._own = optimizer if self._is_ring or self._local is not None else None  # steps here
         self.spec = describe_local_optimizer(optimizer) if self._is_ring else describe_optimizer(self._remote)
@@ -128,7 +128,9 @@ class RemoteOptimizer(Optimizer):
         state are functions of (seed, rank, round) goes on where it was. It may go down in `step()`, with a warning,
         when the run is rolled back. With `overlap_pulls` the newest one that was begun.
         """
-        return self._session.round if self._waits is None else self._steps.begun
+        if self._waits is not None:
+            return self._steps.begun
+        return self._session.round if self._session.host is None else self._steps.landed
 
     @property
     def num_steps(self) -> int:
@@ -211,6 +213,7 @@ class RemoteOptimizer(Optimizer):
                     self._slots.begin(None)
         if settings.overlap_pulls and model is not None:
             self._waits = ForwardWaits(model, self._named, self._land_in_time, self.synchronize)
+            self._session.land_last_step = self.synchronize
         if settings.overlap:
             self._overlap = Overlap(
                 self._session, self._named, self._send_early, settings.accumulate_steps, self._waits
@@ -227,7 +230,7 @@ class RemoteOptimizer(Optimizer):
         if group is None:
             steps = Steps(self._session, self._named, self._stored, self._local, self._averages)
             assert self._slots is not None  # there are pservers
-            self._slots.begin(steps)
+            self._slots.begin(steps, leads=self._session.host is not None)
             return steps
         group.open(client.rendezvous)
         return RingSteps(self._session, self._named, self._stored, self._remote, group, self._averages)
@@ -421,7 +424,8 @@ class RemoteOptimizer(Optimizer):
 
         Of the newest step, which is waited for (`synchronize`); waits for no other trainer. Slots are float32 even
         where parameters are not. With local steps, and in a ring, it is the wrapped optimizer's own. Where several
-        processes of a host are one trainer, only process 0 has slots.
+        processes of a host are one trainer, only process 0 has slots; with `max_delay` all of them call
+        `synchronize` before.
         """
         if self._own is not None or self._slots is None:
             return super().state_dict()

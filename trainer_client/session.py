@@ -9,9 +9,11 @@ import multiprocessing.util
 import os
 import sys
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
+from ps_protocol.errors import GradpostError
 from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import Mode, Rank, Round, Strategy
 
@@ -43,6 +45,7 @@ class Session:
             raise
         self._pid = os.getpid()
         self._is_open = True
+        self.land_last_step: Callable[[], object] | None = None  # where `step` does not wait for its parameters
 
     def __repr__(self) -> str:
         state = "open" if self._is_open else "closed"
@@ -116,6 +119,7 @@ class Session:
         try:
             if outcome == "done":
                 self.io.run(self.client.finish())
+                outcome, reason = self._land_last_step()
             if self.host is not None:
                 self.io.run(self.host.leave(outcome, reason))
             patience = self.client.settings.retry_seconds if outcome == "done" else 0.0
@@ -124,6 +128,16 @@ class Session:
             print(f"gradpost: leaving the run failed, and it counts as lost: {error!r}", file=sys.stderr)
         finally:
             self.io.close()
+
+    def _land_last_step(self) -> tuple[str, str]:
+        """Into the parameters, for whoever uses the model afterwards; returns the outcome and its reason."""
+        if self.land_last_step is None:
+            return "done", ""
+        try:
+            self.land_last_step()
+        except GradpostError as error:
+            return "failed", f"{type(error).__name__}: {error}"
+        return "done", ""
 
     def __enter__(self) -> Session:
         return self

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ps_protocol.errors import ContributionConflict, NonFiniteGradient, PserverLost, RolledBack
+from ps_protocol.errors import BadModel, ContributionConflict, NonFiniteGradient, PserverLost, RolledBack
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.slots import StepState
 from ps_protocol.vocabulary import Round
@@ -57,14 +57,14 @@ class Steps:
         self._loading = Loading(self._client)
         self._begin_after(self._client.start - 1)
 
-    def _begin_after(self, version: Round) -> None:
+    def _begin_after(self, version: Round, *, is_noticed: bool = True) -> None:
         """Take the parameters of this version, or of another if the run goes back meanwhile, as those to go on with."""
         while True:
             try:
                 if self._client.must_upload:
                     self._io.run(self._client.send_initial(self._initial_values()))
                 self._pipeline.pull_start(version)
-                self._land(version, set(self._parameters))
+                self._land(version, set(self._parameters), is_noticed=is_noticed)
                 if self._stored and not self._has_stored:
                     self._pull_stored()
             except RolledBack:
@@ -150,15 +150,24 @@ class Steps:
         """Push these with the next step, if they are this trainer's to push. Does not block."""
         self._loading.load(slots, self.begun)
 
-    def pull_slots(self, needed: Callable[[str, StepState], Sequence[str]]) -> Slots:
-        """The slots as of the newest step, which is taken first; those that were loaded and have not left, if any."""
+    def pull_slots(self, needed: Callable[[str, StepState], Sequence[str]], *, leads: bool) -> Slots:
+        """The slots as of the newest step, which is taken first; those that were loaded and have not left, if any.
+
+        Where it `leads` other processes it takes nothing, and does not go back, without them: raises BadModel if steps
+        are on their way, RolledBack if the run goes back.
+        """
         while True:
-            self.take()
+            if not leads:
+                self.take()
+            elif self.landed < self.begun:
+                raise BadModel("steps are on their way: all processes of the host have to call synchronize() before")
             if self._loading.slots is not None:
                 return self._loading.slots
             try:
                 return self._io.run(pull_slots(self._client, self.landed, needed))
             except RolledBack as error:
+                if leads:
+                    raise
                 self._go_back(error)
 
     def take_due(self) -> None:
@@ -181,7 +190,6 @@ class Steps:
                 return False
             newest = self._pipeline.wait(step)
         except RolledBack as error:
-            self._copies.forget()
             self._go_back(error)
             return True
         except BaseException as error:
@@ -204,16 +212,18 @@ class Steps:
 
     def _go_back(self, error: RolledBack) -> None:
         before = self.begun
+        self._copies.forget()
         version = self._io.run(self._client.go_back())
         self._client.log.warning(
             f"{error.detail}: {before - version} steps of this trainer are lost and have to be taken again; "
             f"the next one is {version + 1}"
         )
-        self._begin_after(version)
+        # In the middle of a forward pass its backward pass is still to come, though nobody takes its gradients.
+        self._begin_after(version, is_noticed=not self._is_by_parameter)
 
-    def _land(self, version: Round, names: set[str]) -> None:
+    def _land(self, version: Round, names: set[str], *, is_noticed: bool = True) -> None:
         with torch.no_grad():
-            self._landing.take(self._pipeline.slot(version), names)
+            self._landing.take(self._pipeline.slot(version), names, is_noticed=is_noticed)
         self._pending = self._pending - names
         if self._local is not None:
             self._local.begin()

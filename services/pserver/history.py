@@ -63,8 +63,9 @@ class History:
             metadata[SKIPPED_KEY] = json.dumps(self.nonfinite[round_])
         if before:
             metadata[SKIPPED_BEFORE_KEY] = json.dumps(before)
-        if round_ in self.scalers:
-            metadata[GRAD_SCALER_KEY] = self.scalers[round_].to_json()
+        known = [told for told in self.scalers if told <= round_]
+        if known:  # a round that nobody took part in has none of its own
+            metadata[GRAD_SCALER_KEY] = self.scalers[max(known)].to_json()
         return metadata
 
     def take_outcomes(self, other: History) -> None:

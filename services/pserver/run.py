@@ -87,12 +87,12 @@ class PserverRun(ABC):
         self._buffers = {spec.name: spec for spec in self.plan.buffers if spec.pserver == index}
         # Of all that lives here, on the wire.
         own = self.plan.shard_bytes(index) + sum(spec.num_bytes for spec in self._buffers.values())
-        slots = MASTER_BYTES * sum(block.num_elements for block in self.plan.shards[index])  # of one kind
+        num_kinds = len(possible_slots(self._optimizer.name))
+        slots = num_kinds * MASTER_BYTES * sum(block.num_elements for block in self.plan.shards[index])
         self.num_bytes = max(own, self.plan.pushed_bytes(index), slots)
         pushed = sum(len(place.pushed) for place in self.shard.layout.places)
         num_blocks = len(self.plan.shards[index])
-        num_slots = num_blocks * len(possible_slots(self._optimizer.name))
-        self.num_tensors = max(pushed, num_blocks + len(self._buffers), num_slots)  # of a body, at most
+        self.num_tensors = max(pushed, num_blocks + len(self._buffers), num_blocks * num_kinds)  # of a body, at most
         self.pushed_bytes = 0
         self.pulled_bytes = 0
         self.transports: set[str] = set()  # HTTP versions of the data requests

@@ -466,7 +466,9 @@ class SyncRun(PserverRun):
         return version == fence.round or (version > fence.round and self.rounds.max_delay > 0)
 
     def _round_deadline(self) -> float:
-        if self._waiting_since is None or self.rounds.applying is not None or self.rounds.is_paused:
+        measuring = self.rounds.measuring
+        is_busy = self.rounds.applying is not None or (measuring is not None and self._measured_as(measuring) is None)
+        if self._waiting_since is None or is_busy or self.rounds.is_paused:
             return float("inf")
         return self._waiting_since + self.install.round_timeout_seconds
 

@@ -241,6 +241,16 @@ def pulling(session: Session) -> dict[str, Tensor]:
     raise AssertionError("it was not refused")
 
 
+def averaging(session: Session) -> dict[str, Tensor]:
+    model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+    try:
+        RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, average_buffers=1)
+    except BadModel as error:
+        assert "average_buffers is for trainers that are one process" in str(error)  # noqa: PT017
+        return {}
+    raise AssertionError("it was not refused")
+
+
 def different(session: Session) -> dict[str, Tensor]:
     model = nn.Linear(4, 2 + session.rank % 2)
     try:
@@ -261,6 +271,10 @@ def delayed(session: Session) -> dict[str, Tensor]:
     optimizer.synchronize()
     assert optimizer.round == 6
     return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+def scaled_late(session: Session) -> dict[str, Tensor]:
+    return {"scales": scaled(session)["scales"]}
 
 
 def play(environment: Mapping[str, str], folder: Path, names: Sequence[str]) -> None:

@@ -206,3 +206,22 @@ def test_a_model_without_buffers_has_none_to_average(cluster: LocalCluster) -> N
             RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=0.1), session=session, average_buffers=1)
 
     run_trainers(cluster.address, [work, work])
+
+
+def test_buffers_that_the_model_replaces_are_found(cluster: LocalCluster) -> None:
+    """As `module.to` and statistics that are computed anew do; one that is not finite counts as it was."""
+
+    def work(session: Session) -> Tensor:
+        model = nn.Linear(2, 1)
+        model.register_buffer("level", torch.zeros(3))
+        optimizer = RemoteOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.0), model=model, session=session, average_buffers=1
+        )
+        for step in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            model.level = model.level + (float("nan") if (session.rank, step) == (1, 2) else session.rank + 1.0)
+            optimizer.step()
+        return model.level
+
+    for level in run_trainers(cluster.address, [work, work]):
+        assert level.tolist() == [(3.0 + 1.0 + 3.0) / 2] * 3  # twice 1.5 more, and then 1 more in one of them

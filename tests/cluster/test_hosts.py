@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.hosts]
 SCRIPT = str(Path(__file__).with_name("host_script.py"))
 IN_SYNC = (
     *("late", "early", "streaming", "clipped", "unequal", "start", "local", "refused", "overflowed", "sharing"),
-    *("pulling", "different", "scaled", "scaled_early", "kept"),
+    *("pulling", "averaging", "different", "scaled", "scaled_early", "kept"),
 )
 ROUNDING = 1e-5
 SMALL = {"min_block_size": 100}  # parameters that are cut
@@ -169,7 +169,7 @@ def test_a_script_s_own_process_group_stays_its_own(found: Found) -> None:
 
 
 def test_what_is_for_single_processes_is_refused_in_all(found: Found) -> None:
-    assert found["pulling"] == found["different"] == [{}] * WORLD
+    assert found["pulling"] == found["averaging"] == found["different"] == [{}] * WORLD
 
 
 @pytest.mark.extended
@@ -185,7 +185,12 @@ def test_a_ring_of_hosts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("settings", [{"max_delay": 1}, {"mode": "async"}], ids=str)
 def test_other_modes(tmp_path: Path, settings: dict[str, Any]) -> None:
     with LocalCluster(pservers=2, trainers=NUM_HOSTS, **SMALL, lease_seconds=5, **settings) as cluster:
-        found = run(cluster, tmp_path, "delayed")["delayed"]
+        names = ["delayed", "scaled_late"] if "max_delay" in settings else ["delayed"]
+        every = run(cluster, tmp_path, *names)
+    if "scaled_late" in every:  # what becomes of a round counts a step later, in all processes
+        scales = [1024.0, 1024.0, 1024.0, 2048.0, 2048.0, 1024.0]
+        assert [one["scales"].tolist() for one in every["scaled_late"]] == [scales] * WORLD
+    found = every["delayed"]
     assert_identical(found[0], found[1])  # of one host
     assert_identical(found[2], found[3])
     if "mode" not in settings:

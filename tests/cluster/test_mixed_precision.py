@@ -330,3 +330,18 @@ def test_where_steps_are_not_rounds_each_trainer_has_its_own_scale(carrier: Carr
         assert run_trainers(lonely.address, [work]) == [[64.0, 32, 32, 64]]
     with LocalCluster(pservers=1, trainers=1, **carrier) as lonely:
         assert run_trainers(lonely.address, [work], local_steps=2) == [[64.0, 32, 32, 64]]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_closure_is_refused(cluster: LocalCluster, overlap: bool) -> None:
+    def work(session: Session) -> None:
+        model = make_model()
+        optimizer = RemoteOptimizer(make_optimizer(model), model=model, session=session, overlap=overlap)
+        scaler = GradScaler(optimizer, "cpu")
+        with pytest.raises(BadModel, match="takes no closure"):
+            scaler.step(optimizer, lambda: 0.0)
+        scaler.scale(loss_of(model, 0, 0)).backward()
+        scaler.step(optimizer)
+        assert optimizer.round == 1
+
+    run_trainers(cluster.address, [work, work])

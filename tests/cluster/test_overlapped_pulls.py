@@ -268,3 +268,78 @@ def test_processes_may_die_while_a_forward_pass_waits(carrier: Carrier) -> None:
         run.kill(run.cluster.trainers[1])
         run.start_trainer(1)
         assert run.results() == [expected_result(100)] * 2
+
+
+@pytest.mark.parametrize("form", [{"memory_format": torch.channels_last}, {"dtype": torch.float32}], ids=str)
+@pytest.mark.parametrize("pull_type", ["float32", "int8"])
+def test_the_newest_values_are_in_the_model_when_the_session_has_ended(
+    lonely: LocalCluster, form: dict[str, Any], pull_type: str
+) -> None:
+    """Wherever pulls land before."""
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(48, 2)).to(**form)
+    expected: dict[str, tuple[Tensor, Tensor]] = {}  # and by how much the last step has changed it
+
+    def work(session: Session) -> None:
+        optimizer = RemoteOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), model=model, session=session, pull_type=pull_type, **BOTH
+        )
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2, 6, 6)).sum().backward()
+            for name, parameter in model.named_parameters():
+                assert parameter.grad is not None
+                expected[name] = parameter.detach() - parameter.grad, parameter.grad.abs().max()
+            optimizer.step()
+
+    run_trainers(lonely.address, [work])
+    for name, parameter in model.named_parameters():
+        value, change = expected[name]
+        assert (parameter.detach() - value).abs().max() < 0.05 * change, name  # 8 bits are not exact
+
+
+@pytest.mark.extended
+def test_the_run_may_go_back_while_later_layers_are_waited_for(carrier: Carrier) -> None:
+    """Those that have computed are given other values under a graph whose backward pass is still to come."""
+    with LocalCluster(pservers=2, trainers=1, **carrier, lease_seconds=2) as cluster:
+
+        def work(session: Session) -> None:
+            model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+            optimizer = overlapping(model, session)
+
+            def take_step() -> None:
+                optimizer.zero_grad()
+                model(torch.ones(2, 8)).square().sum().backward()
+                optimizer.step()
+
+            for _ in range(3):
+                take_step()
+            optimizer.synchronize()
+            made = cluster.view.create_checkpoint()
+            for _ in range(2):
+                take_step()
+            went_back: list[int] = []
+            pull = session.client.pull
+
+            async def pull_all_but_the_last_layer(
+                round_: int, destinations: Any, on_landed: Callable[[str], None], **options: Any
+            ) -> Any:
+                await pull(
+                    round_,
+                    destinations,
+                    on_landed=lambda block: None if block.startswith("2.") else on_landed(block),
+                    **options,
+                )
+                session.client.pull = pull  # type: ignore[method-assign]
+                went_back.append((await asyncio.to_thread(cluster.view.roll_back, made.round))["round"])
+                return await pull(round_, destinations, on_landed=on_landed, **options)
+
+            session.client.pull = pull_all_but_the_last_layer  # type: ignore[method-assign]
+            take_step()
+            optimizer.synchronize()
+            [next_round] = went_back
+            assert optimizer.round == next_round - 1 == made.round
+            take_step()
+            optimizer.synchronize()
+            assert optimizer.round == next_round
+
+        run_trainers(cluster.address, [work])

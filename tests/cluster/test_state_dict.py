@@ -369,3 +369,36 @@ def test_local_steps_keep_the_state_of_their_own_optimizer(other_cluster: LocalC
         assert local.state_dict()["state"][0]["step"] == 4
 
     run_trainers(other_cluster.address, [train], **SMALL)
+
+
+def test_slots_of_a_shard_that_is_larger_than_a_request_of_one_kind(carrier: Carrier) -> None:
+    """With the buckets that are the default two kinds of slots travel together."""
+    with LocalCluster(pservers=1, trainers=1, **carrier, on_trainer_loss="fail") as cluster:
+
+        def train(session: Session) -> None:
+            weight = nn.Parameter(torch.zeros(900, 900))
+            local = torch.optim.AdamW([("weight", weight)])
+            weight.grad = torch.ones_like(weight)
+            local.step()
+            optimizer = RemoteOptimizer(local, session=session)
+            optimizer.step()
+            assert optimizer.state_dict()["state"][0]["step"] == 2
+
+        run_trainers(cluster.address, [train])
+
+
+@pytest.mark.extended
+def test_slots_count_when_the_first_trainer_is_gone(carrier: Carrier) -> None:
+    with LocalCluster(pservers=2, trainers=2, **carrier, lease_seconds=2, on_trainer_loss="continue") as cluster:
+
+        def train(session: Session) -> Tensor:
+            weight = nn.Parameter(torch.zeros(10))
+            weight.grad = torch.ones(10)
+            optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0, momentum=0.5), session=session)
+            optimizer.step()
+            if session.rank == 1:
+                optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+                optimizer.step()
+            return weight.detach()
+
+        assert run_trainers(cluster.address, [train, train])[1].tolist() == [-2.0] * 10  # the momentum began anew

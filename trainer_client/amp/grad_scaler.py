@@ -70,7 +70,8 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def _begin_with(self, state: ScalerState) -> None:
-        self._initial = self._own = state
+        # Of torch's, which multiplies by a float32, whatever number the script has given.
+        self._initial = self._own = replace(state, scale=float(torch.tensor(state.scale, dtype=torch.float32)))
         self._is_due = True  # whether there is an outcome that the scale has yet to follow from
         self._num_returns = -1  # how often the run had gone back when the scale last did
 
@@ -100,15 +101,20 @@ class GradScaler(torch.amp.GradScaler):
         self._inverse = None
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step like `RemoteOptimizer.step`, with unscaled gradients; nobody steps if they are not finite somewhere."""
+        """Step like `RemoteOptimizer.step`, with unscaled gradients; nobody steps if they are not finite somewhere.
+
+        Takes no closure, whose gradients would come after those that are unscaled; nor does torch's.
+        """
         self._check(optimizer)
+        if self.is_enabled() and (args or kwargs):
+            raise BadModel("a GradScaler's step takes no closure: call backward before it")
         if not self._is_shared:
             return super().step(optimizer, *args, **kwargs)
         with self._agreement.pushing(self._own):
             if not self._remote.overlaps:
-                return super().step(optimizer, *args, **kwargs)
+                return super().step(optimizer)
             self._unscale_rest()
-            return self._remote.step(*args, **kwargs)  # the pservers, or the ring, find what is not finite
+            return self._remote.step()  # the pservers, or the ring, find what is not finite
 
     def _check(self, optimizer: Optimizer) -> None:
         if optimizer is not self._remote:
@@ -157,4 +163,4 @@ class GradScaler(torch.amp.GradScaler):
         """As torch's; in a run that has taken steps with a GradScaler, the run's state counts instead."""
         super().load_state_dict(state_dict)
         if self.is_enabled():
-            self._begin_with(ScalerState(0, state_dict["scale"], state_dict["_growth_tracker"]))
+            self._begin_with(ScalerState(0, state_dict["scale"], int(state_dict["_growth_tracker"])))

@@ -49,6 +49,7 @@ class FollowerSteps:
         )
         self._values = Values({**parameters, **stored}, device)
         self._land(started["round"])
+        self.begun = self.landed
         self._values = Values(parameters, device)
 
     def look_for_changes(self) -> None:
@@ -68,6 +69,7 @@ class FollowerSteps:
 
     def begin(self, gradients: Mapping[str, Tensor], numbers: list[HyperParameters], *, is_finite: bool) -> None:
         """Send all flat gradients. Blocks for the process that leads; what the step's numbers are, it says alone."""
+        self.begun += 1
         self._gradients.check(gradients)
         self._gradients.send_rest(gradients)
         absent = [index for index, name in enumerate(self._names) if name not in gradients]
@@ -91,12 +93,13 @@ class FollowerSteps:
         self.num_applied = result["num_applied"]
         self._client.grad_norm = result["grad_norm"]
         self._client.scale_agreement.take_over(result["scale"])
+        self.begun = result["begun"]
         self._land(result["round"])
 
     def _land(self, version: Round) -> None:
         self._values.take(self._host.collectives)
         self._host.finish()
         self._values.land()
-        self.begun = self.landed = self._client.membership.round = version
+        self.landed = self._client.membership.round = version
         if self._local is not None:
             self._local.begin()

@@ -114,9 +114,9 @@ class LeaderSteps:
         A parameter has no gradient if it has none in any process. If those of one have overflowed, the host takes part
         with nothing.
         """
-        self._gradients.check(gradients)
         with self._host.telling():
             try:
+                self._gradients.check(gradients)
                 self._gradients.send_rest(gradients)
                 lines = self._host.hear("step", self._client.joined.round_timeout_seconds)
                 self._host.finish()
@@ -160,6 +160,7 @@ class LeaderSteps:
         self._host.tell(
             "result",
             round=self._steps.landed,
+            begun=self._steps.begun,
             num_applied=self._steps.num_applied,
             grad_norm=self._client.grad_norm,
             scale=self._client.scale_agreement.known(),

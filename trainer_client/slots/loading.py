@@ -30,7 +30,9 @@ class Loading:
         """
         if slots and self._client.joined.consistency.step_count == "trainer":
             raise BadModel("with step_count trainer each trainer counts its own steps: slots cannot be loaded for all")
-        if self._client.uploader != self._client.joined.rank:
+        # Later it may be gone; of those that come with a round the lowest rank's count.
+        is_alone = begun == 0 or self._client.joined.consistency.is_async
+        if is_alone and self._client.uploader != self._client.joined.rank:
             return
         if not self._has_stepped and self._client.start > 1:
             self._client.log.info(f"the run is at round {begun} and has slots of its own: those loaded are left out")
@@ -57,6 +59,8 @@ class Loading:
 
     def went_back(self, version: Round) -> None:
         """The run begins, or goes on, after this version."""
+        if version > self._after:  # they are in it
+            self.slots, self._frames = None, []
         is_lost = version < self._after or (version == self._after and self.slots is None)
         if self._after >= 0 and is_lost:
             self.slots, self._frames, self._after = None, [], -1

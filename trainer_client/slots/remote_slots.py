@@ -27,13 +27,14 @@ class RemoteSlots:
         own = optimizer.state_dict() if optimizer.state else None
         self._initial: Slots = {} if own is None else read_state(spec, self._groups(), names, own)
         self._steps: Steps | None = None
+        self._leads = False
 
-    def begin(self, steps: Steps | None) -> None:
+    def begin(self, steps: Steps | None, *, leads: bool = False) -> None:
         """There is a run; the optimizer's own slots move there, and take no memory here any more.
 
-        None: another process of this host speaks to the pservers, and only that one has slots to show.
+        None: another process of this host speaks to the pservers, `leads`, and only that one has slots to show.
         """
-        self._steps = steps
+        self._steps, self._leads = steps, leads
         if self._initial:
             self.load(self._initial)
             self._optimizer.state.clear()
@@ -53,7 +54,7 @@ class RemoteSlots:
             return needed_slots(self._spec.name, group_of[name], state)
 
         if self._steps is not None:
-            slots = self._steps.pull_slots(needed)
+            slots = self._steps.pull_slots(needed, leads=self._leads)
             remote.state.update(write_state(self._spec, self._groups(), self._names, slots))
         try:
             yield
