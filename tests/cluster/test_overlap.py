@@ -323,7 +323,7 @@ def test_processes_may_die_while_gradients_leave(carrier: Carrier) -> None:
 def test_the_run_may_go_back_in_the_middle_of_a_pass(carrier: Carrier, pulls: str) -> None:
     """Whatever of its pass a trainer has done when the run goes back, that gradient is in no round."""
     environment = {**EARLY, "GRADPOST_OVERLAP_PULLS": pulls}
-    with FaultyRun(220, **carrier, environment=environment) as run:
+    with FaultyRun(400, **carrier, environment=environment) as run:
         for number, round_ in enumerate((15, 40, 65), start=1):
             run.wait_for_round(round_)
             made = run.make_checkpoint()
@@ -331,4 +331,4 @@ def test_the_run_may_go_back_in_the_middle_of_a_pass(carrier: Carrier, pulls: st
             answer = httpx.post(f"{run.cluster.address}/v1/rollback", json={"round": made}, timeout=30)
             assert answer.is_success, answer.text
             run.wait_for_line("steps of this trainer are lost", number, of="trainer 0")
-        assert run.results() == [expected_result(220)] * 2
+        assert run.results() == [expected_result(400)] * 2
