@@ -435,10 +435,10 @@ class RemoteOptimizer(Optimizer):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the groups' numbers, and the slots with the next step: the lowest rank pushes them. Does not block.
+        """Take over the groups' numbers, and the slots with the next step: the lowest rank's count. Does not block.
 
-        Others may call it or not; theirs are only looked at. Before the first step in a run that has rounds already
-        (this trainer was started again, or the run resumed) slots are not taken, since the run has its own.
+        Others may call it or not; at the start theirs are only looked at. Before this trainer's first step in a run
+        that has rounds already (it was started again, or the run resumed) slots are not taken: the run has its own.
         With local steps, and in a ring, they are the wrapped optimizer's own, and all trainers have to load the same.
         Raises BadModel, or BadHyperParameters, if it does not fit; then nothing has changed.
         """

@@ -2,8 +2,8 @@
 
     python -m benchmarks.wire.io_threads [--elements 25000000] [--pservers 4] [--threads 1 2 4] [--rounds 5]
 
-Seed 3 asks for a pool of I/O threads; docs/adr/0021-io-threads.md says what came of it. Over loopback TCP, one
-trainer, the kinds in turn; with the defaults it takes some 3 minutes.
+Over loopback TCP, one trainer, the kinds in turn; with the defaults it takes some 3 minutes. With more than one thread
+each request makes a hop between loops, which is a part of what they cost.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from .slot_transfer import SlotFrames, make_slot_frames
 class Loading:
     """Of one trainer. Nothing here blocks.
 
-    Nobody but the trainer that brings the initial values pushes them: all others would bring the same.
+    Before the first round nobody but the trainer that brings the initial values pushes them: all others would bring the
+    same.
     """
 
     def __init__(self, client: ParameterClient) -> None:
