@@ -110,11 +110,13 @@ class Said(list[str]):
     info = warning = list.append
 
 
-def loading(*, rank: int = 0, start: int = 1, step_count: str = "applied") -> tuple[Loading, Said]:
+def loading(
+    *, rank: int = 0, start: int = 1, step_count: str = "applied", is_async: bool = False
+) -> tuple[Loading, Said]:
     log = Said()
     client = SimpleNamespace(
         uploader=0, start=start, plan=PLAN, log=log, settings=SimpleNamespace(chosen_bucket_bytes=1000),
-        joined=SimpleNamespace(rank=rank, consistency=SimpleNamespace(step_count=step_count)),
+        joined=SimpleNamespace(rank=rank, consistency=SimpleNamespace(step_count=step_count, is_async=is_async)),
     )  # fmt: skip
     return Loading(client), log  # type: ignore[arg-type]
 
@@ -134,7 +136,9 @@ def test_they_go_with_the_next_step_and_with_that_again_until_it_has_landed() ->
     assert log == []
 
 
-@pytest.mark.parametrize(("has_landed", "version", "is_lost"), [(False, 4, True), (True, 5, True), (True, 6, False)])
+@pytest.mark.parametrize(
+    ("has_landed", "version", "is_lost"), [(False, 4, True), (False, 6, False), (True, 5, True), (True, 6, False)]
+)
 def test_a_run_that_goes_back_may_lose_them(has_landed: bool, version: int, is_lost: bool) -> None:
     one, log = loading()
     one.load(SLOTS, 5)
@@ -145,10 +149,14 @@ def test_a_run_that_goes_back_may_lose_them(has_landed: bool, version: int, is_l
     assert (one.slots is None, len(log)) == (True, int(is_lost))
 
 
-def test_only_one_trainer_pushes_them() -> None:
-    one, _ = loading(rank=1)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_only_one_trainer_pushes_them_before_the_first_round(is_async: bool) -> None:
+    """It may be gone later; but contributions that are taken one by one may bring them once only."""
+    one, _ = loading(rank=1, is_async=is_async)
     one.load(SLOTS, 0)
     assert one.frames_for(1) is None
+    one.load(SLOTS, 5)
+    assert (one.frames_for(6) is None) == is_async
 
 
 def test_a_run_that_has_slots_keeps_them_until_this_trainer_has_stepped() -> None:
