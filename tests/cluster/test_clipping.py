@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -37,6 +38,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+with torch.random.fork_rng():
+    torch.manual_seed(0)
+    MODEL = nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 20))
+
+
 @pytest.fixture(scope="module")
 def ring() -> Iterator[LocalCluster]:
     with LocalCluster(pservers=0, trainers=2, strategy="ring") as cluster:
@@ -50,8 +56,8 @@ def cluster(carrier: Carrier) -> Iterator[LocalCluster]:
 
 
 def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 20))
+    """The same weights at each call, in any thread."""
+    return copy.deepcopy(MODEL)
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
