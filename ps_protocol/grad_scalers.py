@@ -31,10 +31,10 @@ class ScalerState:
         ScalerState(after=1, scale=16.0, growth_tracker=0)
         """
         if is_skipped:
-            return ScalerState(self.after + 1, _as_float32(self.scale * backoff_factor), 0)
+            return ScalerState(self.after + 1, as_float32(self.scale * backoff_factor), 0)
         if self.growth_tracker + 1 != growth_interval:
             return ScalerState(self.after + 1, self.scale, self.growth_tracker + 1)
-        grown = _as_float32(self.scale * growth_factor)
+        grown = as_float32(self.scale * growth_factor)
         return ScalerState(self.after + 1, grown if math.isfinite(grown) else self.scale, 0)
 
     def to_json(self) -> str:
@@ -68,7 +68,8 @@ def _malformed(text: str) -> MalformedFrame:
     return MalformedFrame("this is no state of a GradScaler", expected="after, scale, growth_tracker", actual=text[:80])
 
 
-def _as_float32(number: float) -> float:
+def as_float32(number: float) -> float:
+    """The nearest number that a scale can be; infinity if it is too large for one."""
     try:
         return float(struct.unpack("<f", struct.pack("<f", number))[0])
     except OverflowError:

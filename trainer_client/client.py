@@ -247,7 +247,7 @@ class ParameterClient:
         self.metrics.local_pservers.set_function(lambda: sum(link.is_local for link in links.values()))
         self.is_declared = True
         with contextlib.suppress(RolledBack):  # what is done next meets it again
-            await self._on_all(lambda pserver: pserver.warm_up())
+            await self.ask_all(lambda pserver: pserver.warm_up())
         return self.plan
 
     def _bulk_client(self, info: PserverInfo) -> Exchange:
@@ -363,7 +363,7 @@ class ParameterClient:
         """Tell every pserver that this trainer's contribution is complete everywhere. Nothing in asynchronous modes."""
         if self.joined.consistency.is_async:
             return
-        await self._on_all(lambda pserver: pserver.barrier(round_, "batch", is_finite=self._is_finite))
+        await self.ask_all(lambda pserver: pserver.barrier(round_, "batch", is_finite=self._is_finite))
 
     async def get(self, round_: Round, names: Sequence[str] | None = None) -> dict[str, Tensor]:
         """Wait for version `round_` and return parameters by name, newly allocated; all of them without `names`."""
@@ -405,7 +405,7 @@ class ParameterClient:
         """
         if self.joined.consistency.is_async:
             return
-        await self._on_all(lambda pserver: pserver.barrier(round_, "fetch"))
+        await self.ask_all(lambda pserver: pserver.barrier(round_, "fetch"))
         self.membership.round = max(self.membership.round, round_)
 
     def _flatten(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -540,9 +540,6 @@ class ParameterClient:
     async def ask_all(self, ask: Callable[[PserverClient], Coroutine[Any, Any, T]]) -> list[T]:
         """The answers of all pservers, which are asked at once, in the order of their indices."""
         return await self.membership.guard(_gather(ask(pserver) for pserver in self.pservers))
-
-    async def _on_all(self, action: Callable[[PserverClient], Coroutine[Any, Any, object]]) -> None:
-        await self.membership.guard(_gather(action(pserver) for pserver in self.pservers))
 
 
 def completion(

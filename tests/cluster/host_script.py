@@ -273,10 +273,6 @@ def delayed(session: Session) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
-def scaled_late(session: Session) -> dict[str, Tensor]:
-    return {"scales": scaled(session)["scales"]}
-
-
 def play(environment: Mapping[str, str], folder: Path, names: Sequence[str]) -> None:
     """All of these in this process, one after the other."""
     os.environ.update(environment)

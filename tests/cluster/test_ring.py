@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from trainer_client import RemoteOptimizer, Session
 from trainer_client.ring.steps import RingSteps
 from trainer_client.testing import LocalCluster
 
+from .host_script import Wait
 from .parity_model import assert_identical, change_rates, make_optimizer, make_parameters, run_trainers, set_gradients
 from .test_overlap import OPTIMIZERS, Net, loss_of, train_locally, values
 from .up_support import ROOT, RunningUp
@@ -106,21 +107,6 @@ def test_overlap_changes_no_bit(ring: LocalCluster, kind: str) -> None:
 
 def test_buckets_go_round_while_backward_runs(ring: LocalCluster) -> None:
     """The first layer's backward waits for the sum of the third one's gradients; the last one is frozen."""
-
-    class Wait(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, has_come: Callable[[], bool]) -> Tensor:
-            ctx.has_come = has_come
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-            deadline = threading.Event()
-            for _ in range(2000):
-                if ctx.has_come():
-                    return gradient * 2, None
-                deadline.wait(0.01)
-            raise AssertionError("no bucket has gone round while backward was running")
 
     def work(session: Session) -> None:
         model = nn.ModuleList([nn.Linear(30, 30) for _ in range(4)])

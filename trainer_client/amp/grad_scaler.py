@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel
-from ps_protocol.grad_scalers import ScalerState
+from ps_protocol.grad_scalers import ScalerState, as_float32
 
 if TYPE_CHECKING:
     from ..remote_optimizer import RemoteOptimizer
@@ -71,7 +71,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _begin_with(self, state: ScalerState) -> None:
         # Of torch's, which multiplies by a float32, whatever number the script has given.
-        self._initial = self._own = replace(state, scale=float(torch.tensor(state.scale, dtype=torch.float32)))
+        self._initial = self._own = replace(state, scale=as_float32(state.scale))
         self._is_due = True  # whether there is an outcome that the scale has yet to follow from
         self._num_returns = -1  # how often the run had gone back when the scale last did
 
