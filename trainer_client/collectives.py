@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-POLL_SECONDS = 0.0005  # between looks at an accelerator
+POLL_SECONDS = 0.001  # between looks at a collective; event loops do not wait for less
 
 
 class Collectives:
@@ -68,7 +68,9 @@ class Collectives:
         if self._broken is not None:
             raise self._broken
         for work in self.begun:
-            await self._completion(work)
+            # A callback would be simpler, but gloo's thread may not call Python in a process that is ending (ADR 16).
+            while not work.is_completed():  # noqa: ASYNC110
+                await asyncio.sleep(POLL_SECONDS)
             work.wait()  # raises what went wrong
 
     def settle(self) -> None:
@@ -76,21 +78,6 @@ class Collectives:
         for work in self.begun:
             work.wait()  # for an accelerator: what is computed from now on comes after it
         self.begun.clear()
-
-    async def _completion(self, work: Any) -> None:
-        if self._device.type == "cuda":  # a future of NCCL's is done when the work has been queued
-            while not work.is_completed():  # noqa: ASYNC110 - nothing tells
-                await asyncio.sleep(POLL_SECONDS)
-            return
-        loop = asyncio.get_running_loop()
-        completed = asyncio.Event()
-
-        def tell(_: object) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(completed.set)
-
-        work.get_future().add_done_callback(tell)
-        await completed.wait()
 
     def close(self) -> None:
         """Let go of it. One in which something is still under way stays as it is: its end would wait for that."""
