@@ -1,9 +1,11 @@
 """One event loop for a trainer's tensors against several, each on a thread of its own with some of the pservers.
 
-    python -m benchmarks.wire.io_threads [--elements 25000000] [--pservers 4] [--threads 1 2 4] [--rounds 5]
+    python -m benchmarks.wire.io_threads [--elements 25000000] [--pservers 4] [--threads 0 1 2 4] [--rounds 5]
+                                         [--report FILE.md]
 
-Over loopback TCP, one trainer, the kinds in turn; with the defaults it takes some 3 minutes. With more than one thread
-each request makes a hop between loops, which is a part of what they cost.
+Over loopback TCP, one trainer, the kinds in turn; with the defaults it takes some 4 minutes. 0 threads: the trainer's
+own event loop carries the tensors, as ever. With others each request makes a hop between loops, which is a part of what
+they cost; 1 shows how much.
 """
 
 from __future__ import annotations
@@ -31,9 +33,19 @@ from trainer_client.exchange import Exchange
 from trainer_client.io_thread import IoThread
 from trainer_client.testing import LocalCluster
 
+from ..report import PACKAGES, add_report_option, make_head, publish
+
 WARM_UP, STEPS = 3, 12
 TENSORS = 16
 MEASURED = "measured: "
+
+TEXT = """\
+1 trainer and {pservers} pservers, each a process, over loopback TCP; {elements} float32 parameters, SGD, synchronous
+mode, durability `none`. A step pushes all gradients and pulls all parameters; {steps} steps a run, {rounds} runs of
+each kind in turn. **0** is how it is: the trainer's one event loop carries tensors and all else. With **1** and more,
+others carry the tensors, each on a thread of its own, of some of the pservers; a request makes a hop there and one
+back. Ratios are of neighbouring runs: median, and the range of all.
+"""
 
 
 class FarExchange(Exchange):
@@ -93,7 +105,7 @@ def train(elements: int, num_threads: int) -> None:
     """A trainer of its own process."""
     torch.set_num_threads(1)
     session = connect()
-    if num_threads > 1:  # one is the trainer's own, as ever
+    if num_threads:
         spread_over(session.client, num_threads)
     layers = nn.ParameterDict({f"layer{i}": nn.Parameter(torch.zeros(elements // TENSORS)) for i in range(TENSORS)})
     optimizer = RemoteOptimizer(torch.optim.SGD(layers.named_parameters(), lr=0.1))
@@ -108,17 +120,8 @@ def train(elements: int, num_threads: int) -> None:
     print(MEASURED + json.dumps(seconds[WARM_UP:]), flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--elements", type=int, default=25_000_000, help="parameters")
-    parser.add_argument("--pservers", type=int, default=4)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4], help="the first is what others are over")
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each kind")
-    parser.add_argument("--train", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.train is not None:
-        train(options.elements, options.train)
-        return
+def measure(options: argparse.Namespace) -> dict[int, list[float]]:
+    """Medians of the seconds a step takes, of each run, by number of threads. Exits if a trainer fails."""
     found: list[float] = []
     is_there = threading.Event()
 
@@ -137,12 +140,38 @@ def main() -> None:
                 if cluster.run_trainers(command) != [0] or not is_there.wait(10):
                     sys.exit("\n".join(cluster.output))
                 medians[number].append(statistics.median(found))
-    print("| threads | seconds a step, median of runs | of the first |\n|--:|--:|--:|")
+    return medians
+
+
+def make_report(medians: Mapping[int, list[float]], options: argparse.Namespace) -> str:
+    text = TEXT.format(pservers=options.pservers, elements=options.elements, steps=STEPS, rounds=options.rounds)
+    head = make_head("One thread for a trainer's tensors, or several", text.strip(), PACKAGES)
+    lines = ["\n| threads | seconds a step, median of runs | of the first |", "|--:|--:|--:|"]
     first = medians[options.threads[0]]
     for number, values in medians.items():
         ratios = sorted(value / base for value, base in zip(values, first, strict=True))
         middle = statistics.median(ratios)
-        print(f"| {number} | {statistics.median(values):.3f} | {middle:.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}] |")
+        lines.append(
+            f"| {number} | {statistics.median(values):.3f} | {middle:.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}] |"
+        )
+    return head + "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elements", type=int, default=25_000_000, help="parameters")
+    parser.add_argument("--pservers", type=int, default=4)
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=[0, 1, 2, 4], help="the first is what others are over"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each kind")
+    parser.add_argument("--train", type=int, help=argparse.SUPPRESS)
+    add_report_option(parser)
+    options = parser.parse_args()
+    if options.train is not None:
+        train(options.elements, options.train)
+    else:
+        publish(make_report(measure(options), options), options.report)
 
 
 if __name__ == "__main__":
