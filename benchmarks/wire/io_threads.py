@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import httpx
+import psutil
 import torch
 from torch import nn
 
@@ -44,7 +45,9 @@ TEXT = """\
 mode, durability `none`. A step pushes all gradients and pulls all parameters; {steps} steps a run, {rounds} runs of
 each kind in turn. **0** is how it is: the trainer's one event loop carries tensors and all else. With **1** and more,
 others carry the tensors, each on a thread of its own, of some of the pservers; a request makes a hop there and one
-back. Ratios are of neighbouring runs: median, and the range of all.
+back. Medians of runs; ratios are of neighbouring runs: median, and the range of all. The last column is how many
+seconds of a processor in each step the busiest of these threads has: with one thread no step is shorter, however many
+processors there are.
 """
 
 
@@ -111,17 +114,27 @@ def train(elements: int, num_threads: int) -> None:
     optimizer = RemoteOptimizer(torch.optim.SGD(layers.named_parameters(), lr=0.1))
     for parameter in layers.values():
         parameter.grad = torch.ones_like(parameter)
+    for _ in range(WARM_UP):
+        optimizer.step()
+    before = computed_by_thread()
     seconds = []
-    for _ in range(WARM_UP + STEPS):
+    for _ in range(STEPS):
         begin = time.perf_counter()
         optimizer.step()
         seconds.append(time.perf_counter() - begin)
+    busiest = max(value - before.get(thread, 0.0) for thread, value in computed_by_thread().items())
     assert all((parameter == parameter[0]).all() for parameter in layers.values())
-    print(MEASURED + json.dumps(seconds[WARM_UP:]), flush=True)
+    print(MEASURED + json.dumps([statistics.median(seconds), busiest / STEPS]), flush=True)
 
 
-def measure(options: argparse.Namespace) -> dict[int, list[float]]:
-    """Medians of the seconds a step takes, of each run, by number of threads. Exits if a trainer fails."""
+def computed_by_thread() -> dict[int, float]:
+    """Seconds of a processor that each thread of this process has had, but for the one that trains."""
+    own = threading.get_native_id()
+    return {one.id: one.user_time + one.system_time for one in psutil.Process().threads() if one.id != own}
+
+
+def measure(options: argparse.Namespace) -> dict[int, list[tuple[float, float]]]:
+    """Of each run, by number of threads: seconds a step, and the busiest thread's of a processor. Exits on failure."""
     found: list[float] = []
     is_there = threading.Event()
 
@@ -130,7 +143,7 @@ def measure(options: argparse.Namespace) -> dict[int, list[float]]:
             found[:] = json.loads(line.removeprefix(MEASURED))
             is_there.set()
 
-    medians: dict[int, list[float]] = {number: [] for number in options.threads}
+    runs: dict[int, list[tuple[float, float]]] = {number: [] for number in options.threads}
     with LocalCluster(pservers=options.pservers, trainers=1, local_transport=False, on_line=read) as cluster:
         for _ in range(options.rounds):
             for number in options.threads:
@@ -139,21 +152,20 @@ def measure(options: argparse.Namespace) -> dict[int, list[float]]:
                 command = [sys.executable, "-m", "benchmarks.wire.io_threads", *map(str, arguments)]
                 if cluster.run_trainers(command) != [0] or not is_there.wait(10):
                     sys.exit("\n".join(cluster.output))
-                medians[number].append(statistics.median(found))
-    return medians
+                runs[number].append((found[0], found[1]))
+    return runs
 
 
-def make_report(medians: Mapping[int, list[float]], options: argparse.Namespace) -> str:
+def make_report(runs: Mapping[int, list[tuple[float, float]]], options: argparse.Namespace) -> str:
     text = TEXT.format(pservers=options.pservers, elements=options.elements, steps=STEPS, rounds=options.rounds)
     head = make_head("One thread for a trainer's tensors, or several", text.strip(), PACKAGES)
-    lines = ["\n| threads | seconds a step, median of runs | of the first |", "|--:|--:|--:|"]
-    first = medians[options.threads[0]]
-    for number, values in medians.items():
-        ratios = sorted(value / base for value, base in zip(values, first, strict=True))
-        middle = statistics.median(ratios)
-        lines.append(
-            f"| {number} | {statistics.median(values):.3f} | {middle:.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}] |"
-        )
+    lines = ["\n| threads | seconds a step | of the first | the busiest thread's |", "|--:|--:|--:|--:|"]
+    first = [seconds for seconds, _ in runs[options.threads[0]]]
+    for number, pairs in runs.items():
+        all_seconds, busy = zip(*pairs, strict=True)
+        ratios = sorted(seconds / base for seconds, base in zip(all_seconds, first, strict=True))
+        ratio = f"{statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}]"
+        lines.append(f"| {number} | {statistics.median(all_seconds):.3f} | {ratio} | {statistics.median(busy):.3f} |")
     return head + "\n".join(lines) + "\n"
 
 

@@ -88,6 +88,16 @@ def test_overlap(tmp_path: Path) -> None:
     assert (tmp_path / "steps.png").stat().st_size > 1000
 
 
+def test_io_threads() -> None:
+    """Fewer tensors for each of two than for one."""
+    report = run("io_threads", "--elements", "1000000", "--pservers", "2", "--threads", "0", "2", "--rounds", "1")
+    rows = re.findall(r"^\| (\d) \| ([\d.]+) \| ([\d.]+) \[.*\] \| ([\d.]+) \|$", report, re.MULTILINE)
+    [own, two] = [tuple(map(float, row)) for row in rows]
+    assert (own[0], own[2], two[0]) == (0, 1, 2)
+    assert two[2] == pytest.approx(two[1] / own[1], rel=0.1)
+    assert 0 < two[3] < own[3] < own[1]
+
+
 @pytest.mark.usefixtures("can_have_machines")
 def test_links_that_are_told_to_end_leave_nothing_behind() -> None:
     arguments = ["--megabits", "20", "--elements", "1000000", "--steps", "1000"]
