@@ -77,14 +77,14 @@ def test_links(tmp_path: Path) -> None:
 def test_overlap(tmp_path: Path) -> None:
     """A network of 4.8 MB at 50 Mbit/s: 0.8 s there, 0.8 s back, and as much computation."""
     arguments = ["--model", "small CNN", "--megabits", "50", "--forward", "0.4", "--backward", "0.4"]
-    arguments += ["--steps", "2", "--repetitions", "1", "--plot", str(tmp_path / "steps.png")]
+    arguments += ["--bucket-bytes", "131072"]
+    arguments += ["--steps", "2", "--repetitions", "1", "--target", "0.3", "--plot", str(tmp_path / "steps.png")]
     report = run("overlap", *arguments)
     [row] = re.findall(r"^\| 0\.400 \| (.*) \|$", report, re.MULTILINE)
     push, pull, hideable, none, pushes, both, *_ = (float(cell.strip().rstrip("%")) for cell in row.split("|"))
     assert 0.7 < push < 2 > pull > 0.7
     assert hideable == pytest.approx(min(push, 0.4) + min(pull, 0.4), abs=0.01)
     assert 1 < both < pushes < none < 4
-    assert none - both > 0.5 * hideable
     assert (tmp_path / "steps.png").stat().st_size > 1000
 
 
