@@ -1,0 +1,112 @@
+"""Trainers on a GPU have the results of one process on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainer_client import RemoteOptimizer, Session
+from trainer_client.testing import LocalCluster
+
+from ..cluster.parity_model import run_trainers
+from .network import DEVICE, MAX_NORM, STEPS, losses, make_model, make_optimizer, train_alone, train_remotely, values_of
+
+ROUNDING = 2e-5  # a GPU adds in another order
+COARSE = 5e-3  # where numbers have fewer bits, and fall on the other side
+OVERLAP: dict[str, Any] = {"overlap": True}
+BOTH: dict[str, Any] = {"overlap": True, "overlap_pulls": True}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {  # settings, how all train, how near they come
+    "plain": ({}, {}, ROUNDING),
+    "overlap": (OVERLAP, {}, ROUNDING),
+    "overlap of both": (BOTH, {}, ROUNDING),
+    "bfloat16 pushes": ({"push_type": "bfloat16"}, {}, COARSE),
+    "8-bit pulls": ({"pull_type": "int8"}, {}, COARSE),
+    "accumulation": ({}, {"parts": 3}, ROUNDING),
+    "accumulation, overlap of both": ({**BOTH, "accumulate_steps": 3}, {"parts": 3}, ROUNDING),
+    "autocast to bfloat16": (BOTH, {"dtype": torch.bfloat16}, COARSE),
+    "GradScaler": ({}, {"dtype": torch.float16, "scaled": True}, COARSE),
+    "GradScaler, overlap of both": (BOTH, {"dtype": torch.float16, "scaled": True}, COARSE),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_results_are_those_of_one_process(cluster: LocalCluster, kind: str) -> None:
+    settings, how, tolerance = KINDS[kind]
+    work = partial(train_remotely, settings=settings, **how)
+    one, other = run_trainers(cluster.address, [work, work], bucket_bytes=100_000)
+    for name, value in train_alone(**how).items():
+        assert torch.equal(one[name], other[name])
+        torch.testing.assert_close(one[name], value, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("how", [{}, {"dtype": torch.float16, "scaled": True}], ids=["float32", "GradScaler"])
+@pytest.mark.parametrize("settings", [{}, OVERLAP], ids=str)
+def test_the_aggregated_gradient_is_clipped(
+    cluster: LocalCluster, settings: dict[str, Any], how: dict[str, Any]
+) -> None:
+    work = partial(train_remotely, settings={**settings, "max_grad_norm": MAX_NORM}, **how)
+    one, other = run_trainers(cluster.address, [work, work], bucket_bytes=100_000)
+    for name, value in train_alone(max_norm=MAX_NORM, **how).items():
+        assert torch.equal(one[name], other[name])
+        torch.testing.assert_close(one[name], value, rtol=0, atol=COARSE if how else ROUNDING)
+
+
+def test_steps_that_are_delayed() -> None:
+    def work(session: Session) -> float:
+        weight = nn.Parameter(torch.zeros(300_000, device=DEVICE))
+        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
+        weight.grad = torch.empty_like(weight)
+        for step in range(12):
+            weight.grad.fill_((step + 1.0) * (session.rank + 1))
+            optimizer.step()
+        optimizer.synchronize()
+        assert (weight == weight[0]).all()
+        return weight[0].item()
+
+    with LocalCluster(pservers=2, trainers=2, lease_seconds=5, on_trainer_loss="fail", max_delay=2) as cluster:
+        assert run_trainers(cluster.address, [work, work]) == [-sum(1.5 * (step + 1) for step in range(12))] * 2
+
+
+def test_buffers_are_averaged(cluster: LocalCluster) -> None:
+    def work(session: Session) -> tuple[torch.Tensor, torch.Tensor]:
+        model = make_model()
+        optimizer = RemoteOptimizer(make_optimizer(model), model=model, session=session, average_buffers=2)
+        for step in range(2):
+            optimizer.zero_grad()
+            for loss in losses(model, step, [session.rank]):
+                loss.backward()
+            if step == 1:
+                before = model[1].running_mean.clone()
+            optimizer.step()
+        return before, model[1].running_mean
+
+    (one, mean), (other, same) = run_trainers(cluster.address, [work, work])
+    assert mean.device.type == DEVICE
+    assert torch.equal(mean, same)
+    torch.testing.assert_close(mean, (one + other) / 2)
+    assert not torch.equal(one, other)
+
+
+@pytest.fixture
+def ring() -> Iterator[LocalCluster]:
+    with LocalCluster(pservers=0, trainers=1, strategy="ring", lease_seconds=5) as cluster:
+        yield cluster
+
+
+def test_a_ring_of_one_steps_on_the_gpu(ring: LocalCluster) -> None:
+    """NCCL wants a GPU for each trainer, and there may be one."""
+    [actual] = run_trainers(ring.address, [partial(train_remotely, settings=OVERLAP)])
+    model = make_model()
+    optimizer = make_optimizer(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for loss in losses(model, step, [0]):
+            loss.backward()
+        optimizer.step()
+    for name, value in values_of(model).items():
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=ROUNDING)
