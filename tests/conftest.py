@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
+
+from trainer_client.testing import processes
+
+from .warm.processes import WarmServers
 
 PATIENCE_SECONDS = 60.0
 STDERR = pytest.StashKey[int]()
@@ -30,3 +36,23 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts() -> None:
+    """What a shell starts in the background ignores SIGINT, and so would all that tests start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_processes(interrupts: None) -> Iterator[None]:
+    """Clusters of tests start at once."""
+    if sys.platform != "linux":
+        yield
+        return
+    servers = WarmServers()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "start_process", servers.start)
+        yield
+    servers.close()

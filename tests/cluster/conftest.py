@@ -9,7 +9,6 @@ Unix sockets.
 
 from __future__ import annotations
 
-import signal
 from typing import TypedDict
 
 import pytest
@@ -43,13 +42,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def interrupts() -> None:
-    """What a shell starts in the background ignores SIGINT, and so would all that tests start."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", params=["uvicorn", pytest.param("granian", marks=pytest.mark.extended)])
