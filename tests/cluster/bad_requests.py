@@ -111,7 +111,10 @@ class World:
         if phase != "gathering":
             await self.trainers[1].declare(**model)
             await self._train()
-        self.addresses = [p.address for p in self.cluster.status().pservers]
+        async with asyncio.timeout(30):
+            while len(self.addresses) < self.cluster.num_pservers:
+                self.addresses = [p.address for p in self.cluster.status().pservers]
+                await asyncio.sleep(0.01)
         self.before = await self.look()
 
     async def _train(self) -> None:
