@@ -42,17 +42,17 @@ from ps_protocol.vocabulary import (
 
 from .agreement import NormAgreement, finish_rounds
 from .amp.scale_agreement import ScaleAgreement
-from .authorization import BearerAuth
 from .buckets import Bucket, Payload, make_buckets
 from .differences import Differences
 from .encoding import ErrorFeedback
-from .exchange import Exchange
 from .membership import Membership
 from .metrics import MetricsServer, TrainerMetrics
 from .pserver_client import PserverClient, Pulled
 from .settings import TrainerSettings, read_settings
 from .tensors import TORCH_DTYPES, writable_bytes
-from .transport import make_control_client
+from .transport.authorization import BearerAuth
+from .transport.connections import make_control_client
+from .transport.exchange import Exchange
 
 T = TypeVar("T")
 

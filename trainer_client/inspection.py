@@ -40,8 +40,8 @@ from ps_protocol.routes import (
 )
 from ps_protocol.tokens import TokenPair
 
-from .authorization import BearerAuth
 from .membership import read_problem
+from .transport.authorization import BearerAuth
 
 M = TypeVar("M", bound=Message)
 

@@ -57,14 +57,14 @@ from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 from .buckets import Payload
 from .differences import Differences
-from .exchange import Exchange
-from .extensions import LOCAL_EXTENSION
-from .frame_sink import NO_DIFFERENCES, FrameSink
 from .links import LinkMeter
 from .membership import read_problem
 from .metrics import TrainerMetrics
 from .news import News
 from .pauses import choose_pause
+from .transport.exchange import Exchange
+from .transport.extensions import LOCAL_EXTENSION
+from .transport.frame_sink import NO_DIFFERENCES, FrameSink
 
 T = TypeVar("T")
 

@@ -30,9 +30,9 @@ from ps_protocol.messages import PserverInfo
 from trainer_client import RemoteOptimizer, connect
 from trainer_client.buckets import Payload
 from trainer_client.client import ParameterClient
-from trainer_client.exchange import Exchange
 from trainer_client.io_thread import IoThread
 from trainer_client.testing import LocalCluster
+from trainer_client.transport.exchange import Exchange
 
 from ..report import PACKAGES, add_report_option, make_head, publish
 

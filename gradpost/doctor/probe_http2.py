@@ -19,8 +19,8 @@ from services.runtime.metrics import ServiceMetrics
 from services.runtime.server import serve
 from services.runtime.settings import ServiceSettings
 from services.runtime.speed import add_speed_routes
-from trainer_client.extensions import BODY_EXTENSION
-from trainer_client.http2_transport import Http2Transport
+from trainer_client.transport.extensions import BODY_EXTENSION
+from trainer_client.transport.http2 import Http2Transport
 
 BODY_BYTES = 4_000_000
 NUM_REQUESTS = 8

@@ -24,10 +24,10 @@ from ps_protocol.errors import GradpostError
 from ps_protocol.messages import PserverState, PserverStatus
 from ps_protocol.routes import HEALTH, METRICS, SPEED, STATE
 from ps_protocol.tokens import TokenPair
-from trainer_client.authorization import BearerAuth
-from trainer_client.extensions import BODY_EXTENSION
 from trainer_client.membership import read_problem
-from trainer_client.transport import make_bulk_client, make_control_client
+from trainer_client.transport.authorization import BearerAuth
+from trainer_client.transport.connections import make_bulk_client, make_control_client
+from trainer_client.transport.extensions import BODY_EXTENSION
 
 from ..status import Connection
 

@@ -26,7 +26,7 @@ from ps_protocol.routes import (
 )
 from services.pserver.bodies import PAGE_BYTES
 from trainer_client.testing import LocalCluster
-from trainer_client.transport import make_bulk_transport
+from trainer_client.transport.connections import make_bulk_transport
 
 from .bad_requests import CASES, LIMITS, MIB, Bad, World
 from .conftest import Carrier

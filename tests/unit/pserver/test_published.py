@@ -20,8 +20,8 @@ from services.pserver.shard import Shard
 from services.pserver.shard_state import ShardState, cut_anew
 from services.pserver.versioned_blocks import VersionedBlocks
 from trainer_client.differences import Differences
-from trainer_client.frame_sink import FrameSink
 from trainer_client.tensors import TORCH_DTYPES, writable_bytes
+from trainer_client.transport.frame_sink import FrameSink
 
 from .oracle import make_options, make_spec
 

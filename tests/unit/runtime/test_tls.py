@@ -13,7 +13,7 @@ import pytest
 from ps_protocol.certificates import TlsFiles, client_context
 from services.runtime.peers import make_peer_client
 from services.runtime.settings import ServiceSettings
-from trainer_client.transport import make_control_client
+from trainer_client.transport.connections import make_control_client
 
 from ..protocol.test_certificates import Authority, serial
 from .support import SERVERS, Sample, running

@@ -7,7 +7,7 @@ import pytest
 
 from ps_protocol.environment import SettingsError
 from ps_protocol.tokens import TokenPair
-from trainer_client.authorization import BearerAuth
+from trainer_client.transport.authorization import BearerAuth
 
 from ..protocol.test_tokens import NEW, OLD, put
 

@@ -9,8 +9,8 @@ from ps_protocol.errors import MalformedFrame
 from ps_protocol.frames import FrameLimits, encode_header
 from ps_protocol.routes import SINCE_KEY
 from trainer_client.differences import Differences
-from trainer_client.frame_sink import FrameSink
 from trainer_client.tensors import writable_bytes
+from trainer_client.transport.frame_sink import FrameSink
 
 VALUES = torch.tensor([1.0, 2.0, 3.0])
 INTEGERS, SCALES = ("w", "I8", (3,)), ("w.scales", "F32", (1,))

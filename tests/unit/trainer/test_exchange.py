@@ -15,7 +15,7 @@ from h2.events import DataReceived, RequestReceived, StreamReset
 from ps_protocol.certificates import TlsFiles
 from ps_protocol.environment import SettingsError
 from ps_protocol.tokens import TokenPair
-from trainer_client.exchange import Exchange
+from trainer_client.transport.exchange import Exchange
 
 from ..http2.sockets import Talker, serving
 from ..http2.support import Collector

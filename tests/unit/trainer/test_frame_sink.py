@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ps_protocol.errors import BodyTooLarge, GradpostError, MalformedFrame
 from ps_protocol.frames import DTYPE_BYTES, FrameLimits, encode_header
 from ps_protocol.routes import SINCE_KEY
-from trainer_client.frame_sink import FrameSink
+from trainer_client.transport.frame_sink import FrameSink
 
 LIMITS = FrameLimits()
 METADATA = {"round": "7"}

@@ -16,12 +16,12 @@ from h2.events import StreamEnded
 
 from ps_protocol.certificates import TlsFiles
 from ps_protocol.local_sockets import local_name
-from trainer_client.extensions import LOCAL_EXTENSION
-from trainer_client.http2_transport import Http2Transport
+from trainer_client.transport.extensions import LOCAL_EXTENSION
+from trainer_client.transport.http2 import Http2Transport
 
 from ..http2.sockets import Talker, serving
 from ..protocol.test_certificates import Authority
-from .test_http2_transport import OK, answering, secure
+from .test_http2 import OK, answering, secure
 
 pytestmark = [
     pytest.mark.asyncio,

@@ -24,10 +24,10 @@ from ps_protocol.errors import (
 from ps_protocol.fence import Fence
 from ps_protocol.messages import PserverInfo
 from ps_protocol.routes import SEND
-from trainer_client.exchange import Exchange
 from trainer_client.metrics import TrainerMetrics
 from trainer_client.news import News
 from trainer_client.pserver_client import PserverClient
+from trainer_client.transport.exchange import Exchange
 
 INFO = PserverInfo(index=0, address="http://pserver", incarnation=1, http2=False)
 FENCE = Fence(1, "run", 0, "plan", 0, 1, 0, 1, 1)

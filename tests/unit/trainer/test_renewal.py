@@ -10,9 +10,8 @@ import pytest
 import trustme
 
 from services.runtime import server as server_module
-from trainer_client import http1_transport, http2_transport
-from trainer_client.extensions import BODY_EXTENSION
-from trainer_client.transport import make_bulk_client, make_control_client
+from trainer_client.transport.connections import make_bulk_client, make_control_client
+from trainer_client.transport.extensions import BODY_EXTENSION
 
 from ..protocol.test_certificates import Authority
 from ..runtime.support import Running, Sample, running
@@ -31,8 +30,8 @@ def serve(server: str, authority: Authority) -> AbstractAsyncContextManager[Runn
 async def test_the_whole_authority_is_replaced(
     server: str, http2: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http1_transport, "CHECK_SECONDS", 0.0)
-    monkeypatch.setattr(http2_transport, "PING_SECONDS", 0.05)
+    monkeypatch.setattr("trainer_client.transport.http1.CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("trainer_client.transport.http2.PING_SECONDS", 0.05)
     monkeypatch.setattr(server_module, "GRACE_SECONDS", 0.2)  # idle clients do not say goodbye when uvicorn stops
     authority = Authority(tmp_path / "authority")
     client = authority.issue("client")

@@ -10,9 +10,9 @@ from ps_http2.stream import Sink
 from ps_protocol.certificates import TlsFiles
 from ps_protocol.tokens import TokenPair
 
-from .buckets import Payload
+from ..buckets import Payload
+from .connections import make_bulk_transport
 from .extensions import BODY_EXTENSION, SINK_EXTENSION
-from .transport import make_bulk_transport
 
 
 class Exchange:

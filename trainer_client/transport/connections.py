@@ -8,8 +8,8 @@ import httpx
 
 from ps_protocol.certificates import TlsFiles, client_context
 
-from .http1_transport import Http1Transport
-from .http2_transport import Http2Transport
+from .http1 import Http1Transport
+from .http2 import Http2Transport
 
 CONNECT_SECONDS = 5.0
 

@@ -20,9 +20,9 @@ from ps_http2.frames import Code, pack
 from ps_protocol.certificates import TlsFiles, server_context
 from services.runtime.app import add_raw_route
 from services.runtime.own_memory import receive_into, send_from
-from trainer_client import http2_transport
-from trainer_client.extensions import BODY_EXTENSION, SINK_EXTENSION
-from trainer_client.http2_transport import Http2Transport
+from trainer_client.transport import http2
+from trainer_client.transport.extensions import BODY_EXTENSION, SINK_EXTENSION
+from trainer_client.transport.http2 import Http2Transport
 
 from ..http2.sockets import Talker, serving
 from ..http2.support import Collector
@@ -310,7 +310,7 @@ class Hanging:
 async def test_all_requests_wait_for_one_connection_that_is_not_made(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http2_transport, "CONNECT_SECONDS", 0.05)
+    monkeypatch.setattr(http2, "CONNECT_SECONDS", 0.05)
     host = Hanging(monkeypatch)
     asked = [client.get("http://127.0.0.1:1/") for _ in range(5)]
     errors = await asyncio.gather(*asked, return_exceptions=True)
@@ -359,7 +359,7 @@ async def test_closing_ends_a_connection_that_is_being_made(monkeypatch: pytest.
 async def test_a_server_that_shows_no_sign_of_life(
     in_body: bool, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http2_transport, "PING_SECONDS", 0.05)
+    monkeypatch.setattr(http2, "PING_SECONDS", 0.05)
 
     async def serve(talker: Talker) -> None:
         await talker.until(RequestReceived)
@@ -375,7 +375,7 @@ async def test_a_server_that_shows_no_sign_of_life(
 async def test_a_server_that_takes_its_time_and_answers_pings(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http2_transport, "PING_SECONDS", 0.03)
+    monkeypatch.setattr(http2, "PING_SECONDS", 0.03)
 
     async def serve(talker: Talker) -> None:
         loop = asyncio.get_running_loop()
