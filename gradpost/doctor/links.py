@@ -19,6 +19,8 @@ HERE = ("joined", "declared")
 def check_links(status: ClusterStatus) -> list[Finding]:
     """Whether every trainer reaches every pserver, and none much more slowly than is usual here."""
     trainers = [trainer for trainer in status.trainers if trainer.state in HERE]
+    if not status.num_pservers:
+        return [Finding("links", "skipped", "a ring has no pservers; torch.distributed measures nothing of its links")]
     if not trainers:
         return [Finding("links", "skipped", "no trainer is here that could say how it reaches the pservers")]
     if not any(trainer.links for trainer in trainers):

@@ -139,6 +139,11 @@ def test_disks() -> None:
     assert (finding.level, finding.detail) == ("warning", "pserver 1 has 9.0 GB left of 100 GB")
 
 
+def test_links_of_a_ring() -> None:
+    [finding] = check_links(status(num_pservers=0, pservers=(), trainers=(trainer(0),)))
+    assert (finding.level, "a ring" in finding.detail) == ("skipped", True)
+
+
 def test_links() -> None:
     assert check_links(status(trainers=()))[0].level == "skipped"
     assert check_links(status(trainers=(trainer(0),)))[0].level == "skipped"
