@@ -78,7 +78,7 @@ def test_the_others_go_on_within_a_lease() -> None:
 
 @pytest.mark.extended
 def test_who_comes_back_joins() -> None:
-    with FaultyRun(1200, trainers=2, on_trainer_loss="continue") as run:
+    with FaultyRun(600, trainers=2, on_trainer_loss="continue") as run:
         run.wait_for_round(10)
         run.kill(run.cluster.trainers[1])
         run.wait_for_round(run.round_of(0) + 3)
