@@ -1,0 +1,105 @@
+"""Trainers with different numbers of batches: who is done leaves, the others go on, whatever else they use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainer_client import GradScaler, RemoteOptimizer, Session
+from trainer_client.testing import LocalCluster
+
+from .parity_model import run_trainers
+
+pytestmark = [pytest.mark.cluster, pytest.mark.extended]
+
+NUM_BATCHES = [3, 5, 9]
+MAX_NORM = 200.0  # below the norms of the first rounds, above those of the last
+
+
+class Kind(NamedTuple):
+    settings: Mapping[str, Any] = MappingProxyType({})
+    scaled: bool = False
+    passes: int = 1
+    max_delay: int = 0
+
+
+KINDS = {
+    "nothing else": Kind(),
+    "overlap of both": Kind({"overlap": True, "overlap_pulls": True}),
+    "overlap of both, clipping": Kind({"overlap": True, "overlap_pulls": True, "max_grad_norm": MAX_NORM}),
+    "overlap, accumulation": Kind({"overlap": True, "accumulate_steps": 3}, passes=3),
+    "GradScaler, averaged buffers": Kind({"average_buffers": 2}, scaled=True),
+    "GradScaler, overlap, clipping, averaged buffers": Kind(
+        {"overlap": True, "max_grad_norm": MAX_NORM, "average_buffers": 2}, scaled=True
+    ),
+    "delay": Kind(max_delay=2),
+    "delay, clipping": Kind({"max_grad_norm": MAX_NORM}, max_delay=2),
+    "delay, GradScaler": Kind(scaled=True, max_delay=1),
+    "delay, overlap": Kind({"overlap": True}, max_delay=1),
+}
+
+
+class Model(nn.Module):
+    """Its gradients do not depend on its values: a delay changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = nn.Parameter(torch.zeros(20, 20))
+        self.late = nn.Parameter(torch.zeros(100))
+        self.norm = nn.BatchNorm1d(4)
+        for parameter in self.norm.parameters():
+            parameter.requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.mean() * (self.early.sum() + self.late.sum()) + 0 * self.norm(inputs.expand(2, 4)).sum()
+
+
+def gradient(rank: int, step: int) -> float:
+    return float(2**rank * (10 - step))
+
+
+def expected(kind: Kind) -> list[float]:
+    """The value that each trainer leaves with."""
+    value, values = 0.0, []
+    for step in range(max(NUM_BATCHES)):
+        present = [rank for rank, number in enumerate(NUM_BATCHES) if number > step]
+        mean = sum(gradient(rank, step) for rank in present) / len(present)
+        limit = kind.settings.get("max_grad_norm", math.inf)
+        value -= mean * min(1.0, limit / (mean * math.sqrt(500)))
+        values.append(value)
+    return [values[number - 1] for number in NUM_BATCHES]
+
+
+def train(session: Session, kind: Kind) -> float:
+    model = Model()
+    parameters = [parameter for parameter in model.named_parameters() if parameter[1].requires_grad]
+    optimizer = RemoteOptimizer(torch.optim.SGD(parameters, lr=1.0), model=model, session=session, **kind.settings)
+    scaler = GradScaler(optimizer, "cpu", enabled=kind.scaled, init_scale=2.0**10, growth_interval=2)
+    for step in range(NUM_BATCHES[session.rank]):
+        optimizer.zero_grad()
+        for _ in range(kind.passes):
+            inputs = torch.full((1,), gradient(session.rank, step) / kind.passes)
+            scaler.scale(model(inputs)).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.synchronize()
+    [value] = torch.cat([model.early.flatten(), model.late]).unique().tolist()
+    return value
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_who_is_done_is_not_waited_for(name: str) -> None:
+    kind = KINDS[name]
+    with LocalCluster(
+        pservers=2, trainers=3, max_delay=kind.max_delay, nonfinite="skip_round", min_block_size=50
+    ) as cluster:
+        found = run_trainers(cluster.address, [partial(train, kind=kind)] * 3, bucket_bytes=400)
+        assert cluster.summary().state == "finished"
+    assert found == pytest.approx(expected(kind), rel=1e-5)
