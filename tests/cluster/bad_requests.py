@@ -113,7 +113,8 @@ class World:
             await self._train()
         async with asyncio.timeout(30):
             while len(self.addresses) < self.cluster.num_pservers:
-                self.addresses = [p.address for p in self.cluster.status().pservers]
+                # What a pserver is it says with its first heartbeat.
+                self.addresses = [p.address for p in self.cluster.status().pservers if p.software is not None]
                 await asyncio.sleep(0.01)
         self.before = await self.look()
 
