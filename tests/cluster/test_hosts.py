@@ -18,7 +18,7 @@ from .parity_model import assert_identical, make_optimizer, make_parameters, set
 from .test_overlap import Net, loss_of, train_locally, values
 from .torchrun import NUM_HOSTS, WORLD, fork_hosts, start_hosts
 
-pytestmark = [pytest.mark.cluster, pytest.mark.hosts]
+pytestmark = [pytest.mark.cluster, pytest.mark.hosts, pytest.mark.timeout(240)]
 
 SCRIPT = str(Path(__file__).with_name("host_script.py"))
 IN_SYNC = (
@@ -40,7 +40,7 @@ def run(cluster: LocalCluster, folder: Path, *names: str) -> Found:
 
 def run_under_torchrun(cluster: LocalCluster, folder: Path, *names: str) -> Found:
     codes = [
-        host.wait(100) for host in start_hosts(cluster, [sys.executable, SCRIPT, str(folder), *names], **OWN_GROUPS)
+        host.wait(200) for host in start_hosts(cluster, [sys.executable, SCRIPT, str(folder), *names], **OWN_GROUPS)
     ]
     assert codes == [0] * NUM_HOSTS, "\n".join(cluster.output)
     return read(folder, *names)

@@ -90,15 +90,15 @@ def test_pservers_that_come_back_know_it_too(carrier: Carrier, tmp_path: Path, o
 @pytest.mark.parametrize("overlap", ["false", "true"])
 def test_a_run_that_goes_back_has_the_same_scales_again(carrier: Carrier, overlap: str) -> None:
     environment = {"GRADPOST_OVERLAP": overlap, "GRADPOST_OVERLAP_PULLS": overlap, "GRADPOST_BUCKET_BYTES": "500"}
-    with FaultyRun(90, **carrier, script=SCALING_SCRIPT, nonfinite="skip_round", environment=environment) as run:
+    with FaultyRun(150, **carrier, script=SCALING_SCRIPT, nonfinite="skip_round", environment=environment) as run:
         run.wait_for_round(20)
         made = run.make_checkpoint()
         run.wait_for_round(made + 11)
         answer = httpx.post(f"{run.cluster.address}/v1/rollback", json={"round": made}, timeout=30)
         assert answer.is_success, answer.text
         run.wait_for_line("steps of this trainer are lost", of="trainer 0")
-        assert run.results() == result_of(90)
-        check_scales(run.lines, 90)
+        assert run.results() == result_of(150)
+        check_scales(run.lines, 150)
 
 
 def test_a_resumed_run_goes_on_with_its_scale(tmp_path: Path) -> None:
