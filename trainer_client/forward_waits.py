@@ -21,6 +21,7 @@ class ForwardWaits:
     """Hooks of a model, and which parameters they have waited for since the last step.
 
     Where there will be no gradients, modules wait for everything: nothing would tell what they have computed with.
+    Nothing tells either who computes with a parameter before its module is called, and calls that afterwards.
     """
 
     def __init__(

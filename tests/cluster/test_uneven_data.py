@@ -94,7 +94,14 @@ def train(session: Session, kind: Kind) -> float:
     return value
 
 
-@pytest.mark.parametrize("name", KINDS)
+def marks(kind: Kind) -> list[pytest.MarkDecorator]:
+    """So that what concerns a part can be run with it."""
+    found = [pytest.mark.overlap] if "overlap" in kind.settings else []
+    found += [pytest.mark.clip] if "max_grad_norm" in kind.settings else []
+    return [*found, pytest.mark.amp] if kind.scaled else found
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(kind)) for name, kind in KINDS.items()])
 def test_who_is_done_is_not_waited_for(name: str) -> None:
     kind = KINDS[name]
     with LocalCluster(

@@ -34,7 +34,13 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {  # settings, 
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def marks(settings: dict[str, Any], how: dict[str, Any]) -> list[pytest.MarkDecorator]:
+    """So that what concerns a part can be run with it."""
+    found = [pytest.mark.overlap] if settings.get("overlap") else []
+    return [*found, pytest.mark.amp] if "dtype" in how else found
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=marks(*KINDS[kind][:2])) for kind in KINDS])
 def test_the_results_are_those_of_one_process(cluster: LocalCluster, kind: str) -> None:
     settings, how, tolerance = KINDS[kind]
     work = partial(train_remotely, settings=settings, **how)
@@ -44,6 +50,7 @@ def test_the_results_are_those_of_one_process(cluster: LocalCluster, kind: str) 
         torch.testing.assert_close(one[name], value, rtol=0, atol=tolerance)
 
 
+@pytest.mark.clip
 @pytest.mark.parametrize("how", [{}, {"dtype": torch.float16, "scaled": True}], ids=["float32", "GradScaler"])
 @pytest.mark.parametrize("settings", [{}, OVERLAP], ids=str)
 def test_the_aggregated_gradient_is_clipped(
@@ -98,6 +105,7 @@ def ring() -> Iterator[LocalCluster]:
         yield cluster
 
 
+@pytest.mark.ring
 def test_a_ring_of_one_steps_on_the_gpu(ring: LocalCluster) -> None:
     """NCCL wants a GPU for each trainer, and there may be one."""
     [actual] = run_trainers(ring.address, [partial(train_remotely, settings=OVERLAP)])

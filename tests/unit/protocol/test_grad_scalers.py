@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from ps_protocol.errors import MalformedFrame
 from ps_protocol.grad_scalers import ScalerState
 
+pytestmark = pytest.mark.amp
+
 
 @settings(deadline=None)
 @given(

@@ -18,7 +18,7 @@ from services.pserver.history import History
 from .refusals import unchanged
 from .support import Bench, bench, encode
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.amp]
 
 
 async def push(b: Bench, rank: int, round_: int, scaler: str | None) -> None:

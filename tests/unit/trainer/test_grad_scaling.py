@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from trainer_client.amp.unscaling import unscale_gradients
+
+pytestmark = pytest.mark.amp
 
 
 class Scaled(torch.optim.SGD):
