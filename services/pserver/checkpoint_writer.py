@@ -16,7 +16,6 @@ from .metrics import PserverMetrics
 log = get_logger()
 
 MAX_OPEN = 2  # copies of the shard: one that is written, and one that waits for that
-MAX_WANTED = 4
 MAX_ROUNDS_AHEAD = 10_000  # that one may be wanted for
 
 Write: TypeAlias = Callable[[], object]
@@ -36,11 +35,13 @@ class CheckpointWriter:
         self._newest: asyncio.Task[None] | None = None
 
     def want(self, round_: Round, newest: Round) -> None:
-        """One is due after this round, which is not over. Raises FutureRound if it is far ahead."""
+        """One is due after this round, which is not over. Raises FutureRound if it is far ahead, TryAgain."""
         if round_ > newest + MAX_ROUNDS_AHEAD:
             raise FutureRound(f"round {round_} is far ahead", current=newest)
-        coming = sorted(wanted for wanted in self._wanted if wanted > newest)
-        self._wanted = {*coming[-MAX_WANTED:], round_}
+        self._wanted = {wanted for wanted in self._wanted if wanted > newest}
+        if round_ not in self._wanted:
+            self.check_room(len(self._wanted))
+            self._wanted.add(round_)
 
     def is_due(self, round_: Round) -> bool:
         """Whether one is to be made after this round. A disk that is slower than the rounds gets fewer of them."""
@@ -48,12 +49,12 @@ class CheckpointWriter:
             return False
         if round_ in self._wanted:
             self._wanted.discard(round_)
-            return self._num_open < MAX_OPEN
+            return True  # it has been promised, and the room for it looked at
         return bool(self._interval and round_ % self._interval == 0) and self._num_open == 0
 
-    def check_room(self) -> None:
-        """Raise TryAgain if as many are on their way as may be."""
-        if self._num_open >= MAX_OPEN:
+    def check_room(self, num_coming: int = 0) -> None:
+        """Raise TryAgain if as many are on their way, or will be, as may be."""
+        if self._num_open + num_coming >= MAX_OPEN:
             raise TryAgain("checkpoints are being written")
 
     async def make(self, snapshot: Awaitable[Write]) -> None:

@@ -305,6 +305,9 @@ class SyncRun(PserverRun):
         storage = self.check_storage()
         if is_over:
             await self.writer.finish()
+        if self.rounds.applying is not None and round_ == self.rounds.open and self._apply_task is not None:
+            await asyncio.wait([self._apply_task])  # it may be too late to say that one is due after it
+            storage = self.check_storage()
         applied = self.rounds.applied if self.rounds.applying is None else self.rounds.open
         if round_ < applied:
             raise StaleRound(f"round {round_} is over", current=applied)

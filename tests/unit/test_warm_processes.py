@@ -108,13 +108,15 @@ def test_sets_are_not_in_one_order(warm: WarmServers, tmp_path: Path) -> None:
         ([], {}, False),
         (["x.py"], {"LD_PRELOAD": ""}, False),
         (["x.py"], {"OMP_NUM_THREADS": "7"}, False),
+        (["x.py"], {"PYTHONPATH": "CUSTOMIZED"}, False),
         (["x.py"], {"GRADPOST_PORT": "0"}, True),
     ],
 )
 def test_what_only_a_new_interpreter_can_do_has_one(
-    warm: WarmServers, command: list[str], variables: dict[str, str], is_warm: bool
+    warm: WarmServers, tmp_path: Path, command: list[str], variables: dict[str, str], is_warm: bool
 ) -> None:
-    env = {**os.environ, **variables}
+    (tmp_path / "sitecustomize.py").write_text("")
+    env = {**os.environ, **{name: value.replace("CUSTOMIZED", str(tmp_path)) for name, value in variables.items()}}
     others = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     process = warm.start([sys.executable, *command], env=env, **others)
     assert isinstance(process, WarmProcess) == is_warm

@@ -48,6 +48,8 @@ class Order:
         self.arguments = rest
         place = os.getcwd() if self.is_module else os.path.dirname(os.path.abspath(rest[0]))
         given = environment.get("PYTHONPATH", "").split(os.pathsep)
+        if any(os.path.exists(os.path.join(folder, "sitecustomize.py")) for folder in filter(None, given)):
+            raise ValueError  # that would come before all imports
         self.path = [*([] if is_safe else [place]), *filter(None, given)]
 
     def packet(self, inherits: Sequence[int]) -> bytes:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,6 +83,43 @@ async def test_two_requests_at_once_write_one_after_another_and_a_third_comes_ag
         assert (place.most, place.twice) == (1, [])
         assert 1 in b.run.storage.checkpoints
         assert b.metric("gradpost_checkpoint_failures_total") == 0
+
+
+async def test_one_that_is_wanted_after_the_round_that_is_being_applied_is_made(tmp_path: Path, monkeypatch):
+    async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=100) as b:
+        snapshot_if_due, has_decided, may_go_on = b.run._snapshot_if_due, threading.Event(), threading.Event()
+
+        def decide(*arguments: Any) -> Any:
+            found = snapshot_if_due(*arguments)
+            has_decided.set()
+            assert may_go_on.wait(10)
+            return found
+
+        monkeypatch.setattr(b.run, "_snapshot_if_due", decide)
+        playing = asyncio.create_task(b.play_round(1))
+        assert await asyncio.to_thread(has_decided.wait, 10)
+        wanted = want(b, 1)
+        await asyncio.sleep(0.05)
+        may_go_on.set()
+        await asyncio.wait_for(asyncio.gather(playing, wanted), 10)
+        await b.run.settle()
+        assert 1 in b.run.storage.checkpoints
+
+
+async def test_as_many_are_promised_as_there_is_room_for(tmp_path: Path, monkeypatch):
+    async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=100) as b:
+        place = SlowPlace(b, monkeypatch)
+        await asyncio.gather(*(want(b, round_) for round_ in (1, 2, 2)))
+        with pytest.raises(TryAgain):
+            await want(b, 3)
+        for round_ in (1, 2, 3):
+            await b.play_round(round_)
+        with pytest.raises(TryAgain):
+            await want(b, 4)
+        place.may_write.set()
+        await b.run.settle()
+        assert {1, 2} <= b.run.storage.checkpoints.keys()
+        assert 3 not in b.run.storage.checkpoints
 
 
 async def test_one_that_is_asked_for_by_its_round_is_made_beside_another(tmp_path: Path, monkeypatch):
