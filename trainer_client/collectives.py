@@ -22,10 +22,9 @@ POLL_SECONDS = 0.001  # between looks at a collective; event loops do not wait f
 class Collectives:
     """Of one process group, in the same order in each of its processes. Used by one thread at a time."""
 
-    def __init__(self, group: Any, device: torch.device, *, is_ours: bool = True) -> None:
-        """`device` is where the tensors are; a group that is not ours is left alone by `close`."""
+    def __init__(self, group: Any, *, is_ours: bool = True) -> None:
+        """A group that is not ours is left alone by `close`."""
         self._group = group
-        self._device = device
         self._is_ours = is_ours
         self.begun: list[Any] = []  # works that nobody has waited for
         self._broken: RuntimeError | None = None

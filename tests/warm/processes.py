@@ -47,10 +47,10 @@ class Order:
             raise ValueError
         self.arguments = rest
         place = os.getcwd() if self.is_module else os.path.dirname(os.path.abspath(rest[0]))
-        given = environment.get("PYTHONPATH", "").split(os.pathsep)
-        if any(os.path.exists(os.path.join(folder, "sitecustomize.py")) for folder in filter(None, given)):
+        given = [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
+        if any(os.path.exists(os.path.join(folder, "sitecustomize.py")) for folder in given):
             raise ValueError  # that would come before all imports
-        self.path = [*([] if is_safe else [place]), *filter(None, given)]
+        self.path = [*([] if is_safe else [place]), *given]
 
     def packet(self, inherits: Sequence[int]) -> bytes:
         """For the server, beside the descriptors that the process is to inherit under these numbers."""

@@ -248,7 +248,7 @@ class Host:
             store = self._meeting.store_for(self._address)
             return make_group(store, place.process, place.num_processes, device, LOOPBACK, GROUP_PATIENCE)
 
-        self.collectives = Collectives(self._run(self._with_news(run_aside(make))), device)
+        self.collectives = Collectives(self._run(self._with_news(run_aside(make))))
         self._client.at_leave.append(self.collectives.close)
 
     def finish(self) -> None:

@@ -58,7 +58,7 @@ class Group:
                     "rank or world size",
                     expected=f"rank {self.rank} of {self.size}",
                 )
-            self.collectives = Collectives(dist.group.WORLD, self._device, is_ours=False)
+            self.collectives = Collectives(dist.group.WORLD, is_ours=False)
         else:
             self._io.run(self._client.membership.guard(self._wait(self._connect(rendezvous))))
         self._client.at_leave.append(self.close)
@@ -69,7 +69,7 @@ class Group:
             store = self._store = self._store or join_store(rendezvous, self._patience)
             return make_group(store, self.rank, self.size, self._device, host, self._patience)
 
-        self.collectives = Collectives(await run_aside(connect), self._device)
+        self.collectives = Collectives(await run_aside(connect))
 
     def close(self) -> None:
         """Let go of it."""
