@@ -26,7 +26,7 @@ class CheckpointWriter:
 
     def __init__(self, storage: RunStorage | None, interval: int, metrics: PserverMetrics) -> None:
         self.complete: tuple[Round, ...] = ()  # of the whole model, as the coordinator says
-        self.has_news = asyncio.Event()  # that the coordinator should hear of at once
+        self.has_news = asyncio.Event()  # that the coordinator should hear of at once; a failure is, too
         self._storage = storage
         self._interval = interval
         self._metrics = metrics

@@ -351,6 +351,7 @@ class PserverRun(ABC):
         if self.failure is None:
             facts = {"round": self.open_round, "code": failure.code, **_culprits(failure)}
             log.error("run failed", reason=failure.detail, **facts)
+            self.writer.has_news.set()  # the trainers that wait hear of it now, and are perhaps gone soon
         await self.end(failure)
 
     async def end(self, reason: GradpostError) -> None:

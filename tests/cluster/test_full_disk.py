@@ -64,6 +64,7 @@ def test_a_disk_that_stays_full_ends_the_run_for_everybody(disk: SmallDisk) -> N
         assert [trainer.wait(30) for trainer in run.cluster.trainers] == [1, 1]
         for rank in (0, 1):
             run.wait_for_line(f"[trainer {rank}] ps_protocol.errors.StorageFailed: ")
+        run.wait_for_line('"event": "run failed"', of="coordinator")
         status = run.cluster.status()
         assert status.state == "failed"
         assert status.failure is not None

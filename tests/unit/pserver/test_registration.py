@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import httpx
 import pytest
 import structlog
 
+from ps_protocol.errors import StorageFailed
 from ps_protocol.messages import PserverRegistered
 from services.pserver import registration
 from services.pserver.registration import Registration
@@ -45,6 +47,35 @@ async def test_a_page_of_a_proxy_is_no_answer(tmp_path: Path) -> None:
         await asyncio.wait_for(staying.run("http://pserver:1", stop), 10)
         assert (stop.is_set(), answers, staying.exit_code) == (True, [], 0)
         await one.install_next_run()
+
+
+async def test_the_coordinator_hears_of_a_failure_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with the next heartbeat: trainers end on a failure, and the cluster may be stopped after them."""
+    monkeypatch.setattr(registration, "heartbeat_period", lambda _: 3600.0)
+    stop, said = asyncio.Event(), asyncio.Event()
+    failures: list[object] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if not request.url.path.endswith("/heartbeat"):
+            return httpx.Response(200, json={"index": 0, "incarnation": 1, "lease_seconds": 3600})
+        failures.append(json.loads(request.content)["failure"])
+        said.set()
+        return httpx.Response(200, json={"complete": None, "notice": "", "stop": False, "exit_code": 0})
+
+    async with (
+        bench(state_dir=tmp_path) as one,
+        httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http,
+    ):
+        staying = Registration(one.pserver, PserverSettings(state_dir=tmp_path), http)
+        running = asyncio.create_task(staying.run("http://pserver:1", stop))
+        await asyncio.wait_for(said.wait(), 10)
+        said.clear()
+        await one.install_next_run()
+        await one.run.fail(StorageFailed("the disk is full"))
+        await asyncio.wait_for(said.wait(), 10)
+        assert failures == [None, StorageFailed("the disk is full").to_problem()]
+        stop.set()
+        await asyncio.wait_for(running, 10)
 
 
 async def test_a_place_that_hangs_does_not_keep_a_pserver_from_stopping(
