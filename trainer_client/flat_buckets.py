@@ -10,7 +10,7 @@ from torch import Tensor
 from ps_protocol.errors import ContributionConflict, GradientChanged
 
 BYTES = 4  # of an element, float32
-PIECE = 1 << 20  # elements that are squared at once
+PIECE = 1 << 16  # elements that are squared at once, in memory that an allocator keeps
 
 
 class FlatBucket:

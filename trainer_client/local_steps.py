@@ -54,9 +54,9 @@ class LocalSteps:
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 if name not in self._outer:
-                    self._outer[name] = torch.empty_like(self._anchors[name])
+                    self._outer[name] = torch.empty_like(self._anchors[name], memory_format=torch.contiguous_format)
                 torch.sub(self._anchors[name], parameter, out=self._outer[name])
-        return {name: outer.reshape(-1) for name, outer in self._outer.items()}
+        return {name: outer.view(-1) for name, outer in self._outer.items()}
 
 
 def check_outer(inner: Optimizer, outer: Optimizer) -> None:

@@ -18,6 +18,7 @@ from ps_protocol.vocabulary import AVERAGED, ParameterSpec, Round
 from .amp.unscaling import unscale_gradients
 from .buffer_averages import BufferAverages, choose_averaged
 from .collectives import choose_device
+from .flattening import Flattening
 from .forward_waits import ForwardWaits
 from .host.follower import FollowerSteps
 from .host.leader import LeaderSteps
@@ -110,6 +111,7 @@ class RemoteOptimizer(Optimizer):
         self._num_steps = 0
         self._applied = 0  # contributions of all trainers, when it was counted last
         self._is_void = False  # the run has gone back since this step's forward pass began
+        self._flattening = Flattening()
         self._overlap: Overlap | None = None
         self._waits: ForwardWaits | None = None
         self._unscale: Callable[[Tensor], None] | None = None  # of a GradScaler
@@ -292,7 +294,9 @@ class RemoteOptimizer(Optimizer):
             for parameter in self._named.values():
                 parameter.grad = None
         if self._local is None:
-            gradients = {name: _flat(name, p.grad) for name, p in self._named.items() if p.grad is not None}
+            gradients = {
+                name: self._flattening.flat(name, p.grad) for name, p in self._named.items() if p.grad is not None
+            }
             self._exchange(gradients, is_finite=not has_overflowed)
         else:
             if self._local.step():
@@ -325,7 +329,7 @@ class RemoteOptimizer(Optimizer):
         if self._unscale is not None:
             self._unscale(gradient)
         if not self._is_void:
-            self._steps.add(name, _flat(name, gradient))
+            self._steps.add(name, self._flattening.flat(name, gradient))
 
     def _check_early(self) -> None:
         assert self._overlap is not None
@@ -464,12 +468,6 @@ class RemoteOptimizer(Optimizer):
 
 def _refuse_group() -> NoReturn:
     raise BadModel("a parameter group cannot be added: the slice plan is made once, when the run starts")
-
-
-def _flat(name: str, gradient: Tensor) -> Tensor:
-    if gradient.is_sparse:
-        raise BadModel(f"the gradient of {name!r} is sparse; only dense gradients can be pushed")
-    return gradient.detach().reshape(-1)
 
 
 def _use_session(session: Session | None, arguments: dict[str, Any]) -> Session:

@@ -12,17 +12,21 @@ from torch import Tensor, nn
 
 from trainer_client import RemoteOptimizer, connect
 
-ELEMENTS, STEPS = 1 << 20, 10
+SHAPE, STEPS = (1024, 64, 4, 4), 10
+ELEMENTS = 1024 * 64 * 4 * 4
 
 
 class Layer(nn.Module):
     """Its gradient is made without any memory, so that all that is counted is ours."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, channels_last: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(ELEMENTS))
-        self.weight.grad = torch.zeros(ELEMENTS)
-        self.given = torch.full((ELEMENTS,), 0.01)
+        weight = torch.zeros(SHAPE)
+        if channels_last:
+            weight = weight.contiguous(memory_format=torch.channels_last)
+        self.weight = nn.Parameter(weight)
+        self.weight.grad = torch.zeros_like(weight)
+        self.given = torch.full_like(weight, 0.01)
 
     def forward(self, x: Tensor) -> Tensor:
         given = self.given
@@ -44,17 +48,18 @@ def fresh_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt * resource.getpagesize()
 
 
-def measure(arguments: dict[str, Any]) -> list[int]:
+def measure(arguments: dict[str, Any], *, channels_last: bool, passes: int) -> list[int]:
     with connect() as session:
-        model = nn.Sequential(*(Layer() for _ in range(4)))
+        model = nn.Sequential(*(Layer(channels_last=channels_last) for _ in range(4)))
         optimizer = RemoteOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1, fused=True), model=model, session=session, **arguments
+            torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), model=model, session=session, **arguments
         )
         found = []
         for _ in range(STEPS):
             optimizer.zero_grad(set_to_none=False)
             before = fresh_bytes()
-            model(torch.zeros((), requires_grad=True)).backward()
+            for _ in range(passes):
+                model(torch.zeros((), requires_grad=True)).backward()
             optimizer.step()
             found.append(fresh_bytes() - before)
         optimizer.synchronize()
@@ -64,7 +69,9 @@ def measure(arguments: dict[str, Any]) -> list[int]:
 def main() -> None:
     torch.set_num_threads(1)
     for arguments in json.loads(sys.argv[1]):
-        print(json.dumps([arguments, measure(arguments)]), flush=True)
+        ours = {name: value for name, value in arguments.items() if name != "channels_last"}
+        counts = measure(ours, channels_last="channels_last" in arguments, passes=arguments.get("accumulate_steps", 1))
+        print(json.dumps([arguments, counts]), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from trainer_client.testing import LocalCluster
 
 from .allocation_script import ELEMENTS
+from .torchrun import start_hosts
 
 pytestmark = [
     pytest.mark.cluster,
@@ -30,6 +32,7 @@ PARAMETER_BYTES = 4 * ELEMENTS
 # From here on glibc takes every piece from the kernel anew, and gives it back when it is freed; smaller ones, such as
 # those in which gradients are quantised, it keeps.
 LARGE_BYTES = PARAMETER_BYTES // 2 - 4096
+LARGE_IN_A_RING = PARAMETER_BYTES - 4096  # gloo takes two pieces of 1 MiB for each collective, whatever its size
 FIRST_STEPS = 2  # with local steps the first push is in the second
 
 
@@ -45,11 +48,36 @@ KINDS: list[dict[str, Any]] = [
     {"push_type": "bfloat16", "pull_type": "bfloat16"},
     {"push_type": "int8", "pull_type": "int8"},
     {"local_steps": 2},
+    {"max_grad_norm": 1.0},
+    {"overlap": True, "accumulate_steps": 2},
+    {"channels_last": True},
+    {"channels_last": True, "overlap": True, "overlap_pulls": True},
+    {"channels_last": True, "local_steps": 2},
+]
+IN_HOSTS: list[dict[str, Any]] = [{}, {"overlap": True}, {"channels_last": True}]
+IN_A_RING: list[dict[str, Any]] = [
+    {},
+    {"overlap": True, "accumulate_steps": 2},
+    {"overlap": True, "max_grad_norm": 1.0},
+    {"channels_last": True},
 ]
 
 
-def measure(kinds: list[dict[str, Any]], **settings: Any) -> dict[str, list[int]]:
-    """For each kind the counts of all steps; of two trainers, who do the same, the smaller ones."""
+Run = Callable[[LocalCluster, list[str], dict[str, str]], list[int]]
+
+
+def run_trainers(cluster: LocalCluster, command: list[str], environment: dict[str, str]) -> list[int]:
+    return cluster.run_trainers(command, env=environment)
+
+
+def run_hosts(cluster: LocalCluster, command: list[str], environment: dict[str, str]) -> list[int]:
+    return [host.wait(100) for host in start_hosts(cluster, command, **environment)]
+
+
+def measure(
+    kinds: list[dict[str, Any]], large_bytes: int = LARGE_BYTES, *, run: Run = run_trainers, **settings: Any
+) -> dict[str, list[int]]:
+    """For each kind the counts of all steps; of all processes, which do the same, the smallest ones."""
     found: dict[str, list[int]] = {}
 
     def read(name: str, line: str) -> None:
@@ -58,9 +86,9 @@ def measure(kinds: list[dict[str, Any]], **settings: Any) -> dict[str, list[int]
             others = found.get(str(kind), counts)
             found[str(kind)] = [min(pair) for pair in zip(counts, others, strict=True)]
 
-    with LocalCluster(pservers=2, trainers=2, lease_seconds=5, on_line=read, **settings) as cluster:
-        environment = {"MALLOC_MMAP_THRESHOLD_": str(LARGE_BYTES), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
-        codes = cluster.run_trainers([sys.executable, str(SCRIPT), json.dumps(kinds)], env=environment)
+    with LocalCluster(**{"pservers": 2, "trainers": 2, "lease_seconds": 5, "on_line": read, **settings}) as cluster:
+        environment = {"MALLOC_MMAP_THRESHOLD_": str(large_bytes), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+        codes = run(cluster, [sys.executable, str(SCRIPT), json.dumps(kinds)], environment)
         assert codes == [0, 0], "\n".join(cluster.output)
     return found
 
@@ -72,6 +100,23 @@ def test_no_step_makes_a_large_buffer() -> None:
         assert per_pair(counts) < LARGE_BYTES, (kind, counts)
 
 
-def test_nor_with_steps_that_are_delayed() -> None:
-    [counts] = measure([{}], max_delay=1).values()
+@pytest.mark.ring
+def test_nor_does_a_ring() -> None:
+    found = measure(IN_A_RING, LARGE_IN_A_RING, pservers=0, strategy="ring")
+    assert len(found) == len(IN_A_RING)
+    for kind, counts in found.items():
+        assert per_pair(counts) < LARGE_IN_A_RING, (kind, counts)
+
+
+@pytest.mark.hosts
+def test_nor_do_hosts_of_several_processes() -> None:
+    found = measure(IN_HOSTS, LARGE_IN_A_RING, run=run_hosts)
+    assert len(found) == len(IN_HOSTS)
+    for kind, counts in found.items():
+        assert per_pair(counts) < LARGE_IN_A_RING, (kind, counts)
+
+
+@pytest.mark.parametrize("kind", [{}, {"channels_last": True}], ids=str)
+def test_nor_with_steps_that_are_delayed(kind: dict[str, Any]) -> None:
+    [counts] = measure([kind], max_delay=1).values()
     assert per_pair(counts) < LARGE_BYTES, counts
