@@ -115,6 +115,7 @@ class RemoteOptimizer(Optimizer):
         self._overlap: Overlap | None = None
         self._waits: ForwardWaits | None = None
         self._unscale: Callable[[Tensor], None] | None = None  # of a GradScaler
+        self._scale_was_said = False
         self._start(model)
 
     @property
@@ -287,6 +288,8 @@ class RemoteOptimizer(Optimizer):
             self._check_early()
         has_overflowed = unscale_gradients(self, self._named.values())
         if has_overflowed and self._session.client.nonfinite == "reject" and self.shares_rounds:
+        if getattr(self, "found_inf", None) is not None:
+            self._say_whose_scale()
             rank = self._session.client.joined.rank
             text = f"the gradients of trainer {rank} have overflowed, and nonfinite is reject"
             raise NonFiniteGradient(f"{text}: with a GradScaler it has to be skip_round, or allow")
@@ -356,6 +359,16 @@ class RemoteOptimizer(Optimizer):
 
     @property
     def overlaps(self) -> bool:
+    def _say_whose_scale(self) -> None:
+        """Once: torch's own knows nothing of the others' gradients."""
+        is_own = self._unscale is None and self.shares_rounds and self._session.world_size > 1
+        if is_own and not self._scale_was_said:
+            self._scale_was_said = True
+            self._session.client.log.warning(
+                "torch's GradScaler backs off alone when this trainer's gradients overflow, and scales drift apart; "
+                "with trainer_client.GradScaler(optimizer) all trainers have the same one"
+            )
+
         """Whether gradients leave while backward still runs."""
         return self._overlap is not None
 

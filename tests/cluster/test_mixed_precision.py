@@ -147,10 +147,13 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_scales_and_bits_are_those_of_one_process(cluster: LocalCluster, way: str) -> None:
+def test_scales_and_bits_are_those_of_one_process(
+    cluster: LocalCluster, way: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = WAYS[way]
     work = partial(train, **arguments)
     one, other = run_trainers(cluster.address, [work, work], **SMALL)
+    assert "backs off alone" not in capsys.readouterr().err  # as torch's own does
     expected = train_locally(**{name: arguments[name] for name in ("clips", "num_parts") if name in arguments})
     assert_eventful(expected.scales)
     for actual in (one, other):
