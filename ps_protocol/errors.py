@@ -364,7 +364,7 @@ class TrainerLost(Ended):
 
 
 class TrainerLeft(Ended):
-    """A trainer of a ring was done before the others, who cannot go on without it."""
+    """A trainer of a ring has left, being done, and the others cannot go on without it."""
 
     code = "trainer_left"
 

@@ -294,6 +294,7 @@ class TrainerHeartbeat(Message):
     software: Software | None = None
     links: dict[PserverIndex, Link] = {}
     waiting_seconds: float = Field(default=0.0, ge=0, description="strategy ring: for the others, in the next round")
+    is_done: bool = Field(default=False, description="strategy ring: no batches are left; it accompanies the others")
 
 
 class TrainerHeartbeatReply(Message):

@@ -83,6 +83,11 @@ class FlatGradients:
         self._bucket_of = {name: bucket for bucket in buckets for name in bucket.parts}
         self._is_spoiled = False  # something has left that the script does not stand by
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing of the next step has left."""
+        return not (self.num_left or self._is_spoiled)
+
     def add(self, name: str, gradient: Tensor) -> None:
         """Take a flat gradient before all are there.
 

@@ -56,6 +56,7 @@ class Membership:
         self.joined: TrainerJoined
         self.round: Round = 0  # the newest round that was pulled from every pserver
         self.waiting_since: float | None = None  # in a ring, by the loop; None: it computes
+        self.is_done = False  # in a ring: no batches are left, and it accompanies the others
         self.results: dict[str, float] = {}
         self.failure: asyncio.Future[GradpostError] | None = None
         self.news = News()
@@ -152,6 +153,7 @@ class Membership:
             software=this_software(),
             links={index: meter.describe() for index, meter in self.links.items()},
             waiting_seconds=0.0 if self.waiting_since is None else now - self.waiting_since,
+            is_done=self.is_done,
         )
 
     async def _send_heartbeats(self) -> None:

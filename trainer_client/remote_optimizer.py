@@ -236,7 +236,9 @@ class RemoteOptimizer(Optimizer):
             self._slots.begin(steps, leads=self._session.host is not None)
             return steps
         group.open(client.rendezvous)
-        return RingSteps(self._session, self._named, self._stored, self._remote, group, self._averages)
+        ring = RingSteps(self._session, self._named, self._stored, self._remote, group, self._averages)
+        self._session.accompany = ring.accompany
+        return ring
 
     def _check_averages(self) -> None:
         if self._session.client.settings.overlap_pulls:
@@ -286,10 +288,10 @@ class RemoteOptimizer(Optimizer):
         self._steps.look_for_changes()
         if self._overlap is not None:
             self._check_early()
-        has_overflowed = unscale_gradients(self, self._named.values())
-        if has_overflowed and self._session.client.nonfinite == "reject" and self.shares_rounds:
         if getattr(self, "found_inf", None) is not None:
             self._say_whose_scale()
+        has_overflowed = unscale_gradients(self, self._named.values())
+        if has_overflowed and self._session.client.nonfinite == "reject" and self.shares_rounds:
             rank = self._session.client.joined.rank
             text = f"the gradients of trainer {rank} have overflowed, and nonfinite is reject"
             raise NonFiniteGradient(f"{text}: with a GradScaler it has to be skip_round, or allow")
@@ -357,8 +359,6 @@ class RemoteOptimizer(Optimizer):
             raise BadModel("a RemoteOptimizer has one GradScaler")
         self._unscale = unscale
 
-    @property
-    def overlaps(self) -> bool:
     def _say_whose_scale(self) -> None:
         """Once: torch's own knows nothing of the others' gradients."""
         is_own = self._unscale is None and self.shares_rounds and self._session.world_size > 1
@@ -369,6 +369,8 @@ class RemoteOptimizer(Optimizer):
                 "with trainer_client.GradScaler(optimizer) all trainers have the same one"
             )
 
+    @property
+    def overlaps(self) -> bool:
         """Whether gradients leave while backward still runs."""
         return self._overlap is not None
 

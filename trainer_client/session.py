@@ -46,6 +46,7 @@ class Session:
         self._pid = os.getpid()
         self._is_open = True
         self.land_last_step: Callable[[], object] | None = None  # where `step` does not wait for its parameters
+        self.accompany: Callable[[], None] | None = None  # in a ring: the others, who may have more batches
 
     def __repr__(self) -> str:
         state = "open" if self._is_open else "closed"
@@ -108,7 +109,10 @@ class Session:
         return self.io.run(self.client.summary())
 
     def close(self, outcome: str = "done", reason: str = "") -> None:
-        """Leave the run, `done` or `failed`. Blocks for steps that are on their way if done; safe to call twice."""
+        """Leave the run, `done` or `failed`. Blocks for steps that are on their way if done; safe to call twice.
+
+        In a ring whoever is done takes part in the others' rounds, without gradients, and leaves with them.
+        """
         global _current
         # A forked child (a data loader's worker) has neither the thread nor the membership.
         if not self._is_open or os.getpid() != self._pid:
@@ -122,6 +126,8 @@ class Session:
                 outcome, reason = self._land_last_step()
             if self.host is not None:
                 self.io.run(self.host.leave(outcome, reason))
+            if outcome == "done" and self.accompany is not None:
+                self.accompany()
             patience = self.client.settings.retry_seconds if outcome == "done" else 0.0
             self.io.start(self.client.leave(outcome, reason)).result(timeout=patience + CLOSE_SECONDS)
         except Exception as error:

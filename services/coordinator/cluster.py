@@ -243,18 +243,21 @@ class Cluster:
         )
 
     def _look_at_ring(self, message: TrainerHeartbeat, now: float) -> None:
-        """A trainer may wait in the ring: for one that has left, which is the end, or for one that does not come."""
+        """A trainer may wait in the ring: for one that has left, which is the end, or for one that does not come.
+
+        Whoever is done waits patiently: the others may do something else after their last batches.
+        """
         run, round_ = self.run, message.round + 1
-        if not message.waiting_seconds:
+        if not message.waiting_seconds or message.is_done:
             return
         here = [trainer for _, trainer in sorted(run.trainers.items()) if trainer.is_here]
         gone = [t.rank for _, t in sorted(run.trainers.items()) if t.state == "done" and t.round < round_]
         if gone:
             names = ", ".join(f"trainer {rank}" for rank in gone)
-            text = f"{names} had no gradients for round {round_}, being done, and the others have"
-            run.fail(TrainerLeft(f"{text}: with strategy ring all trainers need as many batches", ranks=gone), now)
+            text = f"{names} had no gradients for round {round_}, being done, and has not waited for the others"
+            run.fail(TrainerLeft(f"{text}: with strategy ring nobody goes on without it", ranks=gone), now)
         elif message.waiting_seconds > self._defaults.round_timeout_seconds:
-            missing = [trainer.rank for trainer in here if not trainer.waiting_seconds]
+            missing = [trainer.rank for trainer in here if not (trainer.waiting_seconds or trainer.is_done)]
             self._time_out(round_, missing, now)
             if not missing:
                 limit = self._defaults.round_timeout_seconds

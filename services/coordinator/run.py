@@ -289,7 +289,7 @@ class Run:
             self.has_trained = True
         trainer.results = dict(message.results)
         trainer.software, trainer.links = message.software, message.links
-        trainer.waiting_seconds = message.waiting_seconds
+        trainer.waiting_seconds, trainer.is_done = message.waiting_seconds, message.is_done
         trainer.unreachable = {index: seconds for index, (_, seconds) in message.unreachable.items()}
         if trainer.state == "lost" and self._may_return(trainer) and not trainer.is_stuck:
             self._revive(trainer)

@@ -37,6 +37,7 @@ class TrainerMember:
     links: Mapping[PserverIndex, Link] = field(default_factory=dict)
     unreachable: Mapping[PserverIndex, float] = field(default_factory=dict)  # for how many seconds
     waiting_seconds: float = 0.0  # strategy ring: for the others, in its next round
+    is_done: bool = False  # strategy ring: it has no batches left, and accompanies the others
     is_stuck: bool = False  # lost although it lives: it does not progress
 
     @property

@@ -1,4 +1,7 @@
-"""Trainers with different numbers of batches: who is done leaves, the others go on, whatever else they use."""
+"""Trainers with different numbers of batches: who is done leaves, the others go on, whatever else they use.
+
+In a ring who is done accompanies them.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,7 @@ class Kind(NamedTuple):
     scaled: bool = False
     passes: int = 1
     max_delay: int = 0
+    strategy: str = "ps"
 
 
 KINDS = {
@@ -43,6 +47,11 @@ KINDS = {
     "delay, clipping": Kind({"max_grad_norm": MAX_NORM}, max_delay=2),
     "delay, GradScaler": Kind(scaled=True, max_delay=1),
     "delay, overlap": Kind({"overlap": True}, max_delay=1),
+    "ring": Kind(strategy="ring"),
+    "ring, overlap, accumulation": Kind({"overlap": True, "accumulate_steps": 3}, passes=3, strategy="ring"),
+    "ring, overlap, clipping, GradScaler, averaged buffers": Kind(
+        {"overlap": True, "max_grad_norm": MAX_NORM, "average_buffers": 2}, scaled=True, strategy="ring"
+    ),
 }
 
 
@@ -97,6 +106,7 @@ def train(session: Session, kind: Kind) -> float:
 def marks(kind: Kind) -> list[pytest.MarkDecorator]:
     """So that what concerns a part can be run with it."""
     found = [pytest.mark.overlap] if "overlap" in kind.settings else []
+    found += [pytest.mark.ring] if kind.strategy == "ring" else []
     found += [pytest.mark.clip] if "max_grad_norm" in kind.settings else []
     return [*found, pytest.mark.amp] if kind.scaled else found
 
@@ -104,9 +114,10 @@ def marks(kind: Kind) -> list[pytest.MarkDecorator]:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(kind)) for name, kind in KINDS.items()])
 def test_who_is_done_is_not_waited_for(name: str) -> None:
     kind = KINDS[name]
-    with LocalCluster(
-        pservers=2, trainers=3, max_delay=kind.max_delay, nonfinite="skip_round", min_block_size=50
-    ) as cluster:
+    rules: Any = {"pservers": 0, "strategy": "ring"}
+    if kind.strategy == "ps":
+        rules = {"pservers": 2, "max_delay": kind.max_delay, "min_block_size": 50}
+    with LocalCluster(trainers=3, nonfinite="skip_round", **rules) as cluster:
         found = run_trainers(cluster.address, [partial(train, kind=kind)] * 3, bucket_bytes=400)
         assert cluster.summary().state == "finished"
     assert found == pytest.approx(expected(kind), rel=1e-5)

@@ -1,11 +1,11 @@
 """Steps of strategy ring: gradients are averaged among the trainers, and everybody steps its own optimizer.
 
     step t:  bucket by bucket, last layers first ──► sum of all trainers' ──► average ──► the optimizer's own step
-             and then a small vector of counts: which gradients there were, and whose are not finite
+             and then a small vector: which gradients there were, whose are not finite, who had none left
              (clipped: rank 0 tells the average's norm, so that it is the same bits on all)
 
 The sums are the same bits on all trainers, and so are the parameters. The vector is how all agree what becomes of the
-round: nobody steps before it is here.
+round: nobody steps before it is here. A trainer without batches accompanies the others until nobody has any.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ps_protocol.errors import BadModel, NonFiniteGradient
+from ps_protocol.errors import BadModel, GradpostError, NonFiniteGradient
 from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.norms import clip_coefficient
 from ps_protocol.optimizers import HyperParameters
@@ -28,6 +28,7 @@ from ..collectives import choose_device
 from ..flat_buckets import FlatBucket, FlatGradients, cut_buckets
 from ..session import Session
 from .group import Group
+from .tally import Tally, TallyVector
 
 
 class RingSteps:
@@ -57,8 +58,9 @@ class RingSteps:
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.parts}
         self._flat = FlatGradients(parameters, self._buckets, self._send)
         self._totals: list[Tensor] = []  # of the buckets that have left: sums of what was put into them
-        # Gradients, those that are not finite, scale and growth tracker of the lowest rank's GradScaler.
-        self._counts = torch.zeros(len(parameters) + group.size + 2, device=device)
+        self._tally = TallyVector(list(parameters), group.rank, group.size, device)
+        self._num_active = group.size  # in the round that is taken: trainers that had a batch
+        self._is_accompanying = False
         self._gradients: Mapping[str, Tensor] = {}  # of the step that has begun
         self._is_finite = True
         self._look_at_parameters()
@@ -138,14 +140,15 @@ class RingSteps:
 
     def _send_all(self) -> None:
         self._flat.send_rest(self._gradients)
-        counts = [float(name in self._gradients) for name in self._parameters] + [0.0] * (self._group.size + 2)
-        if not self._is_finite or self._find_nonfinite():
-            counts[len(self._parameters) + self._group.rank] = 1.0
         state = self._client.scale_agreement.mine
-        if state is not None and self._group.rank == 0:
-            counts[-2:] = state.scale, float(state.growth_tracker)
-        self._counts.copy_(torch.tensor(counts))
-        self._group.add_up(self._counts)
+        self._tally.say(
+            self._gradients.keys(),
+            is_finite=self._is_finite and not self._find_nonfinite(),
+            is_active=not self._is_accompanying,
+            scale=0.0 if state is None or self._is_accompanying else state.scale,
+            growth_tracker=0 if state is None else int(state.growth_tracker),
+        )
+        self._group.add_up(self._tally.vector)
 
     def _find_nonfinite(self) -> list[str]:
         """Parameters of which this trainer's own gradient holds NaN or infinity, unless that is allowed."""
@@ -157,6 +160,36 @@ class RingSteps:
         ]
         names = (name for bucket in suspects for name in bucket.parts if name in self._gradients)
         return [name for name in names if not bool(torch.isfinite(self._gradients[name]).all())]
+
+    # ------------------------------------------------------------------ after the last batch
+
+    @torch.no_grad()
+    def accompany(self) -> None:
+        """Take part in the others' rounds, without gradients and without stepping, until nobody has any.
+
+        Of a trainer that is done: the collectives need everybody. Blocks for that. What ends the run of the others,
+        and a ring that broke while one of them did something else for too long, ends it early, and is not raised.
+        """
+        if not self._flat.is_untouched:
+            return  # a part of the next round has left, of which there is no rest
+        self._is_accompanying = self._client.membership.is_done = True
+        log, last = self._client.log, self.landed
+        try:
+            while self._is_accompanying:
+                self.begin({}, [], is_finite=True)
+                self.take()
+                if last == self.landed - 1:
+                    log.info("no batches are left here; the others have some, and this trainer takes part without any")
+        except GradpostError as error:
+            log.warning(f"this trainer was done, and does not take part any more: {error}")
+        finally:
+            self._client.begin_round(self.landed)
+
+    def _end_of_all(self) -> None:
+        """Nobody had a batch: there is no such round."""
+        self._is_accompanying = False
+        self.begun = self.landed
+        self._forget_round()
 
     # ------------------------------------------------------------------ the step
 
@@ -172,13 +205,16 @@ class RingSteps:
         while self.begun > self.landed:
             try:
                 self._group.wait()
-                present, culprits, state = self._read_counts()
-                if not culprits or self._client.nonfinite != "reject":
-                    self._end(present, culprits, state)
-                elif self._group.rank in culprits:
+                tally = self._tally.read()
+                if not tally.num_active:
+                    self._end_of_all()
+                elif not tally.culprits or self._client.nonfinite != "reject":
+                    self._end(tally)
+                elif self._group.rank in tally.culprits:
                     self._refuse()
                 else:
-                    self._say(f"round {self.begun} waits for another gradient: NaN or infinity in those of", culprits)
+                    waits = f"round {self.begun} waits for another gradient"
+                    self._say(f"{waits}: NaN or infinity in those of", tally.culprits)
                     self._forget_round()
                     self._send_all()
             except BaseException as error:
@@ -186,12 +222,6 @@ class RingSteps:
                 self._flat.spoil(is_spoiled=not isinstance(error, NonFiniteGradient))
                 raise
         return False
-
-    def _read_counts(self) -> tuple[list[str], list[Rank], ScalerState | None]:
-        *counts, scale, tracker = self._counts.tolist()
-        present = [name for name, count in zip(self._parameters, counts, strict=False) if count > 0]
-        culprits = [rank for rank, count in enumerate(counts[len(self._parameters) :]) if count > 0]
-        return present, culprits, ScalerState(self.begun - 1, scale, int(tracker)) if scale else None
 
     def _refuse(self) -> None:
         names = ", ".join(map(repr, self._find_nonfinite()[:3]))
@@ -207,30 +237,39 @@ class RingSteps:
         self._totals.clear()
         self._flat.begin()
 
-    def _end(self, present: Collection[str], culprits: Collection[Rank], state: ScalerState | None) -> None:
-        skipped = {self.begun: tuple(culprits)} if culprits else {}
+    def _end(self, tally: Tally) -> None:
+        self._num_active = tally.num_active
+        skipped = {self.begun: tuple(tally.culprits)} if tally.culprits else {}
+        state = ScalerState(self.begun - 1, tally.scale, tally.growth_tracker) if tally.scale else None
         self._client.scale_agreement.tell(skipped, state, newest=self.begun, keep=2)
-        if culprits:
+        if tally.culprits:
             self._client.grad_norm = None if self._client.max_grad_norm is None else math.nan
             self._client.metrics.skipped.inc()
-            self._say(f"round {self.begun} was skipped by all trainers: NaN or infinity in gradients of", culprits)
+            self._say(
+                f"round {self.begun} was skipped by all trainers: NaN or infinity in gradients of", tally.culprits
+            )
         else:
-            self._apply(set(present))
+            self._average()
+            if not self._is_accompanying:
+                self._apply(set(tally.present))
             self._average_buffers()
         self._forget_round()
         self.landed = self._client.membership.round = self.begun
         self._client.metrics.rounds.inc()
         self._client.metrics.round.set(self.landed)
 
+    @torch.no_grad()
+    def _average(self) -> None:
+        for bucket in self._buckets:
+            bucket.flat.mul_(1 / self._num_active)
+        if self._client.max_grad_norm is not None:
+            self._clip(self._client.max_grad_norm)
+
     def _apply(self, present: Collection[str]) -> None:
         """Step with the averages in place of the script's own gradients, which are there again afterwards."""
         own = {name: parameter.grad for name, parameter in self._parameters.items()}
         try:
             with torch.no_grad():
-                for bucket in self._buckets:
-                    bucket.flat.mul_(1 / self._group.size)
-                if self._client.max_grad_norm is not None:
-                    self._clip(self._client.max_grad_norm)
                 for name, parameter in self._parameters.items():
                     average, part = self._averages[name], self._bucket_of[name].parts[name]
                     if average.data_ptr() != part.data_ptr():
@@ -247,10 +286,14 @@ class RingSteps:
         values = {} if averages is None else averages.values_for(self.begun)
         if averages is None or not values:
             return
-        flat = torch.cat([value.float() for value in values.values()]).to(self._counts.device)
+        flat = torch.cat([value.float() for value in values.values()]).to(self._tally.vector.device)
+        if self._is_accompanying:
+            flat.zero_()
         self._group.add_up(flat)
         self._group.wait()
-        parts = torch.split(flat.mul_(1 / self._group.size), [value.numel() for value in values.values()])
+        if self._is_accompanying:
+            return
+        parts = torch.split(flat.mul_(1 / self._num_active), [value.numel() for value in values.values()])
         for mean, part in zip(averages.means.values(), parts, strict=True):
             mean.copy_(part.view(mean.shape))
         averages.begin(self.begun)

@@ -36,8 +36,10 @@ def begin(cluster: Cluster, now: float = 0.0) -> None:
     cluster.members_installed(cluster.run.number)
 
 
-def waits(cluster: Cluster, rank: int, seconds: float, *, round_: int = 4, now: float = 1.0) -> None:
-    message = alive(round_=round_).model_copy(update={"waiting_seconds": seconds})
+def waits(
+    cluster: Cluster, rank: int, seconds: float, *, round_: int = 4, now: float = 1.0, is_done: bool = False
+) -> None:
+    message = alive(round_=round_).model_copy(update={"waiting_seconds": seconds, "is_done": is_done})
     cluster.trainer_heartbeat(rank, message, now)
 
 
@@ -138,6 +140,18 @@ def test_who_is_done_before_the_others_ends_the_run() -> None:
     failure = cluster.run.failure
     assert isinstance(failure, TrainerLeft)
     assert "trainer 1 had no gradients for round 6" in failure.detail
+
+
+def test_who_is_done_and_accompanies_the_others_waits_patiently_and_is_not_missing() -> None:
+    cluster = ring(3)
+    begin(cluster)
+    waits(cluster, 0, 1000.0, round_=5, is_done=True)
+    assert cluster.run.failure is None
+    waits(cluster, 0, 0.0, round_=5, is_done=True)
+    waits(cluster, 1, 60.5, round_=5)
+    failure = cluster.run.failure
+    assert isinstance(failure, RoundTimeout)
+    assert failure.facts == {"missing": [2]}
 
 
 def test_controls_are_refused() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from trainer_client.flat_buckets import PIECE, FlatBucket, cut_buckets
 from trainer_client.ring.rendezvous import address_towards, join_store, open_store
+from trainer_client.ring.tally import Tally, TallyVector
 
 pytestmark = pytest.mark.ring
 
@@ -42,6 +43,27 @@ def test_a_store_is_found_at_the_address_that_was_offered() -> None:
     store, rendezvous = open_store("127.0.0.1", timedelta(seconds=5))
     store.set("key", "value")
     assert join_store(rendezvous, timedelta(seconds=5)).get("key") == b"value"
+
+
+def test_everybody_reads_the_same_tally() -> None:
+    """Trainer 0 has no batches left, 1 brings NaN, 2 has a GradScaler."""
+    vectors = [TallyVector(["a", "b", "c"], rank, 3, CPU) for rank in range(3)]
+    for _ in range(2):  # the vectors are kept
+        vectors[0].say([], is_finite=True, is_active=False, scale=0.0, growth_tracker=0)
+        vectors[1].say(["c"], is_finite=False, is_active=True, scale=0.0, growth_tracker=0)
+        vectors[2].say(["a", "c"], is_finite=True, is_active=True, scale=65536.0, growth_tracker=1999)
+        total = torch.stack([one.vector for one in vectors]).sum(0)
+        for one in vectors:
+            one.vector.copy_(total)
+            assert one.read() == Tally(["a", "c"], [1], num_active=2, scale=65536.0, growth_tracker=1999)
+
+
+def test_the_lowest_rank_with_a_scale_has_the_word() -> None:
+    vectors = [TallyVector([], rank, 3, CPU) for rank in range(3)]
+    for rank, one in enumerate(vectors):
+        one.say([], is_finite=True, is_active=True, scale=1024.0 * rank, growth_tracker=rank)
+    vectors[0].vector.copy_(torch.stack([one.vector for one in vectors]).sum(0))
+    assert vectors[0].read() == Tally([], [], num_active=3, scale=1024.0, growth_tracker=1)
 
 
 @pytest.mark.clip

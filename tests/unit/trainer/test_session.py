@@ -37,7 +37,8 @@ def test_who_is_done_has_longer_to_say_so(
     monkeypatch.setattr(session_module, "CLOSE_SECONDS", 0.05)
     session: Any = Session.__new__(Session)
     session.io, session.client, session.host = IoThread(), SlowCoordinator(), None
-    session._is_open, session._pid, session.land_last_step = True, os.getpid(), None
+    session._is_open, session._pid = True, os.getpid()
+    session.land_last_step = session.accompany = None
     session.close(outcome)
     assert session.client.has_heard == (outcome == "done")
     assert ("counts as lost" in capsys.readouterr().err) == (outcome == "failed")

@@ -1,0 +1,52 @@
+"""The small vector that goes round after the gradients: all learn alike what becomes of a round."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ps_protocol.vocabulary import Rank
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What all trainers have said of a round."""
+
+    present: list[str]  # parameters of which somebody has a gradient
+    culprits: list[Rank]  # whose gradients are not finite
+    num_active: int  # trainers that had a batch; the mean is theirs
+    scale: float  # of the lowest rank among them that has a GradScaler; 0: none has
+    growth_tracker: int
+
+
+class TallyVector:
+    """Counts of gradients, and of each rank: not finite, active, scale, growth tracker. Float32, kept."""
+
+    def __init__(self, names: Sequence[str], rank: Rank, size: int, device: torch.device) -> None:
+        self._names = names
+        self._rank, self._size = rank, size
+        self.vector = torch.zeros(len(names) + 4 * size, device=device)
+
+    def say(
+        self, present: Collection[str], *, is_finite: bool, is_active: bool, scale: float, growth_tracker: int
+    ) -> None:
+        """What this trainer has to say of the next round. Its vector is then to be added up with the others'."""
+        mine = torch.zeros(4, self._size)
+        mine[:, self._rank] = torch.tensor([not is_finite, is_active, scale, growth_tracker])
+        counts = torch.tensor([float(name in present) for name in self._names])
+        self.vector.copy_(torch.cat([counts, mine.flatten()]))
+
+    def read(self) -> Tally:
+        """What all have said, once it is the sum of everybody's."""
+        counts, of_ranks = torch.split(self.vector.cpu(), [len(self._names), 4 * self._size])
+        not_finite, active, scales, trackers = of_ranks.view(4, self._size).tolist()
+        scaled = [rank for rank, scale in enumerate(scales) if scale]
+        return Tally(
+            present=[name for name, count in zip(self._names, counts.tolist(), strict=True) if count > 0],
+            culprits=[rank for rank, count in enumerate(not_finite) if count > 0],
+            num_active=int(sum(active)),
+            scale=scales[scaled[0]] if scaled else 0.0,
+            growth_tracker=int(trackers[scaled[0]]) if scaled else 0,
+        )
