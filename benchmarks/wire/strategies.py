@@ -1,6 +1,6 @@
 """What a step costs each machine with pservers and with a ring: bytes by its interface's counters, processor time.
 
-    python -m benchmarks.wire.strategies [--megabits 1000] [--elements 25000000] [--json FILE]
+    python -m benchmarks.wire.strategies [--megabits 1000] [--elements 12500000] [--report FILE.md]
 
 Linux, root, `ip` and `tc` (iproute2). Nothing of the machine's own network is touched, and nothing is left behind. With
 the defaults it takes some 5 minutes.
@@ -12,16 +12,17 @@ steps that it has more: then neither the start, nor the initial values, nor hear
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from ..report import PACKAGES, add_report_option, make_head, publish
 from .cluster import WiredCluster, started
 from .ending import clean_up_when_told_to_end
 from .machines import INTERFACE, Machine, check_requirements, connected_machines
@@ -30,6 +31,15 @@ MEGABIT = 1_000_000
 BYTES = 4  # of an element
 FEW_STEPS = 2
 START_SECONDS = 120.0
+
+TEXT = """\
+SGD, {elements} elements of float32 in four layers, nothing overlapped, every process on a machine of its own: network
+namespaces on one bridge, every link held to {megabits:g} Mbit/s each way by a token bucket. Bytes are those of the
+machines' interfaces, headers and acknowledgements included, and processor time that of their processes; of one machine
+and one step, means of {steps} steps and of the machines with the same role. Seconds are medians of trainer 0's steps;
+all machines share these processors. **Off** is by how much the bytes of any of these machines, in either direction,
+differ from the formula: 2 (N - 1) S / N for a trainer of a ring, S for one with pservers, N S / M for a pserver.
+"""
 
 # Trainers and pservers; 0 of these: a ring.
 SHAPES = [(2, 0), (3, 0), (4, 0), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
@@ -155,23 +165,24 @@ HEAD = """| cluster | machine | formula, MB each way | MB out | MB in | off by a
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabits", type=float, default=1000, help="a second, of each link")
-    parser.add_argument("--elements", type=int, default=25_000_000, help="parameters")
+    parser.add_argument("--elements", type=int, default=12_500_000, help="parameters")
     parser.add_argument("--steps", type=int, default=5, help="that are measured")
-    parser.add_argument("--json", type=Path, help="write every machine there")
+    add_report_option(parser)
     options = parser.parse_args()
     try:
         check_requirements()
     except OSError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     clean_up_when_told_to_end()
-    costs = []
-    print(HEAD, flush=True)
+    text = TEXT.format(elements=f"{options.elements:,}", megabits=options.megabits, steps=options.steps)
+    # Before the measurement: its commit is what is measured.
+    head = make_head("What a step costs, with pservers and in a ring", text, PACKAGES, where="in network namespaces")
+    rows = []
     for num_trainers, num_pservers in SHAPES:
         bits = int(options.megabits * MEGABIT)
-        costs.append(measure(num_trainers, num_pservers, bits, options.elements, options.steps))
-        print(describe(costs[-1]), flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(cost) for cost in costs], indent=2) + "\n")
+        rows.append(describe(measure(num_trainers, num_pservers, bits, options.elements, options.steps)))
+        print(rows[-1], file=sys.stderr, flush=True)
+    publish("\n".join([head, HEAD, *rows, ""]), options.report)
 
 
 if __name__ == "__main__":

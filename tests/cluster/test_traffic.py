@@ -26,7 +26,7 @@ def can_have_machines() -> None:
 
 
 @pytest.mark.usefixtures("can_have_machines")
-@pytest.mark.parametrize(("trainers", "pservers"), [(3, 0), (2, 2)])  # docs/ps-or-ring.md has more
+@pytest.mark.parametrize(("trainers", "pservers"), [(3, 0), (4, 0), (2, 2), (3, 1)])  # docs/ps-or-ring.md has more
 def test_bytes_of_a_step(trainers: int, pservers: int) -> None:
     cost = measure(trainers, pservers, BITS, ELEMENTS, STEPS)
     assert len(cost.nodes) == trainers + pservers
