@@ -42,12 +42,12 @@ from ps_protocol.vocabulary import (
 
 from .agreement import NormAgreement, finish_rounds
 from .amp.scale_agreement import ScaleAgreement
-from .buckets import Bucket, Payload, make_buckets
-from .differences import Differences
-from .encoding import ErrorFeedback
 from .membership import Membership
 from .metrics import MetricsServer, TrainerMetrics
 from .pserver_client import PserverClient, Pulled
+from .pulling.differences import Differences
+from .pushing.buckets import Bucket, Payload, make_buckets
+from .pushing.encoding import ErrorFeedback
 from .settings import TrainerSettings, read_settings
 from .tensors import TORCH_DTYPES, writable_bytes
 from .transport.authorization import BearerAuth

@@ -20,12 +20,12 @@ from torch import Tensor
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Round
 
-from .arrivals import Arrivals
-from .buckets import Bucket, make_buckets
 from .client import ParameterClient
-from .differences import Differences
 from .io_thread import IoThread
-from .outgoing import Outgoing, note_task, nothing_to_wait_for
+from .pulling.arrivals import Arrivals
+from .pulling.differences import Differences
+from .pushing.buckets import Bucket, make_buckets
+from .pushing.outgoing import Outgoing, note_task, nothing_to_wait_for
 from .slots.slot_transfer import SlotFrames
 from .tensors import writable_bytes
 

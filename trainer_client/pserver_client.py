@@ -55,13 +55,13 @@ from ps_protocol.routes import (
 from ps_protocol.slots import StepState, read_states
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
-from .buckets import Payload
-from .differences import Differences
 from .links import LinkMeter
 from .membership import read_problem
 from .metrics import TrainerMetrics
 from .news import News
 from .pauses import choose_pause
+from .pulling.differences import Differences
+from .pushing.buckets import Payload
 from .transport.exchange import Exchange
 from .transport.extensions import LOCAL_EXTENSION
 from .transport.frame_sink import NO_DIFFERENCES, FrameSink

@@ -18,15 +18,15 @@ from ps_protocol.vocabulary import AVERAGED, ParameterSpec, Round
 from .amp.unscaling import unscale_gradients
 from .buffer_averages import BufferAverages, choose_averaged
 from .collectives import choose_device
-from .flattening import Flattening
-from .forward_waits import ForwardWaits
 from .host.follower import FollowerSteps
 from .host.leader import LeaderSteps
 from .host.model import describe_model
 from .local_steps import LocalSteps, check_outer
 from .model_tensors import find_aliases, name_parameters, stored_tensors
 from .optimizer_spec import describe_local_optimizer, describe_optimizer, read_hyper_parameters
-from .overlap import Overlap
+from .pulling.forward_waits import ForwardWaits
+from .pushing.flattening import Flattening
+from .pushing.overlap import Overlap
 from .ring.group import Group
 from .ring.steps import RingSteps
 from .session import Session, connect, open_session

@@ -14,9 +14,9 @@ from ps_protocol.vocabulary import Round
 
 from .buffer_averages import BufferAverages
 from .device_copies import GradientCopies, ParameterCopies, is_away
-from .landing import Landing, copy_landed, landing_of
 from .local_steps import LocalSteps
 from .pipeline import Pipeline
+from .pulling.landing import Landing, copy_landed, landing_of
 from .session import Session
 from .slots.loading import Loading
 from .slots.slot_state import Slots

@@ -28,9 +28,9 @@ from torch import nn
 from ps_http2.stream import Sink
 from ps_protocol.messages import PserverInfo
 from trainer_client import RemoteOptimizer, connect
-from trainer_client.buckets import Payload
 from trainer_client.client import ParameterClient
 from trainer_client.io_thread import IoThread
+from trainer_client.pushing.buckets import Payload
 from trainer_client.testing import LocalCluster
 from trainer_client.transport.exchange import Exchange
 

@@ -22,7 +22,7 @@ from ps_protocol.errors import ModeMismatch, NonFiniteGradient
 from ps_protocol.optimizers import check_optimizer
 from ps_protocol.vocabulary import ParameterSpec
 from trainer_client import ParameterClient, RemoteOptimizer, Session
-from trainer_client.buckets import Bucket
+from trainer_client.pushing.buckets import Bucket
 from trainer_client.testing import LocalCluster
 
 from .conftest import Carrier

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ps_protocol.frames import parse_frame
 from trainer_client import RemoteOptimizer, Session
-from trainer_client.buckets import Payload
+from trainer_client.pushing.buckets import Payload
 from trainer_client.testing import LocalCluster
 
 from .conftest import Carrier

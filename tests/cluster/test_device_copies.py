@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer_client import RemoteOptimizer, Session, landing, steps
+from trainer_client import RemoteOptimizer, Session, steps
 from trainer_client.device_copies import GradientCopies, ParameterCopies
+from trainer_client.pulling import landing
 from trainer_client.testing import LocalCluster
 
 from .parity_model import assert_identical, run_trainers

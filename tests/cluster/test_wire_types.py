@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ps_protocol.wire_types import GROUP, WireTypes
 from trainer_client import RemoteOptimizer, Session
-from trainer_client.encoding import Remainder, encode_gradient
+from trainer_client.pushing.encoding import Remainder, encode_gradient
 from trainer_client.tensors import TORCH_DTYPES
 from trainer_client.testing import LocalCluster
 

@@ -13,9 +13,9 @@ from ps_protocol.routes import STATES_KEY
 from ps_protocol.slots import FRESH, StepState, slot_key, write_states
 from ps_protocol.vocabulary import Block, Round
 
-from ..buckets import ENTRY_HEADER_BYTES, MAX_HEADER_BYTES, MIN_LENT_BYTES, Payload
 from ..client import ParameterClient
 from ..pserver_client import PserverClient
+from ..pushing.buckets import ENTRY_HEADER_BYTES, MAX_HEADER_BYTES, MIN_LENT_BYTES, Payload
 from ..tensors import writable_bytes
 from .slot_state import ParameterSlots, Slots
 

@@ -10,7 +10,7 @@ from ps_http2.stream import Sink
 from ps_protocol.certificates import TlsFiles
 from ps_protocol.tokens import TokenPair
 
-from ..buckets import Payload
+from ..pushing.buckets import Payload
 from .connections import make_bulk_transport
 from .extensions import BODY_EXTENSION, SINK_EXTENSION
 

@@ -19,7 +19,7 @@ from ps_protocol.wire_types import GROUP, WireTypes
 from services.pserver.shard import Shard
 from services.pserver.shard_state import ShardState, cut_anew
 from services.pserver.versioned_blocks import VersionedBlocks
-from trainer_client.differences import Differences
+from trainer_client.pulling.differences import Differences
 from trainer_client.tensors import TORCH_DTYPES, writable_bytes
 from trainer_client.transport.frame_sink import FrameSink
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import ParameterSpec
-from trainer_client.arrivals import Arrivals
+from trainer_client.pulling.arrivals import Arrivals
 
 PLAN = make_plan(
     [ParameterSpec("w", (30,)), ParameterSpec("none", (0,)), ParameterSpec("b", (7,))], 3, min_block_size=10

@@ -10,8 +10,8 @@ from ps_protocol.frames import FrameLimits, parse_frame
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import ParameterSpec
 from ps_protocol.wire_types import WireTypes
-from trainer_client.buckets import make_buckets
-from trainer_client.encoding import ErrorFeedback
+from trainer_client.pushing.buckets import make_buckets
+from trainer_client.pushing.encoding import ErrorFeedback
 
 LIMITS = FrameLimits()
 

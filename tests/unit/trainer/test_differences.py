@@ -8,7 +8,7 @@ import torch
 from ps_protocol.errors import MalformedFrame
 from ps_protocol.frames import FrameLimits, encode_header
 from ps_protocol.routes import SINCE_KEY
-from trainer_client.differences import Differences
+from trainer_client.pulling.differences import Differences
 from trainer_client.tensors import writable_bytes
 from trainer_client.transport.frame_sink import FrameSink
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ps_protocol.errors import BadModel
-from trainer_client.flattening import Flattening
+from trainer_client.pushing.flattening import Flattening
 
 
 def test_what_lies_in_order_is_sent_from_there() -> None:

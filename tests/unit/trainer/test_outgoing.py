@@ -17,10 +17,10 @@ from ps_protocol.plan import make_plan
 from ps_protocol.routes import NUM_BLOCKS_KEY
 from ps_protocol.vocabulary import ParameterSpec
 from trainer_client.amp.scale_agreement import ScaleAgreement
-from trainer_client.buckets import Payload, make_buckets
-from trainer_client.encoding import ErrorFeedback
 from trainer_client.io_thread import IoThread
-from trainer_client.outgoing import Outgoing, nothing_to_wait_for
+from trainer_client.pushing.buckets import Payload, make_buckets
+from trainer_client.pushing.encoding import ErrorFeedback
+from trainer_client.pushing.outgoing import Outgoing, nothing_to_wait_for
 
 SIZES = {"first": 30, "second": 0, "third": 500, "fourth": 7, "fifth": 90}
 NUM_PSERVERS = 2

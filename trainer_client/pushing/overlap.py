@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ps_protocol.errors import GradientChanged
 
-from .forward_waits import ForwardWaits
-from .session import Session
+from ..pulling.forward_waits import ForwardWaits
+from ..session import Session
 
 
 class Overlap:

@@ -17,8 +17,8 @@ from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import DTYPE_BYTES, Block, PserverIndex
 from ps_protocol.wire_types import PushType, WireTensor
 
+from ..tensors import TORCH_DTYPES, lands_directly, writable_bytes
 from .encoding import ErrorFeedback, Remainder, encode_gradient
-from .tensors import TORCH_DTYPES, lands_directly, writable_bytes
 
 Payload: TypeAlias = tuple[memoryview, ...]  # of one request: its parts, one behind the other
 

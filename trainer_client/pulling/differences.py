@@ -14,7 +14,7 @@ from ps_protocol.errors import MalformedFrame
 from ps_protocol.quantisation import PIECE, add_difference
 from ps_protocol.wire_types import SCALES, quantised
 
-from .tensors import TORCH_DTYPES, writable_bytes
+from ..tensors import TORCH_DTYPES, writable_bytes
 
 
 class Differences:

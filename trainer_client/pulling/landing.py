@@ -10,8 +10,8 @@ from torch import Tensor
 from ps_protocol.errors import BadModel
 from ps_protocol.plan import SlicePlan
 
-from .device_copies import ParameterCopies, host_memory, is_away
-from .tensors import TORCH_DTYPES, lands_directly, wire_dtype
+from ..device_copies import ParameterCopies, host_memory, is_away
+from ..tensors import TORCH_DTYPES, lands_directly, wire_dtype
 
 
 class Landing:

@@ -19,10 +19,10 @@ from ps_protocol.errors import GradpostError
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import PserverIndex, Round
 
+from ..client import ParameterClient, completion
+from ..io_thread import IoThread
+from ..slots.slot_transfer import SlotFrames
 from .buckets import Bucket, Payload
-from .client import ParameterClient, completion
-from .io_thread import IoThread
-from .slots.slot_transfer import SlotFrames
 
 END_SECONDS = 5.0  # for requests that are given up; they end at once
 
