@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
-import builtins
-import functools
-import multiprocessing.util
 import os
 import sys
-import threading
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from ps_protocol.errors import GradpostError
 from ps_protocol.messages import RunSummary
@@ -21,6 +15,7 @@ from .client import ParameterClient
 from .host.host import Host
 from .host.place import HostPlace, find_place
 from .io_thread import IoThread
+from .script_end import outcome_of, watch_end
 from .settings import read_settings
 
 CLOSE_SECONDS = 15.0
@@ -149,7 +144,7 @@ class Session:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self.close(*_outcome_of(error))
+        self.close(*outcome_of(error))
 
 
 async def _make_client(arguments: dict[str, Any]) -> tuple[ParameterClient, HostPlace | None]:
@@ -186,48 +181,10 @@ def connect(
             )
         return current
     session = _current = Session(**given)
-    _watch_exit()
+    watch_end(_leave)
     return session
 
 
-@functools.cache  # once a process
-def _watch_exit() -> None:
-    """Leave the open session when the script ends, as failed if an exception or a non-zero exit code ended it."""
-    ended_by: list[BaseException] = []
-    previous_hook, previous_exit = sys.excepthook, sys.exit
-
-    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        ended_by.append(error)
-        previous_hook(kind, error, traceback)
-
-    def exit_(status: Any = None, /) -> NoReturn:
-        # SystemExit reaches no hook, and an exit function cannot see the code. In another thread it ends only that.
-        if status not in (None, 0) and threading.current_thread() is threading.main_thread():
-            ended_by.append(SystemExit(status))
-        previous_exit(status)
-
-    def leave() -> None:
-        if _current is not None:
-            _current.close(*_outcome_of(ended_by[-1] if ended_by else None))
-
-    def leave_child() -> None:
-        # A child of multiprocessing that was forked runs no exit functions, but these, within its last `finally`.
-        if (error := sys.exc_info()[1]) is not None:
-            ended_by.append(error)
-        leave()
-
-    sys.excepthook, sys.exit = hook, exit_
-    if not hasattr(sys, "ps1"):  # there, exit and quit say how to leave
-        for name in ("exit", "quit"):
-            if hasattr(builtins, name):  # not with `python -S`
-                setattr(builtins, name, exit_)
-    atexit.register(leave)
-    if multiprocessing.parent_process() is not None:
-        multiprocessing.util.Finalize(None, leave_child, exitpriority=100)
-
-
-def _outcome_of(error: BaseException | None) -> tuple[str, str]:
-    """Outcome and reason to leave with, once `error` (or nothing) has ended the script."""
-    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
-        return "done", ""
-    return "failed", f"{type(error).__name__}: {error}".rstrip(": ")
+def _leave(error: BaseException | None) -> None:
+    if _current is not None:
+        _current.close(*outcome_of(error))

@@ -36,7 +36,8 @@ def late(session: Session, **arguments: Any) -> dict[str, Tensor]:
         optimizer.step()
         assert optimizer.round == session.round == step + 1
         assert optimizer.num_steps == 1
-    assert optimizer.summary().rounds == STEPS
+    if session.host is None or session.host.is_leader:  # to the others it may be that of the next run already
+        assert optimizer.summary().rounds == STEPS
     assert session.mode == "sync"
     return values(model)
 

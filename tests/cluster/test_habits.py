@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,7 +182,7 @@ def work(how):
         exit(4)
 
 if __name__ == "__main__":
-    child = multiprocessing.get_context("fork").Process(target=work, args=(sys.argv[1],))
+    child = multiprocessing.get_context(sys.argv[2]).Process(target=work, args=(sys.argv[1],))
     child.start()
     child.join()
     sys.exit(child.exitcode)
@@ -199,9 +200,22 @@ if __name__ == "__main__":
 def test_a_forked_child_leaves_when_it_ends(
     cluster: LocalCluster, how: str, code: int, state: str, reason: str | None
 ) -> None:
-    child = cluster.start_trainer(0, [sys.executable, "-c", CHILD, how])
+    child = cluster.start_trainer(0, [sys.executable, "-c", CHILD, how, "fork"])
     assert child.wait(60) == code, "\n".join(cluster.output)
     status = cluster.status()  # at once, before any lease has ended
     assert status.state == state
     failure = None if status.failure is None else status.failure["detail"]
     assert failure == (None if reason is None else f"trainer 0 failed: {reason}")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_so_does_one_with_an_interpreter_of_its_own(cluster: LocalCluster, method: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(CHILD)
+    child = cluster.start_trainer(0, [sys.executable, str(script), "raises", method])
+    assert child.wait(60) == 1, "\n".join(cluster.output)
+    failure = cluster.status().failure
+    assert failure is not None
+    reasons = ["ValueError: no", "SystemExit: 1"]  # the latter with spawn, from Python 3.13 on
+    assert failure["detail"] in [f"trainer 0 failed: {reason}" for reason in reasons]
