@@ -7,6 +7,7 @@ gone, as long as their time-outs say.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -16,48 +17,49 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+GROUP_PATIENCE = timedelta(days=1)  # silence and ends of connections are noticed long before
 POLL_SECONDS = 0.001  # between looks at a collective; event loops do not wait for less
 
 
 class Collectives:
     """Of one process group, in the same order in each of its processes. Used by one thread at a time."""
 
-    def __init__(self, group: Any, *, is_ours: bool = True) -> None:
-        """A group that is not ours is left alone by `close`."""
+    def __init__(self, group: Any) -> None:
         self._group = group
-        self._is_ours = is_ours
-        self.begun: list[Any] = []  # works that nobody has waited for
+        self._begun: list[Any] = []  # works that nobody has waited for
+        self._lent: list[Tensor] = []  # theirs
         self._broken: RuntimeError | None = None
 
     def add_up(self, tensor: Tensor) -> None:
         """Begin to replace a contiguous tensor by the sum of all processes'. It must not change until `settle`."""
-        self._begin(lambda: self._group.allreduce([tensor]))
+        self._begin(tensor, lambda: self._group.allreduce([tensor]))
 
     def collect(self, tensor: Tensor) -> None:
         """The same, for process 0 alone; the others' is anything afterwards."""
         options = dist.ReduceOptions()
         options.rootRank = 0
-        self._begin(lambda: self._group.reduce([tensor], options))
+        self._begin(tensor, lambda: self._group.reduce([tensor], options))
 
     def spread(self, tensor: Tensor) -> None:
         """Begin to replace a contiguous tensor by that of process 0. It must not change until `settle`."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        self._begin(lambda: self._group.broadcast([tensor], options))
+        self._begin(tensor, lambda: self._group.broadcast([tensor], options))
 
-    def _begin(self, begin: Callable[[], Any]) -> None:
+    def _begin(self, tensor: Tensor, begin: Callable[[], Any]) -> None:
         if self._broken is None:
+            self._lent.append(tensor)
             try:
-                self.begun.append(begin())
+                self._begun.append(begin())
             except RuntimeError as error:  # in the middle of a backward pass; `finish` says what it means
                 self._broken = error
 
     def has_ended(self, index: int) -> bool:
         """Whether this one of those that were begun is over, and well. Does not block."""
-        if index >= len(self.begun) or not self.begun[index].is_completed():
+        if index >= len(self._begun) or not self._begun[index].is_completed():
             return False
         try:
-            self.begun[index].wait()  # for an accelerator: what is computed from now on comes after it
+            self._begun[index].wait()  # for an accelerator: what is computed from now on comes after it
         except RuntimeError:  # `finish` says what it means
             return False
         return True
@@ -66,7 +68,7 @@ class Collectives:
         """Wait for all that was begun, on the I/O loop. Raises RuntimeError as torch.distributed does."""
         if self._broken is not None:
             raise self._broken
-        for work in self.begun:
+        for work in self._begun:
             # A callback would be simpler, but gloo's thread may not call Python in a process that is ending (ADR 16).
             while not work.is_completed():  # noqa: ASYNC110
                 await asyncio.sleep(POLL_SECONDS)
@@ -74,32 +76,36 @@ class Collectives:
 
     def settle(self) -> None:
         """What has finished is over: the tensors are the caller's again."""
-        for work in self.begun:
+        for work in self._begun:
             work.wait()  # for an accelerator: what is computed from now on comes after it
-        self.begun.clear()
+        self._forget()
 
     def close(self) -> None:
         """Let go of it. One in which something is still under way stays as it is: its end would wait for that."""
-        if self._is_ours and not all(work.is_completed() for work in self.begun):
-            _keep_for_ever(self._group)
-        self.begun.clear()
+        if not all(work.is_completed() for work in self._begun):
+            _keep_for_ever((self._group, *self._begun, *self._lent))
+        self._forget()
         self._group = None
 
+    def _forget(self) -> None:
+        self._begun.clear()
+        self._lent.clear()
 
-def make_group(store: Any, rank: int, size: int, device: torch.device, host: str | None, patience: timedelta) -> Any:
+
+def make_group(store: Any, rank: int, size: int, device: torch.device, host: str | None) -> Any:
     """A group of our own, so that torch.distributed's one default group stays the script's. Blocks for all others.
 
     `host` is the address that gloo listens on; None: gloo decides.
     """
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = patience
+        options._timeout = GROUP_PATIENCE
         return dist.ProcessGroupNCCL(store, rank, size, options)
     if host is None:
-        return dist.ProcessGroupGloo(store, rank, size, patience)
+        return dist.ProcessGroupGloo(store, rank, size, GROUP_PATIENCE)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    options._timeout = patience
+    options._timeout = GROUP_PATIENCE
     options._devices = [gloo.create_device(hostname=host)]
     return gloo(store, rank, size, options)
 
@@ -131,10 +137,11 @@ async def run_aside(work: Callable[[], Any]) -> Any:
     return await result
 
 
-def _keep_for_ever(*things: Any) -> None:
-    """The end of a group waits for its collectives, and so would the end of the process, for one that is stopped."""
+def _keep_for_ever(thing: object) -> None:
+    """The end of a group waits for its collectives, and so would the end of the process, for one that is stopped.
 
-    def hold(_: Any) -> None:
-        threading.Event().wait()
-
-    threading.Thread(target=hold, args=(things,), name="gradpost group", daemon=True).start()
+    What such a collective works with must not end before it either: gloo's thread would then be the one to let go of a
+    tensor of Python's, in a process in which there is no Python any more. A thread could hold all that, but with
+    Python 3.12 none begins in a process that is ending.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

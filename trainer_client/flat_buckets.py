@@ -83,11 +83,6 @@ class FlatGradients:
         self._bucket_of = {name: bucket for bucket in buckets for name in bucket.parts}
         self._is_spoiled = False  # something has left that the script does not stand by
 
-    @property
-    def is_untouched(self) -> bool:
-        """Whether nothing of the next step has left."""
-        return not (self.num_left or self._is_spoiled)
-
     def add(self, name: str, gradient: Tensor) -> None:
         """Take a flat gradient before all are there.
 
@@ -134,6 +129,13 @@ class FlatGradients:
         self._is_spoiled = self._is_spoiled or self.num_left > 0
         for bucket in self.buckets:
             bucket.begin()
+
+    def empty(self) -> bool:
+        """From now on there are no gradients here. Whether something has left already, which is void."""
+        has_left = self.num_left > 0
+        self.forget()
+        self._is_spoiled = False
+        return has_left
 
     def spoil(self, *, is_spoiled: bool) -> None:
         """Whether the others are elsewhere by now, so that no step can be taken."""

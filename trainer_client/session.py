@@ -122,13 +122,24 @@ class Session:
             if self.host is not None:
                 self.io.run(self.host.leave(outcome, reason))
             if outcome == "done" and self.accompany is not None:
-                self.accompany()
-            patience = self.client.settings.retry_seconds if outcome == "done" else 0.0
-            self.io.start(self.client.leave(outcome, reason)).result(timeout=patience + CLOSE_SECONDS)
+                self._accompany()
+            self._leave(outcome, reason)
         except Exception as error:
             print(f"gradpost: leaving the run failed, and it counts as lost: {error!r}", file=sys.stderr)
         finally:
             self.io.close()
+
+    def _accompany(self) -> None:
+        assert self.accompany is not None
+        try:
+            self.accompany()
+        except BaseException as error:  # an interrupt: the others cannot go on without this one, and hear of it now
+            self._leave(*outcome_of(error))
+            raise
+
+    def _leave(self, outcome: str, reason: str) -> None:
+        patience = self.client.settings.retry_seconds if outcome == "done" else 0.0
+        self.io.start(self.client.leave(outcome, reason)).result(timeout=patience + CLOSE_SECONDS)
 
     def _land_last_step(self) -> tuple[str, str]:
         """Into the parameters, for whoever uses the model afterwards; returns the outcome and its reason."""

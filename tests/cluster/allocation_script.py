@@ -1,18 +1,27 @@
-"""Trains in several ways, one run after the other, and prints how many bytes of fresh memory each step was given."""
+"""Trains in several ways, one run after the other, and prints what memory the steps took.
+
+Fresh memory that the kernel gave the process in each step, in bytes; and the size of each tensor that torch made on the
+script's thread in two more. The former is of the whole process, but what somebody takes again and
+again while the allocator has it is not seen; the latter is exact.
+"""
 
 from __future__ import annotations
 
 import json
 import resource
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from trainer_client import RemoteOptimizer, connect
 
 SHAPE, STEPS = (1024, 64, 4, 4), 10
+FIRST_STEPS = 2  # with local steps the first push is in the second
 ELEMENTS = 1024 * 64 * 4 * 4
 
 
@@ -48,30 +57,49 @@ def fresh_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt * resource.getpagesize()
 
 
-def measure(arguments: dict[str, Any], *, channels_last: bool, passes: int) -> list[int]:
+def made_tensors(profiled: profile) -> list[int]:
+    """Bytes of each."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiled.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    changes = [event["args"]["Bytes"] for event in events if event["name"] == "[memory]"]
+    return [change for change in changes if change > 0]
+
+
+def measure(arguments: dict[str, Any], *, channels_last: bool, passes: int) -> tuple[int, list[int], list[int]]:
+    """This trainer's rank, fresh memory, tensors."""
     with connect() as session:
         model = nn.Sequential(*(Layer(channels_last=channels_last) for _ in range(4)))
         optimizer = RemoteOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), model=model, session=session, **arguments
         )
-        found = []
-        for _ in range(STEPS):
+
+        def step() -> int:
             optimizer.zero_grad(set_to_none=False)
             before = fresh_bytes()
             for _ in range(passes):
                 model(torch.zeros((), requires_grad=True)).backward()
             optimizer.step()
-            found.append(fresh_bytes() - before)
+            return fresh_bytes() - before
+
+        for _ in range(FIRST_STEPS):
+            step()
+        fresh = [step() for _ in range(STEPS - FIRST_STEPS)]
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            for _ in range(2):
+                step()
         optimizer.synchronize()
-        return found
+        return session.rank, fresh, made_tensors(profiled)
 
 
 def main() -> None:
     torch.set_num_threads(1)
     for arguments in json.loads(sys.argv[1]):
         ours = {name: value for name, value in arguments.items() if name != "channels_last"}
-        counts = measure(ours, channels_last="channels_last" in arguments, passes=arguments.get("accumulate_steps", 1))
-        print(json.dumps([arguments, counts]), flush=True)
+        passes = arguments.get("accumulate_steps", 1)
+        rank, fresh, tensors = measure(ours, channels_last="channels_last" in arguments, passes=passes)
+        print(json.dumps([arguments, rank, fresh, tensors]), flush=True)
 
 
 if __name__ == "__main__":

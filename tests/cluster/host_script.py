@@ -69,12 +69,12 @@ def streaming(session: Session) -> dict[str, Tensor]:
     model = nn.ModuleList([nn.Linear(30, 30) for _ in range(4)])
     optimizer = RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, overlap=True)
     assert session.host
-    begun = session.host.collectives.begun
+    collectives = session.host.collectives
     hidden = torch.ones(2, 30)
     for layer in model:
         hidden = layer(hidden)
         if layer is model[0]:
-            hidden = Wait.apply(hidden, lambda: any(one.is_completed() for one in begun))
+            hidden = Wait.apply(hidden, lambda: collectives.has_ended(0))
     hidden.sum().backward()
     if isinstance(optimizer._steps, LeaderSteps):
         assert optimizer._steps._num_handed_on > 0

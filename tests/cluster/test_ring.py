@@ -116,13 +116,11 @@ def test_buckets_go_round_while_backward_runs(ring: LocalCluster) -> None:
         )
         steps = optimizer._steps
         assert isinstance(steps, RingSteps)
-
-        def has_come() -> bool:
-            return any(one.is_completed() for one in steps._group.collectives.begun)
-
         hidden = torch.ones(2, 30)
         for layer in model:
-            hidden = Wait.apply(layer(hidden), has_come) if layer is model[0] else layer(hidden)
+            hidden = layer(hidden)
+            if layer is model[0]:
+                hidden = Wait.apply(hidden, lambda: steps._group.collectives.has_ended(0))
         hidden.sum().backward()
         optimizer.step()
 

@@ -7,7 +7,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from signal import SIGKILL, SIGSTOP, Signals
+from signal import SIGINT, SIGKILL, SIGSTOP, Signals
 
 import pytest
 
@@ -115,26 +115,31 @@ def write_script(folder: Path, *, rounds: int | str, before: str = "", in_each_r
     return [sys.executable, "-W", "error", str(script)]
 
 
+def wait_for_line(cluster: LocalCluster, text: str) -> None:
+    deadline = time.monotonic() + 60
+    while not any(text in line for line in cluster.output):
+        assert time.monotonic() < deadline, cluster.output
+        time.sleep(0.05)
+
+
 @pytest.mark.extended
 def test_the_processes_of_the_others_end_too(cluster: LocalCluster, tmp_path: Path) -> None:
     """Though gloo itself would wait for one that is stopped."""
     command = write_script(tmp_path, rounds=1_000_000)
     children = [cluster.start_trainer(rank, command) for rank in range(3)]
-    deadline = time.monotonic() + 60
-    while not any("] round 20" in line for line in cluster.output):
-        assert time.monotonic() < deadline, cluster.output
-        time.sleep(0.05)
+    wait_for_line(cluster, "] round 20")
     children[2].signal(SIGSTOP)
     assert [child.wait(15) for child in children[:2]] == [1, 1]
     for rank in range(2):
         assert any(line.startswith(f"[trainer {rank}] ps_protocol.errors.TrainerLost") for line in cluster.output)
+    assert not [line for line in cluster.output if "leaving the run failed" in line]
 
 
 @pytest.mark.extended
-def test_who_leaves_with_half_a_round_is_named(cluster: LocalCluster, tmp_path: Path) -> None:
-    """A bucket has left in a backward pass after which there was no step: nobody can be accompanied with that."""
+def test_who_leaves_the_others_alone_is_named(cluster: LocalCluster, tmp_path: Path) -> None:
+    """As no trainer of this version does."""
     script = write_script(tmp_path, rounds="(4 if session.rank == 0 else 1_000_000)")
-    Path(script[-1]).write_text(Path(script[-1]).read_text() + "weight.sum().backward()\n")
+    Path(script[-1]).write_text(Path(script[-1]).read_text() + "session.accompany = None\n")
     assert cluster.run_trainers(script, timeout=60) == [0, 1, 1], cluster.output
     said = "ps_protocol.errors.TrainerLeft: trainer 0 had no gradients for round 5, being done"
     for rank in (1, 2):
@@ -142,11 +147,43 @@ def test_who_leaves_with_half_a_round_is_named(cluster: LocalCluster, tmp_path: 
 
 
 @pytest.mark.extended
+def test_an_interrupt_of_who_is_done_is_heard_at_once(cluster: LocalCluster, tmp_path: Path) -> None:
+    command = write_script(tmp_path, rounds="(4 if session.rank == 0 else 1_000_000)")
+    children = [cluster.start_trainer(rank, command) for rank in range(3)]
+    wait_for_line(cluster, "no batches are left here")
+    wait_for_line(cluster, "[trainer 1] round 30")
+    children[0].signal(SIGINT)
+    at = time.monotonic()
+    assert [child.wait(15) for child in children[1:]] == [1, 1]
+    assert time.monotonic() - at < SLACK  # it is not its lease that ends
+    said = "ps_protocol.errors.TrainerLost: trainer 0 failed: KeyboardInterrupt"
+    for rank in (1, 2):
+        assert any(line.startswith(f"[trainer {rank}] {said}") for line in cluster.output), cluster.output
+
+
+@pytest.mark.extended
+def test_who_is_done_waits_for_longer_than_those_who_have_batches(cluster: LocalCluster, tmp_path: Path) -> None:
+    """A trainer's own limit, of 5 s here: two round time-outs and a lease, without what it has to spare."""
+    command = write_script(
+        tmp_path,
+        rounds="(4 if session.rank == 0 else 9)",
+        before="import time",
+        in_each_round="if session.rank == 2 and optimizer.round == 9: time.sleep(8)  # it scores its model",
+    )
+    source = Path(command[-1])
+    text = "from trainer_client.ring import group\ngroup.SPARE_SECONDS = 0.0\nsession = connect()"
+    source.write_text(source.read_text().replace("session = connect()", text))
+    assert cluster.run_trainers(command, timeout=60) == [0, 0, 0], cluster.output
+    assert not [line for line in cluster.output if "does not take part any more" in line]
+    assert cluster.status().state == "finished"
+
+
+@pytest.mark.extended
 def test_a_script_that_fails_is_named_with_its_reason(cluster: LocalCluster, tmp_path: Path) -> None:
     command = write_script(
         tmp_path, rounds=9, in_each_round="if optimizer.round == 3 and session.rank == 1: raise ValueError('no data')"
     )
-    assert cluster.run_trainers(command, timeout=60) == [1, 1, 1]
+    assert cluster.run_trainers(command, timeout=60) == [1, 1, 1], "\n".join(cluster.output)
     for rank in (0, 2):
         said = f"[trainer {rank}] ps_protocol.errors.TrainerLost: trainer 1 failed: ValueError: no data"
         assert said in cluster.output

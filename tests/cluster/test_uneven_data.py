@@ -103,6 +103,50 @@ def train(session: Session, kind: Kind) -> float:
     return value
 
 
+class Layers(nn.Module):
+    """Of 10 elements each; two of them fit a bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Parameter(torch.zeros(10)) for _ in range(3))
+        self.norm = nn.BatchNorm1d(4)
+        self.norm.requires_grad_(False)
+
+
+@pytest.mark.ring
+@pytest.mark.overlap
+@pytest.mark.parametrize("late", [(), ("third",), ("third", "second"), ("third", "second", "first")], ids=str)
+@pytest.mark.parametrize("num_batches", [(2, 5), (5, 2), (3, 3)], ids=str)
+def test_in_a_ring_nothing_counts_that_is_done_after_the_last_batch(
+    late: tuple[str, ...], num_batches: tuple[int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Gradients of a part of a bucket, of a whole one, of all; and a model that has another dtype by then."""
+
+    def work(session: Session) -> dict[str, float]:
+        model = Layers()
+        optimizer = RemoteOptimizer(
+            torch.optim.SGD([p for p in model.named_parameters() if p[1].requires_grad], lr=1.0),
+            model=model, session=session, overlap=True, average_buffers=2,
+        )  # fmt: skip
+        for _ in range(num_batches[session.rank]):
+            optimizer.zero_grad()
+            torch.cat([model.first, model.second, model.third]).sum().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        values = {name: getattr(model, name).unique().item() for name in ("first", "second", "third")}
+        if session.rank == 0:
+            for name in late:
+                (1000 * getattr(model, name)).sum().backward()
+            model.norm.half()
+        return values
+
+    with LocalCluster(pservers=0, trainers=2, strategy="ring", lease_seconds=1) as cluster:
+        found = run_trainers(cluster.address, [work, work], bucket_bytes=80)
+        assert cluster.summary().state == "finished"
+    assert "does not take part any more" not in capsys.readouterr().err
+    for values, number in zip(found, num_batches, strict=True):
+        assert set(values.values()) == {-float(number)}
+
+
 def marks(kind: Kind) -> list[pytest.MarkDecorator]:
     """So that what concerns a part can be run with it."""
     found = [pytest.mark.overlap] if "overlap" in kind.settings else []

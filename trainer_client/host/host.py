@@ -13,7 +13,6 @@ import json
 import math
 import secrets
 from collections.abc import Coroutine, Iterator
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -36,7 +35,6 @@ PAUSE_SECONDS = 0.2
 SAY_SECONDS = 10.0  # after which it is worth a line whom this one waits for
 NEWS_SECONDS = 5.0  # from the break of a group's connection to the end of the process that broke it
 CLOSE_SECONDS = 1.0
-GROUP_PATIENCE = timedelta(days=1)  # silence and ends of connections are noticed long before
 
 
 class Host:
@@ -246,7 +244,7 @@ class Host:
 
         def make() -> Any:
             store = self._meeting.store_for(self._address)
-            return make_group(store, place.process, place.num_processes, device, LOOPBACK, GROUP_PATIENCE)
+            return make_group(store, place.process, place.num_processes, device, LOOPBACK)
 
         self.collectives = Collectives(self._run(self._with_news(run_aside(make))))
         self._client.at_leave.append(self.collectives.close)

@@ -33,9 +33,14 @@ class Group:
         self.rank, self.size = joined.rank, joined.world_size
         # An early bucket waits from the beginning of one trainer's backward to the others' last moment.
         limit = 2 * joined.round_timeout_seconds + joined.lease_seconds + SPARE_SECONDS
-        self._patience = timedelta(seconds=limit)
+        self._limit = limit
+        self.is_patient = False  # waits as long as the run goes on
         self._store: Any = None
         self.collectives: Collectives
+
+    @property
+    def _store_patience(self) -> timedelta:
+        return timedelta(seconds=self._limit)
 
     # ------------------------------------------------------------------ life
 
@@ -45,7 +50,7 @@ class Group:
             return None
         if _has_group(self.rank, self.size):
             return OWN_GROUP
-        self._store, address = open_store(address_towards(self._client.settings.coordinator), self._patience)
+        self._store, address = open_store(address_towards(self._client.settings.coordinator), self._store_patience)
         return address
 
     def open(self, rendezvous: str | None) -> None:
@@ -58,7 +63,7 @@ class Group:
                     "rank or world size",
                     expected=f"rank {self.rank} of {self.size}",
                 )
-            self.collectives = Collectives(dist.group.WORLD, is_ours=False)
+            self.collectives = Collectives(dist.group.WORLD)
         else:
             self._io.run(self._client.membership.guard(self._wait(self._connect(rendezvous))))
         self._client.at_leave.append(self.close)
@@ -66,8 +71,8 @@ class Group:
     async def _connect(self, rendezvous: str) -> None:
         def connect() -> Any:
             host = None if os.environ.get("GLOO_SOCKET_IFNAME") else address_towards(self._client.settings.coordinator)
-            store = self._store = self._store or join_store(rendezvous, self._patience)
-            return make_group(store, self.rank, self.size, self._device, host, self._patience)
+            store = self._store = self._store or join_store(rendezvous, self._store_patience)
+            return make_group(store, self.rank, self.size, self._device, host)
 
         self.collectives = Collectives(await run_aside(connect))
 
@@ -96,13 +101,14 @@ class Group:
         membership, loop = self._client.membership, asyncio.get_running_loop()
         membership.waiting_since = loop.time()
         try:
-            await work
-        except RuntimeError as error:
+            async with asyncio.timeout(None if self.is_patient else self._limit):
+                await work
+        except (RuntimeError, TimeoutError) as error:
             limit = self._client.joined.lease_seconds + NEWS_SECONDS
             until = loop.time() + limit
             while (left := until - loop.time()) > 0:
                 await membership.news.wait(left)  # they come as the run's failure, which ends this
-            reason = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0] or f"no answer for {self._limit:g} s"
             text = f"the connections to the other trainers broke, and nobody was lost within {limit:g} s: {reason}"
             raise RingBroken(text) from error
         finally:

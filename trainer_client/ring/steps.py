@@ -61,6 +61,7 @@ class RingSteps:
         self._tally = TallyVector(list(parameters), group.rank, group.size, device)
         self._num_active = group.size  # in the round that is taken: trainers that had a batch
         self._is_accompanying = False
+        self._is_void = False  # what has left for the next round is only a part
         self._gradients: Mapping[str, Tensor] = {}  # of the step that has begun
         self._is_finite = True
         self._look_at_parameters()
@@ -140,15 +141,20 @@ class RingSteps:
 
     def _send_all(self) -> None:
         self._flat.send_rest(self._gradients)
+        self._say_of_round()
+        self._group.add_up(self._tally.vector)
+
+    def _say_of_round(self) -> None:
+        if self._is_accompanying:
+            self._tally.say([], is_active=False, is_void=self._is_void)
+            return
         state = self._client.scale_agreement.mine
         self._tally.say(
             self._gradients.keys(),
             is_finite=self._is_finite and not self._find_nonfinite(),
-            is_active=not self._is_accompanying,
-            scale=0.0 if state is None or self._is_accompanying else state.scale,
+            scale=0.0 if state is None else state.scale,
             growth_tracker=0 if state is None else int(state.growth_tracker),
         )
-        self._group.add_up(self._tally.vector)
 
     def _find_nonfinite(self) -> list[str]:
         """Parameters of which this trainer's own gradient holds NaN or infinity, unless that is allowed."""
@@ -167,12 +173,11 @@ class RingSteps:
     def accompany(self) -> None:
         """Take part in the others' rounds, without gradients and without stepping, until nobody has any.
 
-        Of a trainer that is done: the collectives need everybody. Blocks for that. What ends the run of the others,
-        and a ring that broke while one of them did something else for too long, ends it early, and is not raised.
+        Of a trainer that is done: the collectives need everybody. Blocks for that. What ends the run of the others
+        ends it, too, and is not raised. Nothing of the script's is looked at any more.
         """
-        if not self._flat.is_untouched:
-            return  # a part of the next round has left, of which there is no rest
-        self._is_accompanying = self._client.membership.is_done = True
+        self._is_void = self._flat.empty()  # of a backward pass after which there was no step
+        self._is_accompanying = self._client.membership.is_done = self._group.is_patient = True
         log, last = self._client.log, self.landed
         try:
             while self._is_accompanying:
@@ -206,7 +211,11 @@ class RingSteps:
             try:
                 self._group.wait()
                 tally = self._tally.read()
-                if not tally.num_active:
+                if tally.is_void:
+                    self._is_void = False
+                    self._forget_round()
+                    self._send_all()
+                elif not tally.num_active:
                     self._end_of_all()
                 elif not tally.culprits or self._client.nonfinite != "reject":
                     self._end(tally)
@@ -283,17 +292,18 @@ class RingSteps:
     def _average_buffers(self) -> None:
         """After the rounds that are to do so, in one more collective."""
         averages = self._buffer_averages
-        values = {} if averages is None else averages.values_for(self.begun)
-        if averages is None or not values:
+        if averages is None or not averages.is_due(self.begun):
             return
-        flat = torch.cat([value.float() for value in values.values()]).to(self._tally.vector.device)
+        sizes, device = [mean.numel() for mean in averages.means.values()], self._tally.vector.device
         if self._is_accompanying:
-            flat.zero_()
+            flat = torch.zeros(sum(sizes), device=device)
+        else:
+            flat = torch.cat([value.float() for value in averages.values_for(self.begun).values()]).to(device)
         self._group.add_up(flat)
         self._group.wait()
         if self._is_accompanying:
             return
-        parts = torch.split(flat.mul_(1 / self._num_active), [value.numel() for value in values.values()])
+        parts = torch.split(flat.mul_(1 / self._num_active), sizes)
         for mean, part in zip(averages.means.values(), parts, strict=True):
             mean.copy_(part.view(mean.shape))
         averages.begin(self.begun)

@@ -16,36 +16,48 @@ class Tally:
 
     present: list[str]  # parameters of which somebody has a gradient
     culprits: list[Rank]  # whose gradients are not finite
+    is_void: bool  # somebody's gradients are only a part; all send theirs again
     num_active: int  # trainers that had a batch; the mean is theirs
     scale: float  # of the lowest rank among them that has a GradScaler; 0: none has
     growth_tracker: int
 
 
+FACTS = 5  # of each rank
+
+
 class TallyVector:
-    """Counts of gradients, and of each rank: not finite, active, scale, growth tracker. Float32, kept."""
+    """Counts of gradients, and of each rank: not finite, void, active, scale, growth tracker. Float32, kept."""
 
     def __init__(self, names: Sequence[str], rank: Rank, size: int, device: torch.device) -> None:
         self._names = names
         self._rank, self._size = rank, size
-        self.vector = torch.zeros(len(names) + 4 * size, device=device)
+        self.vector = torch.zeros(len(names) + FACTS * size, device=device)
 
     def say(
-        self, present: Collection[str], *, is_finite: bool, is_active: bool, scale: float, growth_tracker: int
+        self,
+        present: Collection[str],
+        *,
+        is_finite: bool = True,
+        is_void: bool = False,
+        is_active: bool = True,
+        scale: float = 0.0,
+        growth_tracker: int = 0,
     ) -> None:
         """What this trainer has to say of the next round. Its vector is then to be added up with the others'."""
-        mine = torch.zeros(4, self._size)
-        mine[:, self._rank] = torch.tensor([not is_finite, is_active, scale, growth_tracker])
+        mine = torch.zeros(FACTS, self._size)
+        mine[:, self._rank] = torch.tensor([not is_finite, is_void, is_active, scale, growth_tracker])
         counts = torch.tensor([float(name in present) for name in self._names])
         self.vector.copy_(torch.cat([counts, mine.flatten()]))
 
     def read(self) -> Tally:
         """What all have said, once it is the sum of everybody's."""
-        counts, of_ranks = torch.split(self.vector.cpu(), [len(self._names), 4 * self._size])
-        not_finite, active, scales, trackers = of_ranks.view(4, self._size).tolist()
+        counts, of_ranks = torch.split(self.vector.cpu(), [len(self._names), FACTS * self._size])
+        not_finite, void, active, scales, trackers = of_ranks.view(FACTS, self._size).tolist()
         scaled = [rank for rank, scale in enumerate(scales) if scale]
         return Tally(
             present=[name for name, count in zip(self._names, counts.tolist(), strict=True) if count > 0],
             culprits=[rank for rank, count in enumerate(not_finite) if count > 0],
+            is_void=any(void),
             num_active=int(sum(active)),
             scale=scales[scaled[0]] if scaled else 0.0,
             growth_tracker=int(trackers[scaled[0]]) if scaled else 0,

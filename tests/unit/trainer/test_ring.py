@@ -49,21 +49,22 @@ def test_everybody_reads_the_same_tally() -> None:
     """Trainer 0 has no batches left, 1 brings NaN, 2 has a GradScaler."""
     vectors = [TallyVector(["a", "b", "c"], rank, 3, CPU) for rank in range(3)]
     for _ in range(2):  # the vectors are kept
-        vectors[0].say([], is_finite=True, is_active=False, scale=0.0, growth_tracker=0)
-        vectors[1].say(["c"], is_finite=False, is_active=True, scale=0.0, growth_tracker=0)
-        vectors[2].say(["a", "c"], is_finite=True, is_active=True, scale=65536.0, growth_tracker=1999)
+        vectors[0].say([], is_active=False)
+        vectors[1].say(["c"], is_finite=False)
+        vectors[2].say(["a", "c"], scale=65536.0, growth_tracker=1999)
         total = torch.stack([one.vector for one in vectors]).sum(0)
         for one in vectors:
             one.vector.copy_(total)
-            assert one.read() == Tally(["a", "c"], [1], num_active=2, scale=65536.0, growth_tracker=1999)
+            expected = Tally(["a", "c"], [1], is_void=False, num_active=2, scale=65536.0, growth_tracker=1999)
+            assert one.read() == expected
 
 
 def test_the_lowest_rank_with_a_scale_has_the_word() -> None:
     vectors = [TallyVector([], rank, 3, CPU) for rank in range(3)]
     for rank, one in enumerate(vectors):
-        one.say([], is_finite=True, is_active=True, scale=1024.0 * rank, growth_tracker=rank)
+        one.say([], is_void=rank == 2, scale=1024.0 * rank, growth_tracker=rank)
     vectors[0].vector.copy_(torch.stack([one.vector for one in vectors]).sum(0))
-    assert vectors[0].read() == Tally([], [], num_active=3, scale=1024.0, growth_tracker=1)
+    assert vectors[0].read() == Tally([], [], is_void=True, num_active=3, scale=1024.0, growth_tracker=1)
 
 
 @pytest.mark.clip
