@@ -38,8 +38,7 @@ namespaces on one bridge, every link held to {megabits:g} Mbit/s each way by a t
 machines' interfaces, headers and acknowledgements included, and processor time that of their processes; of one machine
 and one step, means of {steps} steps and of the machines with the same role. Seconds are medians of trainer 0's steps;
 all machines share these processors. **Off** is by how much the bytes of any of these machines, in either direction,
-differ from the formula: 2 (N - 1) S / N for a trainer of a ring, S for one with pservers, N S / M for a pserver.
-"""
+differ from the formula: 2 (N - 1) S / N for a trainer of a ring, S for one with pservers, N S / M for a pserver."""
 
 # Trainers and pservers; 0 of these: a ring.
 SHAPES = [(2, 0), (3, 0), (4, 0), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]

@@ -12,11 +12,12 @@ from services.coordinator.settings import CoordinatorSettings
 
 from ..cluster.test_ring import UP
 from ..cluster.test_traffic import TOLERANCE
-from .markdown import codes, examples, read, section, table
+from .markdown import DOCS, codes, examples, links, read, section, table
 
 TEXT = read("ps-or-ring.md")
 [COMMAND] = examples(TEXT, "sh")
 ROWS = table(TEXT, "formula, MB each way")
+[REPORT] = [DOCS / link for link in links(TEXT) if "/results/strategies" in link]
 
 pytestmark = pytest.mark.ring
 
@@ -27,6 +28,10 @@ def test_the_command_is_the_one_that_is_played() -> None:
 
 def test_the_columns_are_those_of_the_benchmark() -> None:
     assert HEAD.splitlines()[0] in TEXT
+
+
+def test_the_table_is_the_report() -> None:
+    assert table(REPORT.read_text(encoding="utf-8"), "formula, MB each way") == ROWS
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['cluster']}, {row['machine']}")
