@@ -12,7 +12,7 @@ from pathlib import Path
 from ps_protocol.certificates import TlsFiles
 from ps_protocol.environment import PREFIX, check_environment, read_settings_file
 from ps_protocol.errors import Forbidden, Unauthenticated, Unreachable
-from ps_protocol.messages import ClusterStatus
+from ps_protocol.messages import ClusterStatus, TrainerStatus
 from ps_protocol.tokens import Scope
 from trainer_client.inspection import ClusterView
 
@@ -115,7 +115,8 @@ def print_status(status: ClusterStatus, *, as_json: bool = False) -> None:
 
 def describe_status(status: ClusterStatus) -> Iterator[str | Table]:
     """What is printed for a person: lines and tables."""
-    line = f"run {status.run}: {status.state}, mode {status.mode}, round {status.round:,}"
+    mode = status.mode if status.num_pservers else f"{status.mode} in a ring"
+    line = f"run {status.run}: {status.state}, mode {mode}, round {status.round:,}"
     if status.plan_digest:
         line += f", {count(status.num_parameters, 'parameter')}, {count(status.parameter_bytes, 'byte')}"
     yield line
@@ -125,32 +126,44 @@ def describe_status(status: ClusterStatus) -> Iterator[str | Table]:
     if status.failure:
         yield f"failed: {status.failure.get('detail')} ({status.failure.get('code')})"
     yield ""
+    is_ring = status.num_pservers == 0
+    if not is_ring:
+        yield Table(
+            [Column("pserver"), Column("address"), Column("round", "right"), Column("waits for"), Column("heartbeat")],
+            [
+                (
+                    f"{p.index} of {status.num_pservers}",
+                    p.address,
+                    f"{p.round:,}",
+                    f"{_trainers(p.missing)} ({p.waiting_seconds:.1f} s)" if p.missing else "",
+                    f"{p.heartbeat_age_seconds:.1f} s ago",
+                )
+                for p in status.pservers
+            ],
+        )
+    waits = [Column("in the ring")] if is_ring else []
     yield Table(
-        [Column("pserver"), Column("address"), Column("round", "right"), Column("waits for"), Column("heartbeat")],
-        [
-            (
-                f"{p.index} of {status.num_pservers}",
-                p.address,
-                f"{p.round:,}",
-                f"{_trainers(p.missing)} ({p.waiting_seconds:.1f} s)" if p.missing else "",
-                f"{p.heartbeat_age_seconds:.1f} s ago",
-            )
-            for p in status.pservers
-        ],
-    )
-    yield Table(
-        [Column("trainer"), Column("state"), Column("round", "right"), Column("results"), Column("heartbeat")],
+        [Column("trainer"), Column("state"), Column("round", "right"), *waits, Column("results"), Column("heartbeat")],
         [
             (
                 f"{t.rank} of {status.num_trainers}",
                 t.state,
                 f"{t.round:,}",
+                *([_place_in_ring(t)] if is_ring else []),
                 ", ".join(f"{name} {value:.4g}" for name, value in sorted(t.results.items())),
                 f"{t.heartbeat_age_seconds:.1f} s ago",
             )
             for t in status.trainers
         ],
     )
+
+
+def _place_in_ring(trainer: TrainerStatus) -> str:
+    if trainer.state != "declared":
+        return ""
+    if trainer.is_done:
+        return "no batches left"
+    return f"waits for others ({trainer.waiting_seconds:.1f} s)" if trainer.waiting_seconds else "computes"
 
 
 def _trainers(ranks: tuple[int, ...]) -> str:

@@ -463,6 +463,8 @@ class TrainerStatus(Message):
     unreachable: dict[PserverIndex, float] = Field(
         default={}, description="pservers that do not answer it, and for how many seconds"
     )
+    waiting_seconds: float = Field(default=0.0, description="strategy ring: for the others, when it was last heard")
+    is_done: bool = Field(default=False, description="strategy ring: no batches are left; it accompanies the others")
 
 
 class ClusterStatus(Message):

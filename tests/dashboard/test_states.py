@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from signal import SIGTERM
+from signal import SIGCONT, SIGSTOP, SIGTERM
 
 import pytest
 from playwright.sync_api import Browser
@@ -58,3 +58,36 @@ def test_from_an_empty_cluster_to_one_that_is_gone(browser: Browser) -> None:
         assert page.inner_text("#state") == "failed"  # what was known last stays
         cluster.restart_coordinator()
         visit.wait_until_live()
+
+
+@pytest.mark.ring
+def test_a_ring_is_shown_without_what_it_has_not(browser: Browser) -> None:
+    with (
+        LocalCluster(pservers=0, trainers=2, strategy="ring", lease_seconds=60) as cluster,
+        Visit(browser, cluster.address) as visit,
+    ):
+        page = visit.page
+        first, second = (
+            cluster.start_trainer(rank, [sys.executable, str(SCRIPT), "1000000", "0.1"], {"RANK": str(rank)})
+            for rank in range(2)
+        )
+        visit.wait_until("() => Number(document.querySelector('#round').dataset.value) > 10")
+        assert page.inner_text("#mode") == "sync, in a ring"
+        for part in ("pservers", "staleness", "parameters", "num-pservers"):
+            assert not page.is_visible(f"#{part}"), part
+        for part in ("headline", "trainers", "barrier"):
+            assert "pserver" not in page.inner_text(f"#{part}").lower()
+        assert (page.inner_text("#taking-part"), page.inner_text("#rounds-more")) == ("2 of 2", "of all trainers")
+        visit.wait_until("() => document.querySelectorAll('#curve-chart .scatterlayer .trace').length === 2")
+
+        second.signal(SIGSTOP)
+        visit.wait_until(WAITS, "Waiting for trainer 1")
+        barrier = visit.exact("#barrier-says")
+        assert (barrier["pserver"], barrier["arrived"], barrier["missing"]) == (None, [0], [1])
+        assert page.inner_text("#barrier-note") == f"round {barrier['round']:,}"
+        second.signal(SIGCONT)
+        visit.wait_until("() => document.querySelector('#barrier-note').textContent === ''")
+        visit.wait_until("round => Number(document.querySelector('#round').dataset.value) > round", barrier["round"])
+        assert visit.errors == []
+        for trainer in (first, second):
+            trainer.signal(SIGTERM)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pydantic import Field
 
@@ -11,6 +11,9 @@ from ps_protocol.vocabulary import Mode, PserverIndex, Rank, Round
 
 from ..activity import WINDOW_SECONDS, Heard, Sample, rate
 from ..coordinator import Coordinator
+from ..trainers import TrainerMember
+
+LATE_SECONDS = 2.0  # heartbeats come once a second
 
 
 class Rates(Message):
@@ -22,9 +25,9 @@ class Rates(Message):
 
 
 class Barrier(Message):
-    """Where the run waits: at the pserver where somebody has been waiting longest."""
+    """Where the run waits: at the pserver where somebody has been waiting longest, or in the ring."""
 
-    pserver: PserverIndex
+    pserver: PserverIndex | None = Field(description="null: the trainers wait for each other, with strategy ring")
     round: Round
     arrived: tuple[Rank, ...]
     missing: tuple[Rank, ...]
@@ -86,10 +89,12 @@ def describe_activity(coordinator: Coordinator, wall: float) -> Activity:
     last = samples[-1] if samples and run.state == "training" else None
     furthest = max(newest.values(), key=lambda heard: heard.round, default=None)
     participants = furthest.load.participants if furthest else ()
-    round_ = furthest.round if furthest else 0
+    round_, barrier = furthest.round if furthest else 0, _barrier(newest)
     if run.defaults.consistency.is_ring:
         round_ = run.newest_round
-        participants = tuple(sorted(run.membership.members)) if round_ else ()
+        with_batches = (rank for rank, trainer in sorted(run.trainers.items()) if not trainer.is_done)
+        participants = tuple(rank for rank in with_batches if rank in run.membership.members) if round_ else ()
+        barrier = _barrier_in_ring(run.trainers, coordinator.now(), wall)
     return Activity(
         run=run.name,
         attempt=run.attempt,
@@ -100,7 +105,7 @@ def describe_activity(coordinator: Coordinator, wall: float) -> Activity:
         rounds_per_second=last.rounds_per_second if last else None,
         steps_per_second=last.steps_per_second if last else None,
         rates=_rates(samples),
-        barrier=_barrier(newest) if run.state == "training" else None,
+        barrier=barrier if run.state == "training" else None,
         pservers=tuple(_pserver(index, list(log.pservers[index])) for index in newest),
         trainers=_trainers(coordinator, newest, participants),
         staleness=_staleness(list(newest.values())),
@@ -133,6 +138,20 @@ def _barrier(newest: dict[PserverIndex, Heard]) -> Barrier | None:
         missing=heard.missing,
         waiting_since=heard.wall - heard.waiting_seconds,
     )
+
+
+def _barrier_in_ring(trainers: Mapping[Rank, TrainerMember], now: float, wall: float) -> Barrier | None:
+    """Who is done waits for nobody in particular, and nobody for it. Who is silent does not wait."""
+    here = {rank: t for rank, t in sorted(trainers.items()) if t.is_here and not t.is_done}
+    waiting = {rank: t for rank, t in here.items() if t.waiting_seconds and now - t.seen_at < LATE_SECONDS}
+    if not waiting:
+        return None
+    round_ = 1 + max(trainer.round for trainer in waiting.values())
+    missing = tuple(rank for rank, t in here.items() if rank not in waiting and t.round < round_)
+    waited = max(trainer.waiting_seconds + now - trainer.seen_at for trainer in waiting.values())
+    if not missing:
+        return None
+    return Barrier(pserver=None, round=round_, arrived=tuple(waiting), missing=missing, waiting_since=wall - waited)
 
 
 def _pserver(index: PserverIndex, heard: Sequence[Heard]) -> PserverActivity:

@@ -55,6 +55,8 @@ def describe_status(coordinator: Coordinator) -> ClusterStatus:
                 software=trainer.software,
                 links=dict(trainer.links),
                 unreachable=dict(trainer.unreachable),
+                waiting_seconds=trainer.waiting_seconds,
+                is_done=trainer.is_done,
             )
             for _, trainer in sorted(run.trainers.items())
         ),

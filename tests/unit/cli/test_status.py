@@ -59,6 +59,26 @@ def test_status_for_a_person(run_command: RunCommand) -> None:
     )
 
 
+def test_status_of_a_ring(run_command: RunCommand) -> None:
+    trainers = [
+        STATE.trainers[0].model_copy(update={"rank": rank, "results": {}, **place})
+        for rank, place in enumerate([{"waiting_seconds": 3.25}, {}, {"is_done": True, "waiting_seconds": 9.0}])
+    ]
+    changes = {"state": "training", "failure": None, "waiting_for": (), "num_pservers": 0, "pservers": ()}
+    ring = STATE.model_copy(update={**changes, "num_trainers": 3, "trainers": tuple(trainers)})
+    with serving({STATUS: ring.model_dump_json()}) as url:
+        outcome = run_command("status", "--coordinator", url)
+    assert outcome.stdout == (
+        "run 5f0c: training, mode sync in a ring, round 1,234, 3 parameters, 4,000 bytes\n"
+        "\n"
+        "trainer  state     round  in the ring               results  heartbeat\n"
+        "0 of 3   declared  1,233  waits for others (3.2 s)           0.2 s ago\n"
+        "1 of 3   declared  1,233  computes                           0.2 s ago\n"
+        "2 of 3   declared  1,233  no batches left                    0.2 s ago\n"
+        "\n"
+    )
+
+
 def test_status_for_a_program(run_command: RunCommand) -> None:
     with serving(ANSWERS) as url:
         outcome = run_command("status", "--json", "--coordinator", url + "/")

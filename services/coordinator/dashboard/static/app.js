@@ -6,7 +6,7 @@ import { showCurves } from "./curves.js";
 import { byId, flag, show } from "./dom.js";
 import { followEvents, leaveEvents, setUpEvents } from "./events.js";
 import * as format from "./format.js";
-import { isSync, showHeadline, showNotices } from "./headline.js";
+import { isRing, isSync, showHeadline, showNotices } from "./headline.js";
 import { showBarrier, showPservers, showTrainers } from "./members.js";
 import * as parameters from "./parameters.js";
 import { showSpeed, showStaleness } from "./rates.js";
@@ -25,6 +25,7 @@ let asking = false;
 async function refresh() {
   const [status, activity] = await Promise.all([ask("v1/status"), ask("v1/activity")]);
   flag(byId("main"), "data-loading", false);
+  flag(document.body, "data-ring", isRing(status));
   showHeadline(status, activity);
   showNotices(status, activity);
   showTrainers(status, activity);
@@ -36,7 +37,7 @@ async function refresh() {
     const most = Math.max(50, Math.min(500, Math.floor(POINTS / Math.max(1, status.trainers.length))));
     showCurves(await ask(`v1/curves?max_points=${most}`), isSync(status) ? "round" : "step of the trainer");
   }
-  const canRead = status.plan_digest !== null && status.num_pservers > 0;  // a ring has none
+  const canRead = status.plan_digest !== null && !isRing(status);
   if (!canRead) parameters.forgetParameters();
   else if (parameters.needsParameters(status)) parameters.showParameters(await ask("v1/parameters"));
   turn += 1;

@@ -6,6 +6,7 @@ import * as format from "./format.js";
 export const LATE_SECONDS = 2; // heartbeats come once a second: what has lasted for longer is worth a look
 
 export const isSync = (status) => status.mode === "sync";
+export const isRing = (status) => status.num_pservers === 0;
 
 export function waitOf({ at, barrier }) {
   return barrier ? at - barrier.waiting_since : 0;
@@ -17,7 +18,7 @@ export function showHeadline(status, activity) {
   document.title = `${progress}Gradpost ${status.state}`;
   show(byId("state"), status.state, status.state);
   byId("state").dataset.state = status.state;
-  show(byId("mode"), status.mode, status.mode);
+  show(byId("mode"), isRing(status) ? `${status.mode}, in a ring` : status.mode, status.mode);
   show(byId("run-name"), status.run, status.run);
 
   show(byId("round-label"), sync ? "Round" : "Contributions");
@@ -25,6 +26,7 @@ export function showHeadline(status, activity) {
   show(byId("round-more"), activity.attempt ? `newest applied, attempt ${activity.attempt}` : "newest applied");
   show(byId("rounds-label"), sync ? "Rounds / s" : "Contributions / s");
   show(byId("rounds-per-second"), format.rate(activity.rounds_per_second), activity.rounds_per_second);
+  show(byId("rounds-more"), isRing(status) ? "of all trainers" : "by every pserver");
   show(byId("steps-per-second"), format.rate(activity.steps_per_second), activity.steps_per_second);
 
   const taking = activity.trainers.filter((trainer) => trainer.has_contributed).length;

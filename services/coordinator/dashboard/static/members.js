@@ -32,7 +32,7 @@ export function showTrainers(status, activity) {
   keepRows(byId("trainers"), trainers, (trainer) => trainer.rank, [
     ["", (cell, t) => show(cell, String(t.rank), t.rank)],
     ["", (cell, t) => {
-      show(cell, t.state === "declared" ? "training" : t.state, t.state);
+      show(cell, t.state === "declared" ? (t.is_done ? "no batches left" : "training") : t.state, t.state);
       cell.dataset.state = t.state;
     }],
     ["", (cell, t) => {
@@ -59,15 +59,16 @@ export function showBarrier(status, activity) {
   flag(byId("barrier"), "data-empty", status.state !== "training");
   flag(byId("barrier"), "data-late", wait > LATE_SECONDS);
   show(byId("barrier-title"), sync ? "Barrier" : "Waiting");
-  show(byId("barrier-note"), barrier && sync ? `round ${format.count(barrier.round)}, pserver ${barrier.pserver}` : "");
+  const where = whereabouts(activity);
+  const at = barrier?.pserver === null ? "" : `, pserver ${barrier?.pserver}`;
+  show(byId("barrier-note"), barrier && sync ? `round ${format.count(barrier.round)}${at}` : "");
   show(byId("barrier-says"), sync ? arrivals(barrier) : waiting(barrier), barrier);
   show(byId("barrier-since"), sinceWhen(barrier, wait));
   const waits = activity.pservers.map((pserver) => pserver.wait_seconds).filter(format.isNumber);
   const mean = `Mean wait in the newest five seconds: ${format.seconds(Math.max(...waits))}`;
   show(byId("barrier-wait"), waits.length ? mean : "");
 
-  const where = whereabouts(activity);
-  const ranks = sync ? activity.trainers.map(({ rank }) => rank) : [];
+  const ranks = sync ? status.trainers.filter((trainer) => !trainer.is_done).map(({ rank }) => rank) : [];
   const create = () => make("li", {}, make("b"), make("span"));
   keep(byId("barrier-ranks"), ranks, (rank) => rank, create, (item, rank) => {
     show(item.firstChild, String(rank), rank);
