@@ -99,7 +99,8 @@ class ParameterClient:
         self.is_declared = False  # all trainers have declared the same, and there is a plan
         self.unfinished: set[asyncio.Task[Any]] = set()  # steps that are on their way
         self.at_leave: list[Callable[[], None]] = []  # what has to be let go of, once the run was left
-        self._begun_round: Round = 0  # the newest that something was pushed for
+        self._pushed_round: Round = 0  # the newest that something was pushed for
+        self._begun_round: Round = 0  # the newest that some pserver may have counted this trainer in
         self._is_finite = True  # the gradient that was sent last
         self.feedback = ErrorFeedback()
         self.scale_agreement = ScaleAgreement()
@@ -273,7 +274,7 @@ class ParameterClient:
             self.uploader = news.uploader
         self.feedback.forget()
         self.scale_agreement.forget()
-        self._begun_round = self._sent_round = self.membership.round = news.resume
+        self._pushed_round = self._begun_round = self._sent_round = self.membership.round = news.resume
         self.must_upload = news.uploader == self.joined.rank
         return news.resume
 
@@ -289,8 +290,9 @@ class ParameterClient:
     async def leave(self, outcome: str = "done", reason: str = "") -> None:
         """Leave the run, `done` or `failed`, and close all connections.
 
-        Leaving in the middle of a round is failing: some pservers may have counted this trainer, others not. In
-        asynchronous modes a step is over once its pushes are acknowledged.
+        Leaving in the middle of a round is failing: some pservers may have counted this trainer, others not. Of one
+        that has not begun they drop what they have. In asynchronous modes a step is over once its pushes are
+        acknowledged.
         """
         over = self._sent_round if self.is_declared and self.joined.consistency.is_async else 0
         if outcome == "done" and self._begun_round > max(over, self.membership.round):
@@ -345,7 +347,7 @@ class ParameterClient:
         every push; the batch barrier may follow.
         """
         flat = self._flatten(gradients)
-        self._begun_round = round_
+        self._pushed_round = self._begun_round = round_
         buckets = make_buckets(self.plan, bucket_bytes=self.settings.chosen_bucket_bytes, feedback=self.feedback)
         pushes = []
         for pserver, shard in zip(self.pservers, buckets, strict=True):
@@ -388,7 +390,7 @@ class ParameterClient:
         """What was pushed for a round has been applied, or was skipped."""
         max_delay = self.joined.consistency.max_delay
         skipped = {told: ranks for one in pulled for told, ranks in one.skipped.items()}
-        if not max_delay and round_ >= self._begun_round:  # else the next one is on its way
+        if not max_delay and round_ >= self._pushed_round:  # else the next one is on its way
             self.feedback.settle(is_applied=round_ not in skipped)
         if round_ in skipped:
             self.grad_norm = None if self.max_grad_norm is None else math.nan
@@ -522,7 +524,7 @@ class ParameterClient:
 
     async def push(self, round_: Round, pserver: PserverIndex, frame: Payload) -> bool:
         """Push one frame; its memory belongs to this request until it returns. Whether the pserver found it finite."""
-        self._begun_round = round_
+        self._pushed_round = round_
         answer = await self.membership.guard(self.pservers[pserver].push(round_, frame))
         return answer.finite
 

@@ -96,6 +96,8 @@ class Pipeline:
         """
         outgoing = self._outgoing = self._outgoing or self._begin_pushes(step)
         is_async = self._client.joined.consistency.is_async
+        if is_async:
+            self._client.begin_round(step)
         try:
             outgoing.complete(gradients, numbers, computed_on if is_async else None, slots)
         except BaseException:
@@ -140,6 +142,7 @@ class Pipeline:
     ) -> None:
         note_task(self._client.unfinished)
         step, is_finite_everywhere = outgoing.step, await outgoing.join()
+        self._client.begin_round(step)  # from here on barriers say that pservers may count it
         acknowledged = perf_counter()
         if before is not None:
             await asyncio.wrap_future(before)

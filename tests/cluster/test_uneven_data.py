@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ps_protocol.errors import NonFiniteGradient
 from trainer_client import GradScaler, RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
@@ -113,12 +114,12 @@ class Layers(nn.Module):
         self.norm.requires_grad_(False)
 
 
-@pytest.mark.ring
 @pytest.mark.overlap
+@pytest.mark.parametrize("strategy", [pytest.param("ring", marks=pytest.mark.ring), "ps"])
 @pytest.mark.parametrize("late", [(), ("third",), ("third", "second"), ("third", "second", "first")], ids=str)
 @pytest.mark.parametrize("num_batches", [(2, 5), (5, 2), (3, 3)], ids=str)
-def test_in_a_ring_nothing_counts_that_is_done_after_the_last_batch(
-    late: tuple[str, ...], num_batches: tuple[int, int], capsys: pytest.CaptureFixture[str]
+def test_nothing_counts_that_is_done_after_the_last_batch(
+    strategy: str, late: tuple[str, ...], num_batches: tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Gradients of a part of a bucket, of a whole one, of all; and a model that has another dtype by then."""
 
@@ -139,12 +140,35 @@ def test_in_a_ring_nothing_counts_that_is_done_after_the_last_batch(
             model.norm.half()
         return values
 
-    with LocalCluster(pservers=0, trainers=2, strategy="ring", lease_seconds=1) as cluster:
+    with LocalCluster(pservers=int(strategy == "ps"), trainers=2, strategy=strategy, lease_seconds=1) as cluster:
         found = run_trainers(cluster.address, [work, work], bucket_bytes=80)
         assert cluster.summary().state == "finished"
     assert "does not take part any more" not in capsys.readouterr().err
     for values, number in zip(found, num_batches, strict=True):
         assert set(values.values()) == {-float(number)}
+
+
+@pytest.mark.parametrize("strategy", [pytest.param("ring", marks=pytest.mark.ring), "ps"])
+def test_who_was_refused_may_be_done(strategy: str) -> None:
+    """Its gradient was not finite, and it has no other."""
+
+    def work(session: Session) -> float:
+        weight = nn.Parameter(torch.zeros(100))
+        optimizer = RemoteOptimizer(torch.optim.SGD([weight], lr=1.0), session=session)
+        for step in range(6):
+            optimizer.zero_grad()
+            weight.sum().backward()  # type: ignore[no-untyped-call]
+            if session.rank == 0 and step == 2:
+                weight.grad = torch.full((100,), math.nan)
+                with pytest.raises(NonFiniteGradient):
+                    optimizer.step()
+                break
+            optimizer.step()
+        return float(weight.unique().item())
+
+    with LocalCluster(pservers=int(strategy == "ps"), trainers=2, strategy=strategy, lease_seconds=1) as cluster:
+        assert run_trainers(cluster.address, [work, work]) == [-2.0, -6.0]
+        assert cluster.summary().state == "finished"
 
 
 def marks(kind: Kind) -> list[pytest.MarkDecorator]:
