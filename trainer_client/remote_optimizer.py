@@ -262,6 +262,12 @@ class RemoteOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ step
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. With `overlap` backward passes are counted anew: those before it were for nothing."""
+        super().zero_grad(set_to_none)
+        if self._overlap is not None:
+            self._overlap.begin_again()
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Push the gradients, wait until all trainers' are applied, and pull the parameters. Blocks for the round.
@@ -279,6 +285,8 @@ class RemoteOptimizer(Optimizer):
             Ended and its children: what has ended the run.
 
         """
+        if not self._session.is_open:
+            raise RuntimeError("the session is closed, and this trainer has left the run: call step() before close()")
         loss = None
         if closure is not None:
             with torch.enable_grad():

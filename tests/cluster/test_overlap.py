@@ -193,6 +193,29 @@ def test_accumulated_gradients_leave_once(cluster: LocalCluster, by_number: bool
         assert_identical(actual, train_locally("momentum", num_parts=3))
 
 
+@pytest.mark.parametrize("strategy", [pytest.param("ring", marks=pytest.mark.ring), "ps"])
+def test_passes_that_were_for_nothing_do_not_count(strategy: str) -> None:
+    """The remainder of an epoch is dropped, and so is a pass in the middle."""
+
+    def work(session: Session) -> float:
+        weight = nn.Parameter(torch.zeros(100))
+        optimizer = RemoteOptimizer(
+            torch.optim.SGD([weight], lr=1.0), session=session, overlap=True, accumulate_steps=3
+        )
+        for num_passes in (3, 2, 3, 1, 3):
+            for _ in range(num_passes):
+                weight.sum().backward()  # type: ignore[no-untyped-call]
+            if num_passes == 3:
+                optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match=r"the session is closed.*call step\(\) before close\(\)"):
+            session.close() or optimizer.step()  # type: ignore[func-returns-value]
+        return float(weight.unique().item())
+
+    with LocalCluster(pservers=int(strategy == "ps"), trainers=2, strategy=strategy) as cluster:
+        assert run_trainers(cluster.address, [work, work]) == [-9.0, -9.0]
+
+
 def test_what_is_done_to_a_gradient_that_has_left_is_refused(lonely: LocalCluster) -> None:
     def begin(session: Session) -> tuple[Net, RemoteOptimizer]:
         model = Net()

@@ -82,6 +82,11 @@ class Overlap:
                 self._send(name, gradient)
                 self._left[name] = gradient, gradient._version
 
+    def begin_again(self) -> None:
+        """The gradients of the passes until now are no more; if some have left, `check` says so."""
+        if not self._left:
+            self._num_passes.clear()
+
     @property
     def left(self) -> Collection[str]:
         """Names of those parameters whose gradients of this step have left."""
