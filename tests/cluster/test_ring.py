@@ -141,6 +141,27 @@ def test_all_cut_as_the_lowest_rank_does(ring: LocalCluster) -> None:
     assert run_trainers(ring.address, [partial(work, bucket_bytes=n) for n in (4000, 10_000_000)]) == [3, 3]
 
 
+def test_numbers_that_differ_end_the_run_before_parameters_do(ring: LocalCluster) -> None:
+    """As those of a schedule that looks at the trainer's own loss."""
+    values = []
+
+    def work(session: Session) -> None:
+        weight = nn.Parameter(torch.zeros(10))
+        optimizer = RemoteOptimizer(torch.optim.SGD([weight], lr=1.0), session=session)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        try:
+            for step in range(9):
+                weight.grad = torch.ones(10)
+                optimizer.step()
+                schedule.step(1.0 + step * (session.rank - 0.1))
+        finally:
+            values.append(weight.unique().tolist())
+
+    with pytest.raises(BadModel, match="learning rates, are not the same on all trainers in round 3"):
+        run_trainers(ring.address, [work, work])
+    assert values == [[-2.0], [-2.0]]
+
+
 def test_a_gradient_that_has_left_may_not_change(ring: LocalCluster) -> None:
     def work(session: Session) -> None:
         model = nn.Linear(20, 20)

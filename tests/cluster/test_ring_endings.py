@@ -162,6 +162,55 @@ def test_an_interrupt_of_who_is_done_is_heard_at_once(cluster: LocalCluster, tmp
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("how", ["interrupted", "its hook"])
+@pytest.mark.parametrize("elements", [100_000, 18], ids=["large", "as large as what is said of a round"])
+def test_who_catches_what_ends_a_round_has_left_it(
+    cluster: LocalCluster, tmp_path: Path, how: str, elements: int
+) -> None:
+    """It ends as if nothing were the matter; collectives of another round must not meet those of this one."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import threading
+        import torch
+        from trainer_client import RemoteOptimizer, connect
+
+        session = connect()
+        weight = torch.nn.Parameter(torch.zeros({elements}))
+        local = torch.optim.SGD([weight], lr=1.0)
+        optimizer = RemoteOptimizer(local)
+        late = threading.Event()
+
+        def fail(*_):
+            if optimizer.round == 6:
+                raise ValueError("of the script")
+
+        if {how == "its hook"} and session.rank == 0:
+            local.register_step_post_hook(fail)
+        try:
+            while optimizer.round < 30:
+                optimizer.zero_grad()
+                weight.sum().backward()
+                if {how == "interrupted"} and session.rank == 1 and optimizer.round == 6:
+                    print("late", flush=True)
+                    late.wait(1.5)
+                optimizer.step()
+                assert weight.unique().numel() == 1
+        except (ValueError, KeyboardInterrupt) as error:
+            print("caught", type(error).__name__, flush=True)
+    """)
+    )
+    children = [cluster.start_trainer(rank, [sys.executable, str(script)]) for rank in range(3)]
+    if how == "interrupted":
+        wait_for_line(cluster, "[trainer 1] late")
+        children[0].signal(SIGINT)
+    assert [child.wait(30) for child in children] == [0, 1, 1], "\n".join(cluster.output)
+    said = "ps_protocol.errors.TrainerLost: trainer 0 failed: it left in the middle of round 7"
+    for rank in (1, 2):
+        assert f"[trainer {rank}] {said}" in cluster.output
+
+
+@pytest.mark.extended
 def test_who_is_done_waits_for_longer_than_those_who_have_batches(cluster: LocalCluster, tmp_path: Path) -> None:
     """A trainer's own limit, of 5 s here: two round time-outs and a lease, without what it has to spare."""
     command = write_script(
@@ -201,12 +250,17 @@ def test_the_scripts_own_process_group_is_used_if_it_fits(cluster: LocalCluster,
         .replace("session = connect()", f"session = connect()\nimport torch.distributed as dist\n{begin}")
         .replace(
             'print("value"',
-            'assert optimizer._steps._group.collectives._group is dist.group.WORLD\ndist.barrier()\nprint("value"',
+            "assert optimizer._steps._group.collectives._group in dist.distributed_c10d._world.pg_map\n"
+            'assert optimizer._steps._group.collectives._group is not dist.group.WORLD\nprint("value"',
         )
+        # Collectives of the script's come in between, and after the session's, which ends beside those of the others.
+        .replace("while optimizer.round < 3:", "while optimizer.round < 3 + 2 * session.rank:")
+        + "session.close()\ntotal = torch.ones(1)\ndist.all_reduce(total)\nassert total.item() == 3\n"
         + "dist.destroy_process_group()\n"
     )
     assert cluster.run_trainers(command, timeout=60) == [0, 0, 0], cluster.output
-    assert sum("value -3.0" in line for line in cluster.output) == 3
+    for rank in range(3):
+        assert any(line.startswith(f"[trainer {rank}] value {-3.0 - 2 * rank}") for line in cluster.output)
 
 
 @pytest.mark.extended

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ps_protocol.errors import BadModel, RingBroken
 
-from ..collectives import Collectives, make_group, run_aside
+from ..collectives import GROUP_PATIENCE, Collectives, make_group, run_aside
 from ..session import Session
 from .rendezvous import OWN_GROUP, address_towards, join_store, open_store
 
@@ -63,7 +63,7 @@ class Group:
                     "rank or world size",
                     expected=f"rank {self.rank} of {self.size}",
                 )
-            self.collectives = Collectives(dist.group.WORLD)
+            self._io.run(self._client.membership.guard(self._wait(self._join_own())))
         else:
             self._io.run(self._client.membership.guard(self._wait(self._connect(rendezvous))))
         self._client.at_leave.append(self.close)
@@ -75,6 +75,10 @@ class Group:
             return make_group(store, self.rank, self.size, self._device, host)
 
         self.collectives = Collectives(await run_aside(connect))
+
+    async def _join_own(self) -> None:
+        """Beside the script's group, whose collectives may come in between."""
+        self.collectives = Collectives(await run_aside(lambda: dist.new_group(timeout=GROUP_PATIENCE)))
 
     def close(self) -> None:
         """Let go of it."""

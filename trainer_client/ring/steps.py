@@ -11,6 +11,7 @@ round: nobody steps before it is here. A trainer without batches accompanies the
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Collection, Mapping
 
 import torch
@@ -62,6 +63,7 @@ class RingSteps:
         self._num_active = group.size  # in the round that is taken: trainers that had a batch
         self._is_accompanying = False
         self._is_void = False  # what has left for the next round is only a part
+        self._is_midway = False  # in a round of which something is still to come
         self._gradients: Mapping[str, Tensor] = {}  # of the step that has begun
         self._is_finite = True
         self._look_at_parameters()
@@ -133,6 +135,7 @@ class RingSteps:
         `is_finite` is what a GradScaler thinks of them.
         """
         self._flat.check(gradients)
+        self._is_midway = True
         self.begun = self.landed + 1
         self._client.begin_round(self.begun)
         self._gradients = gradients
@@ -154,6 +157,7 @@ class RingSteps:
             is_finite=self._is_finite and not self._find_nonfinite(),
             scale=0.0 if state is None else state.scale,
             growth_tracker=0 if state is None else int(state.growth_tracker),
+            numbers=_digest(self._optimizer),
         )
 
     def _find_nonfinite(self) -> list[str]:
@@ -174,8 +178,11 @@ class RingSteps:
         """Take part in the others' rounds, without gradients and without stepping, until nobody has any.
 
         Of a trainer that is done: the collectives need everybody. Blocks for that. What ends the run of the others
-        ends it, too, and is not raised. Nothing of the script's is looked at any more.
+        ends it, too, and is not raised. Nothing of the script's is looked at any more. Whoever has given up a round in
+        the middle cannot take part in another one.
         """
+        if self._is_midway:
+            return
         self._is_void = self._flat.empty()  # of a backward pass after which there was no step
         self._is_accompanying = self._client.membership.is_done = self._group.is_patient = True
         log, last = self._client.log, self.landed
@@ -188,11 +195,11 @@ class RingSteps:
         except GradpostError as error:
             log.warning(f"this trainer was done, and does not take part any more: {error}")
         finally:
-            self._client.begin_round(self.landed)
+            self._client.begin_round(self._client.membership.round)
 
     def _end_of_all(self) -> None:
         """Nobody had a batch: there is no such round."""
-        self._is_accompanying = False
+        self._is_accompanying = self._is_midway = False
         self.begun = self.landed
         self._forget_round()
 
@@ -217,6 +224,8 @@ class RingSteps:
                     self._send_all()
                 elif not tally.num_active:
                     self._end_of_all()
+                elif not tally.has_same_numbers:
+                    self._refuse_numbers()
                 elif not tally.culprits or self._client.nonfinite != "reject":
                     self._end(tally)
                 elif self._group.rank in tally.culprits:
@@ -235,8 +244,17 @@ class RingSteps:
     def _refuse(self) -> None:
         names = ", ".join(map(repr, self._find_nonfinite()[:3]))
         self._forget_round()
+        self._is_midway = False
         raise NonFiniteGradient(
             f"trainer {self._group.rank} has NaN or infinity in the gradient of {names} in round {self.begun}"
+        )
+
+    def _refuse_numbers(self) -> None:
+        raise BadModel(
+            f"the optimizers' numbers, such as learning rates, are not the same on all trainers in round {self.begun}: "
+            "each steps its own, and parameters would drift apart. A schedule that looks at a loss has to look at one "
+            "that all have",
+            actual=[dict(group) for group in _numbers(self._optimizer)],
         )
 
     def _say(self, text: str, ranks: Collection[Rank]) -> None:
@@ -263,7 +281,11 @@ class RingSteps:
                 self._apply(set(tally.present))
             self._average_buffers()
         self._forget_round()
-        self.landed = self._client.membership.round = self.begun
+        self._is_midway = False
+        self.landed = self.begun
+        if self._is_accompanying:
+            return
+        self._client.membership.round = self.landed
         self._client.metrics.rounds.inc()
         self._client.metrics.round.set(self.landed)
 
@@ -317,6 +339,25 @@ class RingSteps:
         coefficient = clip_coefficient(norm, max_norm)
         for bucket in self._buckets if coefficient != 1 else ():
             bucket.flat.mul_(coefficient)
+
+
+def _numbers(optimizer: Optimizer) -> list[list[tuple[str, list[float]]]]:
+    """Of each parameter group, what it steps with."""
+    found = []
+    for group in optimizer.param_groups:
+        values = ((key, group[key]) for key in sorted(optimizer.defaults))
+        flat = ((key, value if isinstance(value, (tuple, list)) else (value,)) for key, value in values)
+        found.append([(key, [float(v) for v in one if _is_number(v)]) for key, one in flat])
+    return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+
+
+def _digest(optimizer: Optimizer) -> int:
+    """Of its numbers; a float32 holds it exactly."""
+    return zlib.crc32(repr(_numbers(optimizer)).encode()) >> 8
 
 
 def _place(parameter: Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...], torch.device]:

@@ -20,13 +20,14 @@ class Tally:
     num_active: int  # trainers that had a batch; the mean is theirs
     scale: float  # of the lowest rank among them that has a GradScaler; 0: none has
     growth_tracker: int
+    has_same_numbers: bool  # those who had a batch, in their optimizers
 
 
-FACTS = 5  # of each rank
+FACTS = 6  # of each rank
 
 
 class TallyVector:
-    """Counts of gradients, and of each rank: not finite, void, active, scale, growth tracker. Float32, kept."""
+    """Counts of gradients, and of each rank: not finite, void, active, scale, growth tracker, digest. Float32, kept."""
 
     def __init__(self, names: Sequence[str], rank: Rank, size: int, device: torch.device) -> None:
         self._names = names
@@ -42,17 +43,18 @@ class TallyVector:
         is_active: bool = True,
         scale: float = 0.0,
         growth_tracker: int = 0,
+        numbers: int = 0,
     ) -> None:
         """What this trainer has to say of the next round. Its vector is then to be added up with the others'."""
         mine = torch.zeros(FACTS, self._size)
-        mine[:, self._rank] = torch.tensor([not is_finite, is_void, is_active, scale, growth_tracker])
+        mine[:, self._rank] = torch.tensor([not is_finite, is_void, is_active, scale, growth_tracker, numbers])
         counts = torch.tensor([float(name in present) for name in self._names])
         self.vector.copy_(torch.cat([counts, mine.flatten()]))
 
     def read(self) -> Tally:
         """What all have said, once it is the sum of everybody's."""
         counts, of_ranks = torch.split(self.vector.cpu(), [len(self._names), FACTS * self._size])
-        not_finite, void, active, scales, trackers = of_ranks.view(FACTS, self._size).tolist()
+        not_finite, void, active, scales, trackers, digests = of_ranks.view(FACTS, self._size).tolist()
         scaled = [rank for rank, scale in enumerate(scales) if scale]
         return Tally(
             present=[name for name, count in zip(self._names, counts.tolist(), strict=True) if count > 0],
@@ -61,4 +63,5 @@ class TallyVector:
             num_active=int(sum(active)),
             scale=scales[scaled[0]] if scaled else 0.0,
             growth_tracker=int(trackers[scaled[0]]) if scaled else 0,
+            has_same_numbers=len({digest for digest, is_active in zip(digests, active, strict=True) if is_active}) <= 1,
         )

@@ -55,8 +55,15 @@ def test_everybody_reads_the_same_tally() -> None:
         total = torch.stack([one.vector for one in vectors]).sum(0)
         for one in vectors:
             one.vector.copy_(total)
-            expected = Tally(["a", "c"], [1], is_void=False, num_active=2, scale=65536.0, growth_tracker=1999)
-            assert one.read() == expected
+            assert one.read() == Tally(
+                ["a", "c"],
+                [1],
+                is_void=False,
+                num_active=2,
+                scale=65536.0,
+                growth_tracker=1999,
+                has_same_numbers=True,
+            )
 
 
 def test_the_lowest_rank_with_a_scale_has_the_word() -> None:
@@ -64,7 +71,20 @@ def test_the_lowest_rank_with_a_scale_has_the_word() -> None:
     for rank, one in enumerate(vectors):
         one.say([], is_void=rank == 2, scale=1024.0 * rank, growth_tracker=rank)
     vectors[0].vector.copy_(torch.stack([one.vector for one in vectors]).sum(0))
-    assert vectors[0].read() == Tally([], [], is_void=True, num_active=3, scale=1024.0, growth_tracker=1)
+    assert vectors[0].read() == Tally(
+        [], [], is_void=True, num_active=3, scale=1024.0, growth_tracker=1, has_same_numbers=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("digests", "are_same"), [((7, 7, 0), True), ((7, 8, 0), False), ((2**24 - 1, 2**24 - 2, 7), False)]
+)
+def test_numbers_are_compared_among_those_who_have_batches(digests: tuple[int, ...], are_same: bool) -> None:
+    vectors = [TallyVector([], rank, 3, CPU) for rank in range(3)]
+    for rank, one in enumerate(vectors):
+        one.say([], is_active=rank < 2, numbers=digests[rank])
+    vectors[0].vector.copy_(torch.stack([one.vector for one in vectors]).sum(0))
+    assert vectors[0].read().has_same_numbers is are_same
 
 
 @pytest.mark.clip
