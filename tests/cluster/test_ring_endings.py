@@ -14,6 +14,7 @@ import pytest
 from trainer_client.testing import LocalCluster
 
 from .trainer_processes import Plot, Trainer
+from .up_support import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ring]
 
@@ -115,6 +116,12 @@ def write_script(folder: Path, *, rounds: int | str, before: str = "", in_each_r
     return [sys.executable, "-W", "error", str(script)]
 
 
+def is_waiting(cluster: LocalCluster, rank: int, round_: int) -> bool:
+    """As of its newest heartbeat."""
+    found = [trainer for trainer in cluster.status().trainers if trainer.rank == rank]
+    return any(trainer.round == round_ and trainer.waiting_seconds > 0 for trainer in found)
+
+
 def wait_for_line(cluster: LocalCluster, text: str) -> None:
     deadline = time.monotonic() + 60
     while not any(text in line for line in cluster.output):
@@ -192,8 +199,7 @@ def test_who_catches_what_ends_a_round_has_left_it(
                 optimizer.zero_grad()
                 weight.sum().backward()
                 if {how == "interrupted"} and session.rank == 1 and optimizer.round == 6:
-                    print("late", flush=True)
-                    late.wait(1.5)
+                    late.wait({ROUND_TIMEOUT} - 0.1)
                 optimizer.step()
                 assert weight.unique().numel() == 1
         except (ValueError, KeyboardInterrupt) as error:
@@ -202,7 +208,7 @@ def test_who_catches_what_ends_a_round_has_left_it(
     )
     children = [cluster.start_trainer(rank, [sys.executable, str(script)]) for rank in range(3)]
     if how == "interrupted":
-        wait_for_line(cluster, "[trainer 1] late")
+        assert wait_until(lambda: is_waiting(cluster, rank=0, round_=6), 30)
         children[0].signal(SIGINT)
     assert [child.wait(30) for child in children] == [0, 1, 1], "\n".join(cluster.output)
     said = "ps_protocol.errors.TrainerLost: trainer 0 failed: it left in the middle of round 7"
