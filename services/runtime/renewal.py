@@ -29,7 +29,8 @@ class Backend(Protocol):
 class RenewedServer:
     """A backend that is replaced by a new one each time that its files change.
 
-    Both listen on the same port for a moment, so that no connection is refused. The old one lets the requests in
+    Both listen on the same port for a moment, so that no connection is refused; one that came to the old one last may
+    be closed unanswered, and its client asks again. The old one lets the requests in
     flight end and closes its connections; so those that trainers keep open get the new certificate as well.
     """
 

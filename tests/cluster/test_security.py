@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from tenacity import retry, retry_if_exception_type, stop_after_attempt
 from torch import nn
 
 from gradpost.tokens import create_tokens
@@ -66,6 +67,8 @@ class Closed:
         ):
             return serial_of_peer(tls)
 
+    # granian may close what has come to a server that another one is replacing; clients ask again.
+    @retry(retry=retry_if_exception_type(httpx.RemoteProtocolError), stop=stop_after_attempt(3), reraise=True)
     def get(self, url: str, scope: Scope | None, **arguments: Any) -> httpx.Response:
         headers = {} if scope is None else {"authorization": f"Bearer {(self.tokens / scope).read_text().strip()}"}
         return httpx.get(url, headers=headers, verify=client_context(self.client), **arguments)
