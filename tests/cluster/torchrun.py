@@ -39,25 +39,29 @@ def start_hosts(cluster: LocalCluster, command: list[str], **more: str) -> list[
     return [cluster.start_trainer(host, [*torchrun(host, port), *command], env) for host in range(NUM_HOSTS)]
 
 
+def torchrun_environment(rank: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun sets for one process; the first host's agent has a store on this port."""
+    host, process = divmod(rank, PROCESSES)
+    return {
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(WORLD),
+        "LOCAL_RANK": str(process),
+        "LOCAL_WORLD_SIZE": str(PROCESSES),
+        "GROUP_RANK": str(host),
+        "GROUP_WORLD_SIZE": str(NUM_HOSTS),
+    }
+
+
 def fork_hosts(work: Callable[..., None], of_all: Mapping[str, str], *arguments: object) -> list[int | None]:
     """Call `work(environment, *arguments)` in processes that have imported torch already; returns their exit codes."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of the first host's agent
     processes = []
     for rank in range(WORLD):
-        host, process = divmod(rank, PROCESSES)
-        environment = {
-            **of_all,
-            "TORCHELASTIC_RUN_ID": "none",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "RANK": str(rank),
-            "WORLD_SIZE": str(WORLD),
-            "LOCAL_RANK": str(process),
-            "LOCAL_WORLD_SIZE": str(PROCESSES),
-            "GROUP_RANK": str(host),
-            "GROUP_WORLD_SIZE": str(NUM_HOSTS),
-        }
+        environment = {**of_all, **torchrun_environment(rank, store.port)}
         processes.append(forkserver.Process(target=work, args=(environment, *arguments), daemon=True))
         processes[-1].start()
     for process in processes:

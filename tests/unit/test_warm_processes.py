@@ -108,6 +108,8 @@ def test_sets_are_not_in_one_order(warm: WarmServers, tmp_path: Path) -> None:
         ([], {}, False),
         (["x.py"], {"LD_PRELOAD": ""}, False),
         (["x.py"], {"OMP_NUM_THREADS": "7"}, False),
+        (["x.py"], {"ATEN_CPU_CAPABILITY": "default"}, False),
+        (["x.py"], {"TORCHELASTIC_RUN_ID": "none"}, True),
         (["x.py"], {"PYTHONPATH": "CUSTOMIZED"}, False),
         (["x.py"], {"GRADPOST_PORT": "0"}, True),
     ],

@@ -17,8 +17,9 @@ from typing import IO, Any
 SERVER = Path(__file__).with_name("server.py")
 NUM_SERVERS = 2  # sets are in another order in each, as they are in processes that nobody forked
 SET_CHILD_SUBREAPER = 36  # of <sys/prctl.h>
-MATTERS = ("LD_", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTHON")  # variables that are looked at by what is imported
-DOES_NOT = ("PYTHONPATH", "PYTHONUNBUFFERED")  # are heeded
+# Prefixes of variables that imports, or the first computation, read; and variables that are read later.
+MATTERS = ("LD_", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "ATEN_", "PYTHON")
+DOES_NOT = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
 
 
 class Order:
