@@ -19,7 +19,7 @@ ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check test-all test-gpu chaos reference audit bench study clean
+.PHONY: help install train test check test-all test-gpu chaos golden reference audit bench study clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ test-gpu: install ## test on this machine's GPU; where there is none it says so 
 
 chaos: install ## disturb real clusters at random and judge what they did (ARGS="--minutes 3 --seed 1"); docs/faults.md
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+golden: install ## train short seeded runs and compare every bit with tests/golden/digests.json
+	$(BIN)/python -m pytest tests/golden
 
 reference: install ## write anew what documents have from the code: settings, metrics, commands
 	$(BIN)/python -m tests.docs.reference

@@ -1,0 +1,160 @@
+"""Train the golden runs of a cluster in real processes on real sockets, and compare digests."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from tests.cluster.torchrun import WORLD, torchrun_environment
+from tests.warm.processes import WarmServers
+from trainer_client.testing import Child, LocalCluster, processes
+
+from .runs import FAULT_STEP, SETUPS, Setup
+from .script import PATIENCE_SECONDS, Turns
+
+FILE = Path(__file__).with_name("digests.json")
+RUN_SECONDS = 200.0  # for all runs of a cluster
+
+Digests = dict[str, dict[str, str]]  # "parameters" or "optimizer_state" -> name of the tensor -> its digest
+
+
+@contextmanager
+def same_arithmetic() -> Iterator[None]:
+    """Start processes within the block with arithmetic that rounds alike on every x86-64 CPU.
+
+    Torch's kernels for AVX2 and AVX-512 fuse multiplications with additions, its default kernels do not: without this
+    the digests of all nine optimizers depend on the CPU. Torch reads the variable once, so these processes need warm
+    servers of their own. MKL computes the dot product in the norm of a gradient.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATEN_CPU_CAPABILITY", "default")
+        patch.setenv("MKL_CBWR", "COMPATIBLE")
+        servers = WarmServers()
+        patch.setattr(processes, "start_process", servers.start)
+        try:
+            yield
+        finally:
+            servers.close()
+
+
+class GoldenCluster(LocalCluster):
+    """The cluster of a setup, which adds the results that its trainers print to `results`."""
+
+    def __init__(self, name: str, folder: Path, sabotage: str, results: list[dict[str, Any]], **settings: Any) -> None:
+        self.setup = SETUPS[name]
+        self._results = results
+        self._fault_steps = threading.Semaphore(0)
+        self._arguments = [str(folder), name]
+        self._sabotage = sabotage
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of the first host's torchrun
+        super().__init__(
+            pservers=self.setup.pservers,
+            trainers=self.setup.trainers,
+            on_line=self._read,
+            state_dir=folder / "state",
+            **({"min_block_size": 100} if self.setup.pservers else {}),
+            **self.setup.settings,
+            **settings,
+        )
+
+    def _read(self, name: str, line: str) -> None:
+        if name.startswith("trainer") and line.startswith('{"run"'):
+            self._results.append(json.loads(line))
+        elif line == "waiting":
+            self._fault_steps.release()
+
+    def _spawn_service(self, name: str, module: str, **arguments: Any) -> Child:
+        module, environment = self._program(module)
+        return super()._spawn_service(name, module, **arguments, **environment)
+
+    def _program(self, module: str) -> tuple[str, dict[str, str]]:
+        if not self._sabotage:
+            return module, {}
+        return "tests.golden.sabotaged", {"GOLDEN_SABOTAGE": self._sabotage, "GOLDEN_PROGRAM": module}
+
+    def start_trainers(self, runs: Collection[str]) -> None:
+        module, environment = self._program("tests.golden.script")
+        command = [sys.executable, "-m", module, *self._arguments, *runs]
+        for rank in range(self.setup.trainers) if not self.setup.are_hosts else range(WORLD):
+            own = torchrun_environment(rank, self._store.port) if self.setup.are_hosts else {}
+            self.start_trainer(rank, command, {**environment, **own})
+
+    def wait_for_fault_step(self) -> None:
+        assert self._fault_steps.acquire(timeout=PATIENCE_SECONDS), self._last_lines()
+
+    def wait_for_trainers(self) -> None:
+        codes = [trainer.wait(RUN_SECONDS) for trainer in self.trainers]
+        assert not any(codes), self._last_lines()
+
+    def _last_lines(self) -> str:
+        return "\n".join([*self.output][-100:])
+
+
+def train(name: str, folder: Path, runs: Collection[str] = (), sabotage: str = "") -> dict[str, Digests]:
+    """Train the golden runs of a cluster, or some of them, in an empty folder; returns the digests of each."""
+    setup = SETUPS[name]
+    runs = runs or list(setup.runs)
+    *_, last = runs
+    is_resumed = setup.runs[last].fault == "stop and resume"
+    for rank in range(setup.trainers):
+        os.mkfifo(folder / f"turn-{rank}")
+    turns = Turns(folder, setup.trainers)
+    if setup.takes_turns:
+        turns.pass_to(setup.trainers - 1)
+    results: list[dict[str, Any]] = []
+    with GoldenCluster(name, folder, sabotage, results) as cluster:
+        cluster.start_trainers(runs)
+        for run in runs:
+            if setup.runs[run].fault == "kill a pserver":
+                cluster.wait_for_fault_step()
+                cluster.pservers[1].signal(SIGKILL)
+                cluster.pservers[1].wait(PATIENCE_SECONDS)
+                cluster.start_pserver(1)
+                turns.pass_to(0)
+        if is_resumed:
+            cluster.wait_for_fault_step()
+        else:
+            cluster.wait_for_trainers()
+    if is_resumed:
+        with GoldenCluster(name, folder, sabotage, results, resume=True) as cluster:
+            cluster.start_trainers([last])
+            turns.pass_to(0)
+            cluster.wait_for_trainers()
+        assert {result["start"] for result in results if result["run"] == last} == {FAULT_STEP}
+    return {run: _find_digests(setup, run, results) for run in runs}
+
+
+def _find_digests(setup: Setup, run: str, results: list[dict[str, Any]]) -> Digests:
+    """Return the digests of trainer 0; in the synchronous mode all trainers must end with its parameters."""
+    by_rank = {result["rank"]: result for result in results if result["run"] == run}
+    if "mode" not in setup.settings:
+        different = [rank for rank in by_rank if by_rank[rank]["parameters"] != by_rank[0]["parameters"]]
+        assert not different, f"{run}: trainers {different} ended with other parameters than trainer 0"
+    return {half: by_rank[0][half] for half in ("parameters", "optimizer_state")}
+
+
+def read_recorded() -> dict[str, dict[str, Digests]]:
+    """Return the recorded digests by cluster and run."""
+    recorded: dict[str, dict[str, Digests]] = json.loads(FILE.read_text())
+    return recorded
+
+
+def differences(run: str, found: Digests, recorded: Digests) -> list[str]:
+    """Return a line for each half of a run that differs, with the names of its tensors."""
+    lines = []
+    for half, digests in found.items():
+        before = recorded.get(half, {})
+        names = sorted(name for name in digests.keys() | before.keys() if digests.get(name) != before.get(name))
+        if names:
+            lines.append(f"{run}: {half} differ in {', '.join(names)}")
+    return lines

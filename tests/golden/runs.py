@@ -1,0 +1,94 @@
+"""The golden runs, grouped by the cluster that trains them one after the other. They cover each feature once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+STEPS = 8
+OVERFLOW_STEP = 4  # of a run with a GradScaler
+FAULT_STEP = 4  # the fault comes before it
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a cluster."""
+
+    optimizer: str = "AdamW"  # a name in `tests.cluster.parity_model.OPTIMIZERS`
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the trainers
+    parameter_dtype: str = "float32"
+    has_scaler: bool = False  # trainer_client.GradScaler, and an overflow in trainer 1
+    fault: Literal["", "kill a pserver", "stop and resume"] = ""  # the last one only in the last run of a cluster
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A cluster and its runs. `settings` are those of the services."""
+
+    runs: Mapping[str, Run]
+    pservers: int = 2
+    trainers: int = 2
+    are_hosts: bool = False  # each trainer is a host with two processes, as torchrun starts them
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    takes_turns: bool = False  # trainers step in a fixed order, two steps each, and trainer 0 comes last
+
+    @property
+    def max_delay(self) -> int:
+        """The number of steps that may be in flight."""
+        return int(self.settings.get("max_delay", 0))
+
+
+def _wire(push_type: str, pull_type: str) -> Run:
+    return Run("SGD-momentum", {"push_type": push_type, "pull_type": pull_type, "topk": 0.05})
+
+
+_SYNC = {
+    **{name: Run(name) for name in ("SGD-momentum", "Adam-amsgrad", "AdamW", "Adagrad", "RMSprop", "Adadelta")},
+    **{name: Run(name) for name in ("Adamax", "NAdam", "RAdam")},
+    "push and pull bfloat16": _wire("bfloat16", "bfloat16"),
+    "push and pull float16": _wire("float16", "float16"),
+    "push and pull int8": _wire("int8", "int8"),
+    "push topk": _wire("topk", "float32"),
+    "bfloat16 parameters": Run(parameter_dtype="bfloat16"),
+    "clipping": Run(settings={"max_grad_norm": 1.0}),
+    "GradScaler": Run(settings={"nonfinite": "skip_round"}, has_scaler=True),
+    "overlap": Run(settings={"overlap": True, "bucket_bytes": 2000}),
+    "overlap_pulls": Run(settings={"overlap": True, "overlap_pulls": True, "bucket_bytes": 2000}),
+    "local_steps": Run(settings={"local_steps": 2, "outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}),
+}
+
+# The asynchronous runs give the same bits for both values of `step_count`: either one trainer takes all steps, or the
+# optimizer is SGD, which counts none.
+SETUPS: dict[str, Setup] = {
+    "sync": Setup(_SYNC, trainers=3),
+    "sync with max_delay": Setup(
+        {"AdamW": Run(), "push int8": _wire("int8", "float32")}, pservers=3, settings={"max_delay": 2}
+    ),
+    "async": Setup(
+        {
+            "AdamW": Run(),
+            "push int8, pull bfloat16": _wire("int8", "bfloat16"),
+            "local_steps": Run(settings={"local_steps": 2}),
+        },
+        trainers=1,
+        settings={"mode": "async"},
+    ),
+    "async with max_delay": Setup({"AdamW": Run()}, pservers=1, trainers=1, settings={"mode": "async", "max_delay": 2}),
+    "async in turns": Setup({"SGD-momentum": Run("SGD-momentum")}, settings={"mode": "async"}, takes_turns=True),
+    "ssp in turns": Setup(
+        {"SGD-momentum": Run("SGD-momentum")},
+        settings={"mode": "ssp", "max_staleness": 2, "compensation": "dc"},
+        takes_turns=True,
+    ),
+    "ring": Setup(
+        {"AdamW": Run(), "overlap and clipping": Run(settings={"overlap": True, "max_grad_norm": 1.0})},
+        pservers=0,
+        trainers=3,
+        settings={"strategy": "ring"},
+    ),
+    "hosts": Setup({"AdamW": Run(), "overlap": Run(settings={"overlap": True})}, are_hosts=True),
+    "sync with faults": Setup(
+        {"a pserver is killed": Run(fault="kill a pserver"), "stopped and resumed": Run(fault="stop and resume")}
+    ),
+}

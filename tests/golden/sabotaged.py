@@ -1,0 +1,54 @@
+"""Runs a service or the script with its arithmetic broken: golden runs have to notice.
+
+Breaks what `GOLDEN_SABOTAGE` names and then runs the module that `GOLDEN_PROGRAM` names.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from services.pserver.aggregation import Aggregator
+from services.pserver.parts import Part
+from trainer_client.pushing.encoding import Remainder
+
+_aggregate = Aggregator.aggregate
+
+
+def change_nothing() -> None:
+    """The control."""
+
+
+def change_rounding() -> None:
+    """Divide by the number of trainers instead of multiplying by its inverse."""
+
+    def scale(self: Aggregator, begin: int, end: int, scale: float) -> None:
+        self._gradient[begin:end].div_(round(1 / scale))
+
+    Aggregator._scale = scale  # type: ignore[method-assign]
+
+
+def swap_ranks() -> None:
+    """Add contributions in the reverse order."""
+
+    def aggregate(self: Aggregator, contributions: Sequence[Mapping[str, Part]]) -> tuple[Tensor, tuple[str, ...]]:
+        return _aggregate(self, contributions[::-1])
+
+    Aggregator.aggregate = aggregate  # type: ignore[method-assign]
+
+
+def skip_feedback() -> None:
+    """Forget what a push of fewer bytes has left out."""
+
+    def settle(self: Remainder, *, is_applied: bool) -> None:
+        self.forget()
+
+    Remainder.settle = settle  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    globals()[os.environ["GOLDEN_SABOTAGE"]]()
+    runpy.run_module(os.environ["GOLDEN_PROGRAM"], run_name="__main__", alter_sys=True)

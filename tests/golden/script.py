@@ -1,0 +1,146 @@
+"""One process of golden runs: `python -m tests.golden.script FOLDER CLUSTER RUN…` trains them one after the other.
+
+It prints a line of JSON for each run, with the digests of the parameters, and on rank 0 those of the optimizer state.
+Gradients come from integers, powers of two and elementwise operations alone, so that every CPU computes the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from tests.cluster.parity_model import change_rates, make_optimizer
+from tests.golden.runs import FAULT_STEP, OVERFLOW_STEP, SETUPS, STEPS, Run, Setup
+from trainer_client import GradScaler, RemoteOptimizer, Session, connect
+
+SHAPES = {"matrix": (61, 67), "vector": (129,), "scalar": (), "last": (3, 400)}
+PATIENCE_SECONDS = 60.0
+
+
+class Layer(nn.Module):
+    """A layer whose gradient is the data plus half of the weight's newest snapshot."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(values)
+        self.snapshot = torch.empty(0)
+
+    def forward(self, data: Tensor, takes_snapshot: bool) -> Tensor:
+        if takes_snapshot:
+            self.snapshot = self.weight.detach().clone()
+        return (self.weight * (self.snapshot * 0.5 + data)).sum()
+
+
+def draw(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Draw multiples of 2**-12 from -1 to 1."""
+    return (torch.randint(-4096, 4097, shape, generator=generator) * 2.0**-12).to(dtype)
+
+
+def make_model(seed: int, dtype: torch.dtype) -> nn.ModuleDict:
+    generator = torch.Generator().manual_seed(seed)
+    return nn.ModuleDict({name: Layer(draw(shape, generator, dtype)) for name, shape in SHAPES.items()})
+
+
+def loss_of(model: nn.ModuleDict, step: int, rank: int, dtype: torch.dtype, takes_snapshot: bool) -> Tensor:
+    """Leave the vector out in some steps, and the scalar of trainer 1 in others: they have no gradient then."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    data = {name: draw(shape, generator, dtype) for name, shape in SHAPES.items()}
+    if step % 4 == 1:
+        del data["vector"]
+    if step % 4 == 2 and rank == 1:
+        del data["scalar"]
+    return torch.stack([model[name](values, takes_snapshot) for name, values in data.items()]).sum()
+
+
+class Turns:
+    """The right to go on, which is a byte in the pipe of a trainer."""
+
+    def __init__(self, folder: Path, trainers: int) -> None:
+        self._pipes = [os.open(folder / f"turn-{rank}", os.O_RDWR) for rank in range(trainers)]
+
+    def wait(self, rank: int) -> None:
+        if not select.select([self._pipes[rank]], [], [], PATIENCE_SECONDS)[0]:
+            raise TimeoutError(f"trainer {rank} had no turn for {PATIENCE_SECONDS:g} s")
+        os.read(self._pipes[rank], 1)
+
+    def pass_to(self, rank: int) -> None:
+        os.write(self._pipes[rank], b".")
+
+
+def train(setup: Setup, run: Run, session: Session, turns: Turns) -> dict[str, Any]:
+    """Train one run; returns the digests."""
+    rank, dtype = session.rank, getattr(torch, run.parameter_dtype)
+    model = make_model(rank, dtype)  # the lowest rank's values count
+    local = make_optimizer(run.optimizer, dict(model.named_parameters()), local=False)
+    optimizer = RemoteOptimizer(local, model=model)
+    scaler = GradScaler(optimizer, "cpu", init_scale=1024.0, growth_interval=2) if run.has_scaler else None
+    start = optimizer.round  # above 0 in a run that was resumed
+    for step in range(start):
+        change_rates(optimizer, step)
+    for step in range(start, STEPS):
+        # With max_delay a matter of time decides which version the parameters have in between.
+        takes_snapshot = step % (setup.max_delay + 1) == 0
+        if takes_snapshot:
+            optimizer.synchronize()
+        if run.fault and step == FAULT_STEP and rank == 0:
+            print("waiting", flush=True)
+            turns.wait(rank)
+        if setup.takes_turns and step % 2 == 0:
+            turns.wait(rank)
+        optimizer.zero_grad()
+        loss = loss_of(model, step, rank, dtype, takes_snapshot)
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            factor = 2.0**120 if (step, rank) == (OVERFLOW_STEP, 1) else 1.0
+            scaler.scale(loss * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        change_rates(optimizer, step)
+        if setup.takes_turns and step % 2 == 1:
+            turns.pass_to((rank - 1) % setup.trainers)
+    optimizer.synchronize()
+    parameters = {name: digest([parameter.detach()]) for name, parameter in model.named_parameters()}
+    state = digest_state(optimizer) if rank == 0 else None
+    return {"rank": rank, "start": start, "parameters": parameters, "optimizer_state": state}
+
+
+def digest_state(optimizer: RemoteOptimizer) -> dict[str, str]:
+    """Return a digest of each slot, and of the step counts, over all parameters."""
+    state = optimizer.state_dict()["state"]
+    names = sorted({name for slots in state.values() for name in slots})
+    return {name: digest(state[i][name] for i in sorted(state) if name in state[i]) for name in names}
+
+
+def digest(values: Iterable[Any]) -> str:
+    hashed = xxhash.xxh3_64()
+    for value in values:
+        tensor = torch.as_tensor(value).contiguous()
+        hashed.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+        hashed.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def main(folder: str, cluster: str, *names: str) -> None:
+    assert torch.backends.cpu.get_cpu_capability() == "DEFAULT", "see tests.golden.clusters.same_arithmetic"
+    torch.set_num_threads(1)
+    setup = SETUPS[cluster]
+    turns = Turns(Path(folder), setup.trainers)
+    for name in names:
+        run = setup.runs[name]
+        with connect(**run.settings) as session:
+            print(json.dumps({"run": name, **train(setup, run, session, turns)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
