@@ -161,9 +161,6 @@ def up(
     step_count: Annotated[
         StepCount | None, typer.Option(help="async, ssp: whose steps optimizer and schedule count.")
     ] = None,
-    server: Annotated[
-        str | None, typer.Option(metavar="uvicorn|granian", help="The HTTP server of the services.")
-    ] = None,
     port: Annotated[int, typer.Option(metavar="N", help="The coordinator's port; 0: a free one.")] = 0,
     min_block_size: Annotated[int | None, typer.Option(metavar="N", help="Elements of the smallest block.")] = None,
     placement: Annotated[Placement | None, typer.Option(help="How blocks are placed.")] = None,
@@ -231,7 +228,6 @@ def up(
         "compensation": compensation,
         "dc_lambda": dc_lambda,
         "step_count": step_count,
-        "server": server,
         "port": port,
         "min_block_size": min_block_size,
         "placement": placement,

@@ -34,7 +34,6 @@ class Verdict:
     """What one attack did; seconds and bytes."""
 
     attack: str
-    server: str
     p99_before: float
     p99_during: float
     num_failed: int  # of the good client's requests
@@ -47,9 +46,8 @@ class Verdict:
 class Arena:
     """One cluster, one run at version 0, one good client."""
 
-    def __init__(self, cluster: LocalCluster, server: str, trainer: WireTrainer, http: httpx.AsyncClient) -> None:
+    def __init__(self, cluster: LocalCluster, trainer: WireTrainer, http: httpx.AsyncClient) -> None:
         self.cluster = cluster
-        self.server = server
         self._trainer = trainer
         self._http = http
         self._good = httpx.AsyncClient(transport=make_bulk_transport(TlsFiles(), http2=True), timeout=None)
@@ -80,7 +78,7 @@ class Arena:
         answers = sorted(told["answers"].items(), key=lambda item: -item[1])
         heard = ", ".join(f"{what} ×{count}" for what, count in answers[:5]) or "served"
         return Verdict(
-            attack, self.server, _p99(before), _p99(during), num_failed, grown, self._memory("VmRSS") - memory,
+            attack, _p99(before), _p99(during), num_failed, grown, self._memory("VmRSS") - memory,
             f"{told['sent']} sent over {told['connections']} connections: {heard}",
             await self._digest() == digest,
         )  # fmt: skip
@@ -126,11 +124,10 @@ def _p99(latencies: list[float]) -> float:
 
 
 @asynccontextmanager
-async def open_arena(server: str, **settings: object) -> AsyncIterator[Arena]:
+async def open_arena(**settings: object) -> AsyncIterator[Arena]:
     """A cluster of one pserver. Slow clients have two seconds, so that a short attack shows what becomes of them."""
     times = {"header_timeout_seconds": 2, "body_timeout_seconds": 2, "lease_seconds": 3600}
-    limits = {"max_untaken_bytes": 64 * MIB, "max_inflight_bytes": 64 * MIB}
-    cluster = LocalCluster(pservers=1, trainers=1, server=server, **{**times, **limits, **settings})
+    cluster = LocalCluster(pservers=1, trainers=1, **{**times, "max_inflight_bytes": 64 * MIB, **settings})
     with cluster:
         async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
             trainer = WireTrainer(http, cluster.address)
@@ -139,4 +136,4 @@ async def open_arena(server: str, **settings: object) -> AsyncIterator[Arena]:
             await trainer.wait_for_plan()
             await trainer.upload_initial()
             await trainer.get(0)
-            yield Arena(cluster, server, trainer, http)
+            yield Arena(cluster, trainer, http)

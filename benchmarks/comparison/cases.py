@@ -96,13 +96,11 @@ CASES = (
         Variant(Work((25 * MILLION,) * 10)), num_rounds=2, peers=(RPC_TCP,),
     ),
     Case(
-        "transports", "25 M parameters in one tensor, SGD, over HTTP/2 on uvicorn, beside other ways",
+        "transports", "25 M parameters in one tensor, SGD, over HTTP/2, beside other ways",
         Variant(WORK_100MB), num_rounds=5,
         variants={
             "http1": Variant(WORK_100MB, {"http2": False}),
             "tls": Variant(WORK_100MB, is_secure=True),
-            "granian": Variant(WORK_100MB, {"server": "granian"}),
-            "granian_http1": Variant(WORK_100MB, {"server": "granian", "http2": False}),
         },
     ),
     Case(

@@ -24,7 +24,7 @@ from .work import Work
 
 RESULTS = HERE / "results"
 GIGABYTE, MEGABYTE = 1e9, 1e6
-PEER_PACKAGES = ("numpy", "granian", "ray")  # besides torch
+PEER_PACKAGES = ("numpy", "ray")  # besides torch
 
 
 @dataclass(frozen=True)

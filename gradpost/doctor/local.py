@@ -55,7 +55,7 @@ def check_packages() -> Finding:
 
 
 def _unmet(requirement: str) -> str | None:
-    """Say what is wrong with an installed requirement such as `granian<3,>=2.8`; None for one of an extra."""
+    """Say what is wrong with an installed requirement such as `hpack<5,>=4.1`; None for one of an extra."""
     if "extra ==" in requirement:
         return None
     name, specifiers = re.fullmatch(r"([A-Za-z0-9_.-]+)(.*?)(?:;.*)?", requirement).groups()  # type: ignore[union-attr]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 import time
 from typing import Any
 
@@ -65,7 +64,4 @@ if __name__ == "__main__":
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
         del os.environ[name]  # these are checked elsewhere
     configure_logs("probe", level="error")
-    answer = asyncio.run(asyncio.wait_for(_probe(), TIMEOUT_SECONDS))
-    print(json.dumps(answer))
-    sys.stdout.flush()
-    os._exit(0)  # a thread of the server may outlive it, and would meet an interpreter that is gone
+    print(json.dumps(asyncio.run(asyncio.wait_for(_probe(), TIMEOUT_SECONDS))))

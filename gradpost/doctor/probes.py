@@ -47,10 +47,8 @@ def check_http2() -> Finding:
     """Whether tensors can travel over HTTP/2 between our server and our client."""
     answer = _finish("http2")
     if "error" in answer:
-        return Finding(
-            "http/2", "broken", answer["error"], "try --server granian, or GRADPOST_HTTP2=false for HTTP/1.1"
-        )
-    detail = f"{answer['version']} to uvicorn, {answer['megabytes']} MB at {answer['megabytes_per_second']} MB/s"
+        return Finding("http/2", "broken", answer["error"], "set GRADPOST_HTTP2=false to use HTTP/1.1")
+    detail = f"{answer['version']}, {answer['megabytes']} MB at {answer['megabytes_per_second']} MB/s"
     return Finding("http/2", "ok" if answer["version"] == "HTTP/2" else "broken", detail)
 
 

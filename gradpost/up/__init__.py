@@ -42,7 +42,7 @@ def run_up(
     strategy = read_settings(CoordinatorSettings, {**given, **pservers}).strategy
     if strategy == "ring" and max_restarts:
         raise CommandError("--max-restarts: a ring cannot go on without a trainer, nor take another life of it in")
-    read_settings(PserverSettings, {"server": given.get("server")})
+    read_settings(PserverSettings, {})
     resolved = resolve_command(command)  # before there is a folder for its run
     root = Path(given.pop("state_dir", named_root()))
     given["state_dir"] = (resume_folder(root) if given.get("resume") else new_folder(root)).path

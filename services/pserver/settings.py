@@ -20,8 +20,8 @@ class PserverSettings(ServiceSettings):
     )
     local_transport: bool = Field(
         default=True,
-        description="whether trainers on the pserver's own host may send tensors over a Unix socket. On Linux, on "
-        "uvicorn over HTTP/2 without TLS, and without `advertise_address`, which may be a proxy's",
+        description="whether trainers on the pserver's own host may send tensors over a Unix socket. On Linux, "
+        "with HTTP/2, without TLS and without `advertise_address`, which may be a proxy's",
     )
     max_inflight_bytes: int | None = Field(
         default=None,
@@ -39,5 +39,4 @@ class PserverSettings(ServiceSettings):
     @property
     def listens_locally(self) -> bool:
         """Whether there is a Unix socket, too: not where certificates or a proxy have a word in who gets through."""
-        is_possible = self.server == "uvicorn" and self.http2
-        return self.local_transport and is_possible and self.tls_cert is None and self.advertise_address is None
+        return self.local_transport and self.http2 and self.tls_cert is None and self.advertise_address is None

@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from ps_http2.frames import PREFACE
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE, BodyTooLarge, GradpostError, Overloaded, SlowBody
 
+from .handshakes import Handshakes
 from .http2_server import ServerConnection
 from .settings import ServiceSettings
 
@@ -28,6 +29,7 @@ def guard_protocol(settings: ServiceSettings, connections: int) -> type[HttpTool
     class Guarded(GuardedProtocol):
         limits = settings
         max_connections = connections
+        handshakes = Handshakes(seconds=settings.header_timeout_seconds, max_connections=connections)
 
     return Guarded
 
@@ -40,6 +42,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     limits: ServiceSettings
     max_connections: int
+    handshakes: Handshakes
 
     def __init__(self, config: Config, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -48,6 +51,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._first: bytes | None = b""  # what has come, as long as it may be HTTP/2's preface
+        if config.ssl is not None:
+            self.handshakes.watch(len(self.connections))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for headers, or refuse if there are too many connections."""

@@ -18,22 +18,11 @@ class ListenError(OSError):
     """The host and port cannot be taken; the message says why and what to do."""
 
 
-def take_port(host: str, port: int, *, share: bool) -> socket.socket:
-    """Bind `host` and `port` (0: a free one) for this process alone, without listening yet. Raises ListenError.
-
-    With `share`, another socket *of this process* may listen there beside it, one that sets SO_REUSEPORT as well.
-    Linux would then let any process of this user join in and hand each of them a part of the connections, without
-    an error anywhere, so that an exclusive bind comes first: it fails if somebody listens.
-    """
+def take_port(host: str, port: int) -> socket.socket:
+    """Bind `host` and `port` (0: a free one) for this process alone, without listening yet. Raises ListenError."""
     try:
         [(family, _, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        # SO_REUSEADDR passes over connections in TIME_WAIT that an earlier life left behind, not over a listener.
-        taken = _bind(family, address, socket.SO_REUSEADDR)
-        if share:
-            with taken:
-                address = taken.getsockname()
-            taken = _bind(family, address, socket.SO_REUSEPORT)
-        return taken
+        return _bind(family, address)
     except OSError as error:  # gaierror included
         if error.errno == errno.EADDRINUSE:
             reason = (
@@ -44,11 +33,12 @@ def take_port(host: str, port: int, *, share: bool) -> socket.socket:
         raise ListenError(f"cannot listen on {authority(host, port)}: {reason}") from error
 
 
-def _bind(family: int, address: Any, option: int) -> socket.socket:
+def _bind(family: int, address: Any) -> socket.socket:
     # asyncio turns Nagle's algorithm off only where the protocol is named, and with it a request may take 40 ms.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, option, 1)
+        # It passes over connections in TIME_WAIT of an earlier process, not over a socket that listens.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError:
         bound.close()

@@ -19,15 +19,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ps_protocol.environment import SettingsError
 from ps_protocol.errors import GradpostError, TryAgain
 
-from .backends import make_granian, make_uvicorn
 from .descriptors import allow_many_files
 from .listen import ListenError, advertised_address, announce, take_port, wait_until_listening
 from .logs import get_logger
 from .memory import keep_large_buffers
 from .problems import problem_response
-from .renewal import Backend
 from .security import guard, wait_for_token
 from .settings import ServiceSettings
+from .uvicorn_server import UvicornServer
 
 GRACE_SECONDS = 5.0  # what a request in flight gets to end when the service stops
 
@@ -46,34 +45,30 @@ async def serve(
 
     In order: wait for the token file, take the port, enter the app's lifespan, listen, write the advertised address to
     `ready_fd`, call `on_started` with it. On stop: cancel `on_started` if it still waits, refuse new connections, let
-    requests in flight finish, answer those that take longer with `try_again`, leave the lifespan. uvicorn listens on
-    `local`, too, a bound Unix socket; what comes there is under the same limits and checks. Raises SettingsError
+    requests in flight finish, answer those that take longer with `try_again`, leave the lifespan. The service listens
+    on `local`, too, a bound Unix socket; requests there are under the same limits and checks. Raises SettingsError
     if the token file does not come, ListenError, what the lifespan or `on_started` raises, and RuntimeError if the HTTP
     server ends by itself.
     """
     if not await wait_for_token(settings, stop):
         return
     requests = _RequestsInFlight(app)
-    is_granian = settings.server == "granian"
-    with take_port(settings.host, settings.port, share=is_granian) as bound:
+    with take_port(settings.host, settings.port) as bound:
         address = advertised_address(settings, bound.getsockname()[1])
         guard(app, settings, address)
         # Not through the server: it would turn what the lifespan raises into a log line and an exit code.
         async with app.router.lifespan_context(app):
-            if is_granian:
-                backend = make_granian(requests, settings, bound)
-            else:
-                backend = make_uvicorn(requests, settings, bound, local, grace_seconds=int(GRACE_SECONDS) + 1)
-            serving = asyncio.create_task(backend.serve())
+            server = UvicornServer(requests, settings, bound, local)
+            serving = asyncio.create_task(server.serve())
             try:
                 await _while_serving(serving, wait_until_listening(bound))
-                log.info("serving", address=address, server=settings.server)
+                log.info("serving", address=address)
                 announce(settings, address)
                 if on_started is not None and isawaitable(started := on_started(address)):
                     await _while_serving(serving, stop.wait(), started)
                 await _while_serving(serving, stop.wait())
             finally:
-                await _shut_down(backend, serving, requests)
+                await _shut_down(server, serving, requests)
 
 
 def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> NoReturn:
@@ -109,9 +104,7 @@ def run_service(main: Callable[[asyncio.Event], Awaitable[int]]) -> NoReturn:
 
     async def run_and_exit() -> NoReturn:
         exit_code = await run()
-        # Python's own way out waits for threads, one of which may be writing to a place that hangs, and aborts the
-        # process (SIGABRT) if a thread of granian, which may live a little longer than its server, wants the
-        # interpreter meanwhile: about one stop in thirty.
+        # Python's own way out waits for threads, one of which may be writing to a disk that hangs.
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -132,7 +125,7 @@ class _RequestsInFlight:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
-        assert task is not None  # both servers run each request in a task of its own
+        assert task is not None  # uvicorn runs each request in a task of its own
         self._tasks.add(task)
         try:
             await self._app(scope, receive, send)
@@ -165,13 +158,15 @@ async def _while_serving(serving: asyncio.Task[None], *waiting: Awaitable[Any]) 
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _shut_down(backend: Backend, serving: asyncio.Task[None], requests: _RequestsInFlight) -> None:
-    backend.stop()
+async def _shut_down(server: UvicornServer, serving: asyncio.Task[None], requests: _RequestsInFlight) -> None:
+    server.stop()
     await asyncio.wait({serving}, timeout=GRACE_SECONDS)
     if not serving.done():
         requests.end()
         await asyncio.wait({serving}, timeout=1.0)
     if not serving.done():
-        log.warning("leaving connections that do not end")  # such as a request whose headers never came
+        log.warning("leaving connections that do not end")  # such as one whose client does not take its reply
+        serving.cancel()
+        await asyncio.wait({serving})
     elif error := serving.exception():
         log.error("the HTTP server failed", exc_info=error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, FilePath, field_validator, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
@@ -41,9 +41,6 @@ class ServiceSettings(BaseSettings):
     port: int = Field(default=0, ge=0, le=65535, description="port to listen on; 0: a free one")
     advertise_address: BaseUrl | None = Field(
         default=None, description="base URL under which others reach it; none: made from the host that it listens on"
-    )
-    server: Literal["uvicorn", "granian"] = Field(
-        default="uvicorn", description="the HTTP server; both answer HTTP/1.1 and HTTP/2 on one port"
     )
     coordinator: BaseUrl = Field(
         default="http://127.0.0.1:7070",
@@ -101,16 +98,7 @@ class ServiceSettings(BaseSettings):
         ge=1,
         description="requests at once, those that wait included; further ones are `overloaded`",
     )
-    max_connections: int = Field(
-        default=1024, ge=1, description="open connections; further ones are closed (uvicorn) or wait (granian)"
-    )
-    max_untaken_bytes: int | None = Field(
-        default=None,
-        ge=1,
-        description="replies that were made and their clients have not taken yet; beyond that each connection gets "
-        "1 MiB at a time. None: an eighth of the memory that the process may use. Of effect on granian and Linux; "
-        "uvicorn holds back each reply by itself",
-    )
+    max_connections: int = Field(default=1024, ge=1, description="open connections; further ones are closed")
     header_timeout_seconds: float = Field(
         default=30.0,
         gt=0,

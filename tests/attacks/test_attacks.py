@@ -33,9 +33,9 @@ ENDED = {
 }
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["uvicorn", "granian"])
-async def arena(request: pytest.FixtureRequest) -> AsyncIterator[Arena]:
-    async with open_arena(request.param) as arena:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def arena() -> AsyncIterator[Arena]:
+    async with open_arena() as arena:
         yield arena
 
 
@@ -57,10 +57,9 @@ async def test_the_same_once_more_takes_no_more_memory(arena: Arena, name: str) 
     assert verdict.kept_bytes < MAX_KEPT_AGAIN_BYTES, verdict
 
 
-@pytest.mark.parametrize("server", ["uvicorn", "granian"])
-async def test_too_many_connections_wait_or_are_refused_and_do_not_stay(server: str) -> None:
+async def test_too_many_connections_are_refused_and_do_not_stay() -> None:
     """All places are taken by silent connections; a good client gets one when their time is over."""
-    async with open_arena(server, max_connections=50) as arena:
+    async with open_arena(max_connections=50) as arena:
         verdict = await arena.judge("silent_connections", 6, calm_seconds=1)
     assert verdict.state_is_unchanged
     assert verdict.grown_bytes < MAX_GROWN_BYTES

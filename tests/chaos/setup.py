@@ -27,7 +27,6 @@ class Setup:
     checkpoint_rounds: int = 20
     num_pservers: int = 2
     num_trainers: int = 2
-    server: Literal["uvicorn", "granian"] = "uvicorn"
     http2: bool = True
     durability: Literal["log", "fsync"] = "log"
     clips: bool = False  # by a norm that is never reached, so that all agree on it and no number changes
@@ -43,7 +42,6 @@ class Setup:
             "max_delay": self.max_delay,
             "on_trainer_loss": self.on_trainer_loss,
             "nonfinite": self.nonfinite,
-            "server": self.server,
             "http2": self.http2,
             "durability": self.durability,
             "checkpoint_rounds": self.checkpoint_rounds,
@@ -57,9 +55,9 @@ class Setup:
         shown = {**asdict(self), "max_staleness": self.max_staleness if self.mode == "ssp" else ""}
         names = ("mode", "max_delay", "max_staleness", "on_trainer_loss", "nonfinite", "num_pservers", "num_trainers")
         parts = [f"{name.removeprefix('num_')} {shown[name]}" for name in names if shown[name] != ""]
-        carrier = [self.server, *([] if self.http2 else ["HTTP/1.1"])]
-        rest = [*(["clipped"] if self.clips else []), *(["libfaketime"] if self.fakes_time else [])]
-        return ", ".join([*parts, self.durability, *carrier, *rest])
+        optional = {"HTTP/1.1": not self.http2, "clipped": self.clips, "libfaketime": self.fakes_time}
+        rest = [name for name, is_shown in optional.items() if is_shown]
+        return ", ".join([*parts, self.durability, *rest])
 
 
 def draw_setup(seed: int, *, may_fake_time: bool, mode: Mode | None = None) -> Setup:
@@ -82,7 +80,6 @@ def draw_setup(seed: int, *, may_fake_time: bool, mode: Mode | None = None) -> S
         checkpoint_rounds=chance.choice((7, 20, 50)),
         num_pservers=chance.randint(1, 3),
         num_trainers=chance.randint(2, 3),
-        server=chance.choice(("uvicorn", "uvicorn", "granian")),
         fakes_time=may_fake_time and chance.random() < 0.3,
         durability=chance.choice(("log", "log", "fsync")),
         http2=chance.random() < 0.7,

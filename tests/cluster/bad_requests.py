@@ -88,9 +88,8 @@ class World:
     """
 
     cluster: LocalCluster
-    server: str
     http: httpx.AsyncClient  # HTTP/1.1
-    bulk: httpx.AsyncClient  # what trainers use: HTTP/2, where it is not switched off
+    bulk: httpx.AsyncClient  # HTTP/2, as trainers send tensors
     phase: str = ""
     num_phases: int = 0
     trainers: list[WireTrainer] = field(default_factory=list)

@@ -145,7 +145,7 @@ for _ in range(3):
     ids=" ".join,
 )
 def test_processes_start_in_any_order_and_know_one_address(
-    order: list[str], tmp_path: Path, carrier_in_environment: None, monkeypatch: pytest.MonkeyPatch
+    order: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing says who is which: ranks and indices are given out."""
     monkeypatch.chdir(tmp_path)

@@ -10,7 +10,6 @@ import pytest
 
 import trainer_client
 
-from .conftest import Carrier
 from .up_support import ROOT, RunningUp
 
 SCRIPT = ROOT / "examples" / "digits.py"
@@ -35,21 +34,19 @@ STEPS = 8 * 23
         pytest.param("--mode ssp", 4, 2 * STEPS // 4, marks=pytest.mark.extended),
     ],
 )
-def test_two_trainers_learn_the_digits(
-    tmp_path: Path, carrier: Carrier, transport: str, flags: str, local_steps: int, rounds: int
-) -> None:
+def test_two_trainers_learn_the_digits(tmp_path: Path, flags: str, local_steps: int, rounds: int) -> None:
     """The same script in all modes."""
-    arguments = ("--json", "--server", carrier["server"], *flags.split(), "--", "python", SCRIPT)
-    settings = {"GRADPOST_LOCAL_STEPS": str(local_steps), "GRADPOST_HTTP2": str(carrier["http2"])}
+    arguments = ("--json", *flags.split(), "--", "python", SCRIPT)
+    settings = {"GRADPOST_LOCAL_STEPS": str(local_steps)}
     with RunningUp(*arguments, folder=tmp_path, **settings) as up:
         code, stdout, stderr = up.finish()
     assert code == 0, stderr
     summary, mode = json.loads(stdout), flags.split()[1]
-    assert (summary["state"], summary["mode"], summary["transport"]) == ("finished", mode, transport)
+    assert (summary["state"], summary["mode"], summary["transport"]) == ("finished", mode, "HTTP/2")
     assert summary["rounds"] == rounds
     assert summary["results"]["accuracy"] >= 0.97
     assert stderr.count("accuracy on 360 held-out images: ") == 2
-    assert stderr.count(f"] trained: mode={mode} transport={transport} accuracy=") == 2
+    assert stderr.count(f"] trained: mode={mode} transport=HTTP/2 accuracy=") == 2
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPT.parent.glob("*.py")), ids=lambda script: script.stem)

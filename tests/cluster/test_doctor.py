@@ -85,17 +85,18 @@ def await_event(cluster: LocalCluster, text: str) -> str:
 
 
 @pytest.mark.extended
-def test_a_cluster_that_trains_is_well(carrier: Carrier) -> None:
-    with LocalCluster(**carrier) as cluster, training(cluster):
+@pytest.mark.parametrize("http2", [True, False])
+def test_a_cluster_that_trains_is_well(http2: bool, carrier: Carrier) -> None:
+    with LocalCluster(**carrier, http2=http2) as cluster, training(cluster):
         found = doctor(cluster)
         text = {check: finding[0]["detail"] for check, finding in found.items() if check != "all links"}
         levels = {check: finding[0]["level"] for check, finding in found.items() if check != "all links"}
-    version = "HTTP/2" if carrier["http2"] else "HTTP/1.1"
+    version = "HTTP/2" if http2 else "HTTP/1.1"
     for index in range(2):
         assert " is it, " in text[f"pserver {index}"]
         assert f", {version}, " in text[f"pserver {index}"]
         assert text[f"pserver {index}"].endswith(" MB/s back")
-        assert levels[f"pserver {index}"] == ("ok" if carrier["http2"] else "warning")
+        assert levels[f"pserver {index}"] == ("ok" if http2 else "warning")
     for check in ("coordinator", "versions", "addresses", "clocks", "links", "pserver disks"):
         assert levels[check] == "ok", text[check]
     assert text["versions"].endswith(": 6 processes")

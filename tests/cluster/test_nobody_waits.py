@@ -1,7 +1,7 @@
 """With policy `fail` and no log, when somebody disappears or hangs, whoever waits gets a clear error that names it,
 within the promised time.
 
-Most of this is waiting, so that each scenario is played on both servers at once.
+Most of this is waiting, so that each scenario is played over HTTP/2 and HTTP/1.1 at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from ps_protocol.errors import Unreachable
 from trainer_client import connect
 from trainer_client.testing import LocalCluster
 
-from .conftest import CARRIERS
 from .trainer_processes import Plot, Trainer
 
 pytestmark = pytest.mark.cluster
@@ -34,9 +33,9 @@ SLACK_SECONDS = 1.5  # heartbeats, the coordinator's tick, a request or two
 class Stage:
     """One cluster and the trainers of one scenario."""
 
-    def __init__(self, cluster: LocalCluster, server: str) -> None:
+    def __init__(self, cluster: LocalCluster, version: str) -> None:
         self.cluster = cluster
-        self.server = server
+        self.version = version
         self._trainers: list[Trainer] = []
 
     def play(self, *plots: Plot) -> list[Trainer]:
@@ -64,17 +63,18 @@ Play = Callable[[Scenario], None]
 def stages() -> Iterator[list[Stage]]:
     with ExitStack() as stack:
         stages = []
-        for carrier in CARRIERS.values():
+        for version in ("HTTP/2", "HTTP/1.1"):
             cluster = LocalCluster(
                 pservers=2,
                 trainers=2,
-                **carrier,
+                http2=version == "HTTP/2",
+                local_transport=False,
                 lease_seconds=LEASE_SECONDS,
                 round_timeout_seconds=ROUND_TIMEOUT_SECONDS,
                 on_trainer_loss="fail",
                 durability="none",
             )
-            stages.append(Stage(stack.enter_context(cluster), carrier["server"]))
+            stages.append(Stage(stack.enter_context(cluster), version))
         for stage in stages:
             stage.wait_for_pservers()
         yield stages
@@ -82,7 +82,7 @@ def stages() -> Iterator[list[Stage]]:
 
 @pytest.fixture
 def play(stages: list[Stage]) -> Iterator[Play]:
-    """Plays a scenario on both servers; afterwards each must be able to serve an ordinary run."""
+    """Plays a scenario over both versions of HTTP; afterwards each cluster must be able to serve an ordinary run."""
 
     def play(scenario: Scenario) -> None:
         def whole(stage: Stage) -> None:
@@ -92,7 +92,7 @@ def play(stages: list[Stage]) -> Iterator[Play]:
                 for trainer in stage.play(Plot(steps=3), Plot(steps=3)):
                     assert trainer.wait_for_end().what == "done", trainer.events
             except BaseException as error:
-                error.add_note(f"on {stage.server}; the last lines of its cluster:")
+                error.add_note(f"over {stage.version}; the last lines of its cluster:")
                 error.add_note("\n".join([*stage.cluster.output][-12:]))
                 raise
             finally:

@@ -52,7 +52,6 @@ def failing_script(folder: Path, round_: int) -> Path:
 
 
 @pytest.mark.extended
-@pytest.mark.usefixtures("carrier_in_environment")
 def test_services_and_scripts_that_die_are_started_again(tmp_path: Path) -> None:
     script = failing_script(tmp_path, 20)
     code, output = train(tmp_path, "--max-restarts", 3, script=script, GRADPOST_FAILPOINTS="apply.after=kill@25")

@@ -19,7 +19,7 @@ from trainer_client.testing.environment import find_our_packages
 
 from .up_support import clean_environment, wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("carrier_in_environment")]
+pytestmark = pytest.mark.cluster
 
 GRADPOST = [sys.executable, "-P", "-m", "gradpost"]
 TRAIN = """

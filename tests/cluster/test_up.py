@@ -17,7 +17,6 @@ from .up_support import IDLE, SECONDS, STUBBORN, RunningUp, train_script, wait_u
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.usefixtures("carrier_in_environment"),
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc"),
 ]
 
@@ -34,7 +33,7 @@ def run_up(*arguments: object, folder: Path, **environ: str) -> tuple[int, str, 
 # ---------------------------------------------------------------------- training
 
 
-def test_it_trains_and_ends_with_the_numbers(tmp_path: Path, transport: str) -> None:
+def test_it_trains_and_ends_with_the_numbers(tmp_path: Path) -> None:
     """From a folder whose `services` would break ours, with a setting from the environment."""
     (tmp_path / "services").mkdir()
     (tmp_path / "services" / "__init__.py").write_text("raise ImportError('not yours')")
@@ -44,7 +43,7 @@ def test_it_trains_and_ends_with_the_numbers(tmp_path: Path, transport: str) -> 
     assert code == 0, stdout + stderr
     for rank in range(2):
         assert f"[trainer {rank}] rank {rank} of 2, {sys.executable}" in lines
-    line = rf"trained: mode=sync transport={transport} accuracy=0\.5 rounds=5 seconds=[0-9.]+"
+    line = r"trained: mode=sync transport=HTTP/2 accuracy=0\.5 rounds=5 seconds=[0-9.]+"
     assert re.fullmatch(line, lines[-1])
     rounds, values, _, columns, *shards, _, _ = lines[-8:]
     assert rounds.split() == ["rounds", "seconds", "seconds", "a", "round", "accuracy", "loss"]
@@ -57,7 +56,7 @@ def test_it_trains_and_ends_with_the_numbers(tmp_path: Path, transport: str) -> 
 
 
 @pytest.mark.extended
-def test_on_a_terminal_it_shows_a_live_line_and_colours(tmp_path: Path, transport: str) -> None:
+def test_on_a_terminal_it_shows_a_live_line_and_colours(tmp_path: Path) -> None:
     script = train_script(tmp_path, rounds=60, in_each_round="time.sleep(0.05); session.report(loss=0.25)")
     ours, theirs = os.openpty()
     environ = {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
@@ -72,7 +71,7 @@ def test_on_a_terminal_it_shows_a_live_line_and_colours(tmp_path: Path, transpor
     assert "\x1b[36m[trainer 0] \x1b[0mrank 0 of 1" in shown
     assert "\x1b[1A" in shown or "\x1b[2K" in shown  # the live line is erased and drawn again
     last = CONTROL.sub("", shown).rstrip().splitlines()[-1]
-    assert last.startswith(f"trained: mode=sync transport={transport} accuracy=0.5 rounds=60 seconds=")
+    assert last.startswith("trained: mode=sync transport=HTTP/2 accuracy=0.5 rounds=60 seconds=")
 
 
 def read_terminal(fd: int) -> str:
@@ -105,7 +104,7 @@ def test_the_first_failure_gives_the_code_and_the_others_name_it(tmp_path: Path)
 
 
 @pytest.mark.extended
-def test_a_killed_script_is_noticed_at_once(tmp_path: Path, transport: str) -> None:
+def test_a_killed_script_is_noticed_at_once(tmp_path: Path) -> None:
     """Long before its lease ends."""
     script = train_script(tmp_path, in_each_round="if session.rank == 1 and step == 2: os.kill(os.getpid(), 9)")
     code, stdout, stderr = run_up("--lease-seconds", 1000, "--pservers", 1, "--", "python", script, folder=tmp_path)
@@ -113,7 +112,7 @@ def test_a_killed_script_is_noticed_at_once(tmp_path: Path, transport: str) -> N
     named = "trainer 1 failed: its process was ended by SIGKILL (out of memory?)"
     assert f"[trainer 0] ps_protocol.errors.TrainerLost: {named}\n" in stdout
     assert stderr.endswith("gradpost: trainer 1 was ended by SIGKILL (out of memory?)\n")
-    assert stdout.splitlines()[-1].startswith(f"failed: mode=sync transport={transport} rounds=3 ")
+    assert stdout.splitlines()[-1].startswith("failed: mode=sync transport=HTTP/2 rounds=3 ")
 
 
 @pytest.mark.extended
@@ -232,7 +231,6 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
             2,
             "--round-timeout-seconds: input should be greater than 0, not '0.0'",
         ),
-        (["--server", "apache", "--", "python"], 2, "--server: input should be 'uvicorn' or 'granian', not 'apache'"),
     ],
 )
 def test_what_cannot_be_run_is_said_first(tmp_path: Path, arguments: list[str], code: int, message: str) -> None:

@@ -39,7 +39,7 @@ class LocalCluster:
 
     With `strategy="ring"` there are no pservers: say `pservers=0`.
 
-    `settings` are those of the services (`server="uvicorn"`, `round_timeout_seconds=2`, …); trainers get those of TLS
+    `settings` are those of the services (`mode="async"`, `round_timeout_seconds=2`, …); trainers get those of TLS
     and the `tokens_dir` as well. Without `state_dir` what the services write to disk is deleted in the end. `environ`
     is what all processes inherit; by default it is this process's environment without the settings of another
     cluster. Output goes to `on_line`, and its end is kept in `output` for the message of a failing test. No process

@@ -15,7 +15,7 @@ from ps_protocol.errors import BadModel, GradpostError, Unreachable
 from .conftest import RunCommand, run_process
 from .terminal import Terminal
 
-HEAVY = "torch numpy fastapi granian httpx safetensors prometheus_client structlog services trainer_client"
+HEAVY = "torch numpy fastapi uvicorn httpx safetensors prometheus_client structlog services trainer_client"
 
 IMPORTED = """
 import sys

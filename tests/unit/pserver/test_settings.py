@@ -14,7 +14,6 @@ from services.pserver.settings import PserverSettings
         ({}, True),
         ({"host": "10.0.0.7", "insecure": True}, True),
         ({"local_transport": False}, False),
-        ({"server": "granian"}, False),
         ({"http2": False}, False),
         ({"advertise_address": "http://proxy:7071"}, False),
         ({"tls_cert": "file", "tls_key": "file"}, False),

@@ -12,18 +12,16 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 from pydantic import BaseModel
-from pyreqwest.client import ClientBuilder
-from pyreqwest.compatibility.httpx import HttpxTransport
 from starlette.types import Receive, Scope, Send
 
+from ps_protocol.certificates import TlsFiles
 from ps_protocol.errors import NotReady, RoundPending, StaleRound
 from services.runtime.app import add_raw_route, make_app
 from services.runtime.limits import RequestLimits
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.server import serve
 from services.runtime.settings import ServiceSettings
-
-SERVERS = ("uvicorn", "granian")
+from trainer_client.transport.connections import make_bulk_client
 
 
 class Greeting(BaseModel):
@@ -159,5 +157,10 @@ async def running(app: FastAPI, *, local: socket.socket | None = None, **setting
 
 
 def http2_client() -> httpx.AsyncClient:
-    """Speaks HTTP/2 only, without TLS."""
-    return httpx.AsyncClient(transport=HttpxTransport(ClientBuilder().http2_prior_knowledge().build()))
+    """A client of another project that speaks HTTP/2 only, without TLS."""
+    return httpx.AsyncClient(http1=False, http2=True)
+
+
+def trainer_client() -> httpx.AsyncClient:
+    """The client with which trainers send tensors over HTTP/2."""
+    return make_bulk_client(TlsFiles(), None, http2=True)

@@ -10,7 +10,7 @@ import pytest_asyncio
 from ps_protocol.errors import NotReady, error_from_problem
 from services.runtime import routing
 
-from .support import SERVERS, Sample, http2_client, running
+from .support import Sample, http2_client, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -20,10 +20,10 @@ def sample() -> Sample:
     return Sample()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=SERVERS)
-async def client(request: pytest.FixtureRequest, sample: Sample) -> AsyncIterator[httpx.AsyncClient]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(sample: Sample) -> AsyncIterator[httpx.AsyncClient]:
     async with (
-        running(sample.make_app(), server=request.param) as server,
+        running(sample.make_app()) as server,
         httpx.AsyncClient(base_url=server.address) as client,
     ):
         yield client

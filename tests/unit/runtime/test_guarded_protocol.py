@@ -25,7 +25,7 @@ async def read_all(reader: asyncio.StreamReader) -> bytes:
 
 
 async def test_headers_that_do_not_come() -> None:
-    async with running(Sample().make_app(), server="uvicorn", header_timeout_seconds=0.2) as server:
+    async with running(Sample().make_app(), header_timeout_seconds=0.2) as server:
         silent, begun = await connect(server), await connect(server)
         begun[1].write(b"GET /healthz HTTP/1.1\r\nHost:")
         answer = await read_all(begun[0])
@@ -37,7 +37,7 @@ async def test_headers_that_do_not_come() -> None:
 
 
 async def test_an_idle_connection_is_not_cut_off_by_the_time_for_headers() -> None:
-    async with running(Sample().make_app(), server="uvicorn", header_timeout_seconds=0.2) as server:
+    async with running(Sample().make_app(), header_timeout_seconds=0.2) as server:
         reader, writer = await connect(server)
         for _ in range(2):
             writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -51,7 +51,7 @@ async def test_an_idle_connection_is_not_cut_off_by_the_time_for_headers() -> No
 
 @pytest.mark.parametrize("part", [b"x" * 8192, b"X-A: b\r\n" * 1000], ids=["one long header", "many headers"])
 async def test_headers_without_an_end(part: bytes) -> None:
-    async with running(Sample().make_app(), server="uvicorn") as server:
+    async with running(Sample().make_app()) as server:
         reader, writer = await connect(server)
         writer.write(b"GET /healthz HTTP/1.1\r\nX-A: ")
         answer = asyncio.create_task(read_all(reader))
@@ -75,7 +75,7 @@ async def test_headers_without_an_end(part: bytes) -> None:
 
 
 async def test_one_connection_too_many() -> None:
-    async with running(Sample().make_app(), server="uvicorn", max_connections=2) as server:
+    async with running(Sample().make_app(), max_connections=2) as server:
         kept = [await connect(server) for _ in range(2)]
         reader, writer = await connect(server)
         answer = await read_all(reader)
@@ -95,7 +95,7 @@ async def test_one_connection_too_many() -> None:
 
 async def test_the_rest_of_a_refused_body_cannot_go_on_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problems, "DISCARD_SECONDS", 0.1)
-    async with running(Sample().make_app(), server="uvicorn") as server:
+    async with running(Sample().make_app()) as server:
         reader, writer = await connect(server)
         writer.write(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nx")
         assert (await read_all(reader)).startswith(b"HTTP/1.1 404 ")
@@ -116,7 +116,7 @@ async def test_a_reply_that_nobody_takes() -> None:
 
     app = Sample().make_app()
     add_raw_route(app, "/large", large, methods=["GET"], summary="Much")
-    async with running(app, server="uvicorn", body_timeout_seconds=0.2) as server:
+    async with running(app, body_timeout_seconds=0.2) as server:
         _, writer = await connect(server)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -126,7 +126,7 @@ async def test_a_reply_that_nobody_takes() -> None:
 
 @pytest.mark.parametrize("part", [b"x" * 8192, b"X-A: b\r\n" * 1000], ids=["one long trailer", "many trailers"])
 async def test_trailers_without_an_end(part: bytes) -> None:
-    async with running(Sample().make_app(), server="uvicorn") as server:
+    async with running(Sample().make_app()) as server:
         reader, writer = await connect(server)
         writer.write(b"POST /raw/fine HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX-A: ")
         answer = asyncio.create_task(reader.read())
@@ -145,7 +145,7 @@ async def test_trailers_without_an_end(part: bytes) -> None:
 
 
 async def test_a_few_trailers_are_passed_over() -> None:
-    async with running(Sample().make_app(), server="uvicorn") as server:
+    async with running(Sample().make_app()) as server:
         reader, writer = await connect(server)
         head = b"POST /raw/fine HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
         for _ in range(2):

@@ -46,7 +46,7 @@ async def test_who_opens_its_window_little_by_little_gets_all_of_a_large_reply()
         await send({"type": "http.response.body"})
 
     add_raw_route(app, "/large", reply, methods=["GET"], summary="Much")
-    async with running(app, server="uvicorn") as server:
+    async with running(app) as server:
         reader, writer, http2 = await connect(server)
         http2.send_headers(1, [*GET, (":path", "/large")], end_stream=True)
         received = num_updates = 0
@@ -69,7 +69,7 @@ async def test_who_opens_its_window_little_by_little_gets_all_of_a_large_reply()
 async def test_who_has_gone_before_the_answer_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logs("sample", "json")
     sample = Sample()
-    async with running(sample.make_app(), server="uvicorn") as server:
+    async with running(sample.make_app()) as server:
         _, writer, http2 = await connect(server)
         http2.send_headers(1, [*GET, (":path", "/slow")], end_stream=True)
         writer.write(http2.data_to_send())
@@ -98,7 +98,7 @@ async def test_a_body_that_comes_steadily_may_take_longer_than_one_that_stands_s
         await Response()(scope, receive, send)
 
     add_raw_route(app, "/take", take, methods=["POST"], summary="Take it")
-    async with running(app, server="uvicorn", body_timeout_seconds=0.4) as server:
+    async with running(app, body_timeout_seconds=0.4) as server:
         reader, writer, http2 = await connect(server)
         head = [(":method", "POST"), *GET[1:], (":path", "/take"), ("content-length", str(num_bytes))]
         http2.send_headers(1, head)
@@ -137,7 +137,7 @@ async def test_what_was_to_be_sent_to_who_has_gone_is_let_go_at_once() -> None:
     add_raw_route(app, "/large", reply, methods=["GET"], summary="Much")
     gc.disable()
     try:
-        async with running(app, server="uvicorn") as server:
+        async with running(app) as server:
             _, writer, http2 = await connect(server)
             http2.send_headers(1, [*GET, (":path", "/large")], end_stream=True)
             writer.write(http2.data_to_send())

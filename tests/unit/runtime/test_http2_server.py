@@ -117,7 +117,7 @@ async def served(
     service = Served(None, sample, connections)  # type: ignore[arg-type]
     for name, methods in (("large", ["GET"]), ("count", ["GET"]), ("upload", ["POST"]), ("linger", ["GET"])):
         add_raw_route(app, f"/{name}", getattr(service, name), methods=methods, summary=name)
-    async with running(app, server="uvicorn", **settings) as service.running:
+    async with running(app, **settings) as service.running:
         before = asyncio.all_tasks()
         yield service
         async with await service.connect() as other:

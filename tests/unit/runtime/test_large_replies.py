@@ -13,7 +13,7 @@ from ps_protocol.errors import StaleRound
 from services.runtime import large_replies
 from services.runtime.large_replies import PART_BYTES, LargeReplies, LargeReply, send_parts
 
-from .support import SERVERS, Sample, running
+from .support import Sample, running
 
 pytestmark = pytest.mark.asyncio
 
@@ -56,8 +56,7 @@ async def test_a_place_for_each_and_patience_for_the_others(monkeypatch: pytest.
         assert len((await client.get("/large")).content) == PART_BYTES + 4
 
 
-@pytest.mark.parametrize("server", SERVERS)
-async def test_who_left_while_waiting_for_a_place_is_not_served(server: str) -> None:
+async def test_who_left_while_waiting_for_a_place_is_not_served() -> None:
     may_end = asyncio.Event()
     num_made = 0
     large = LargeReplies(max_at_once=1)
@@ -74,7 +73,7 @@ async def test_who_left_while_waiting_for_a_place_is_not_served(server: str) -> 
     async def read() -> Response:
         return LargeReply(large, make, "application/octet-stream")
 
-    async with running(app, server=server) as served, httpx.AsyncClient(base_url=served.address) as client:
+    async with running(app) as served, httpx.AsyncClient(base_url=served.address) as client:
         first = asyncio.create_task(client.get("/large"))
         await asyncio.sleep(0.1)
         for _ in range(5):

@@ -8,50 +8,41 @@ from services.runtime.listen import ListenError, advertised_address, take_port
 from services.runtime.settings import ServiceSettings
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_free_port_is_reported_and_taken(share: bool) -> None:
-    with take_port("127.0.0.1", 0, share=share) as bound:
+def test_free_port_is_reported_and_taken() -> None:
+    with take_port("127.0.0.1", 0) as bound:
         host, port = bound.getsockname()
         assert (host, port > 0) == ("127.0.0.1", True)
         assert bound.proto == socket.IPPROTO_TCP  # asyncio sets TCP_NODELAY on nothing else
 
 
-@pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("other_shares", [True, False])
-def test_port_on_which_somebody_listens(share: bool, other_shares: bool) -> None:
+def test_port_on_which_another_socket_listens(other_shares: bool) -> None:
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, other_shares)
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(ListenError, match=rf"127\.0\.0\.1:{port}: another process listens there.*GRADPOST_PORT"):
-            take_port("127.0.0.1", port, share=share)
-
-
-def test_port_that_a_starting_service_has_taken() -> None:
-    with take_port("127.0.0.1", 0, share=True) as bound, pytest.raises(ListenError):
-        take_port("127.0.0.1", bound.getsockname()[1], share=True)
+            take_port("127.0.0.1", port)
 
 
 def test_port_of_an_earlier_life_whose_connections_linger() -> None:
     """A connection that the server closed first stays in TIME_WAIT for a minute, without anybody listening."""
     with socket.socket() as earlier:
-        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as granian sets them
-            earlier.setsockopt(socket.SOL_SOCKET, option, 1)
+        earlier.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         earlier.bind(("127.0.0.1", 0))
         earlier.listen()
         port = earlier.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
             earlier.accept()[0].close()
             assert client.recv(1) == b""
-    for share in (True, False):
-        take_port("127.0.0.1", port, share=share).close()
+    take_port("127.0.0.1", port).close()
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
 def test_address_that_is_not_ours(host: str) -> None:
     with pytest.raises(ListenError, match=f"cannot listen on {host}:0: .*GRADPOST_HOST"):
-        take_port(host, 0, share=True)
+        take_port(host, 0)
 
 
 def test_advertised_address_is_the_one_that_was_set() -> None:

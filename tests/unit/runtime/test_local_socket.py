@@ -63,7 +63,7 @@ async def test_both_versions_on_both_sockets(local: socket.socket, connections: 
     name = local_name(local)
     app = Sample().make_app()
     add_raw_route(app, "/look", look, methods=["GET"], summary="look")
-    async with running(app, server="uvicorn", local=local) as service:
+    async with running(app, local=local) as service:
         uds = httpx.AsyncHTTPTransport(uds=f"\0{name}")
         async with httpx.AsyncClient(transport=uds) as old, httpx.AsyncClient() as http:
             assert (await old.get(f"{service.address}/look")).status_code == 200
@@ -86,7 +86,7 @@ async def test_a_token_is_wanted_as_at_the_port(local: socket.socket, tmp_path: 
     for name in ("read", "admin"):
         (tmp_path / name).write_text(20 * name)
         (tmp_path / name).chmod(0o400)
-    async with running(Sample().make_app(), server="uvicorn", tokens_dir=tmp_path, local=local):
+    async with running(Sample().make_app(), tokens_dir=tmp_path, local=local):
         for headers, status in (
             ([], 401),
             ([(b"authorization", b"Bearer " + 20 * b"wrong")], 401),
@@ -98,7 +98,7 @@ async def test_a_token_is_wanted_as_at_the_port(local: socket.socket, tmp_path: 
 
 async def test_connections_of_both_count(local: socket.socket) -> None:
     async with (
-        running(Sample().make_app(), server="uvicorn", max_connections=2, local=local) as service,
+        running(Sample().make_app(), max_connections=2, local=local) as service,
         await connect(local) as one,
         httpx.AsyncClient() as http,
     ):
@@ -112,7 +112,7 @@ async def test_connections_of_both_count(local: socket.socket) -> None:
 @pytest.mark.parametrize("greets", [False, True])
 async def test_who_asks_for_nothing_is_cut_off(greets: bool, local: socket.socket) -> None:
     async with (
-        running(Sample().make_app(), server="uvicorn", header_timeout_seconds=0.2, local=local),
+        running(Sample().make_app(), header_timeout_seconds=0.2, local=local),
         await connect(local, greets=greets) as caller,
     ):
         assert await caller.raw_end(seconds=5) is None
@@ -129,7 +129,7 @@ async def test_who_takes_nothing_is_cut_off(local: socket.socket, connections: l
     app = Sample().make_app()
     add_raw_route(app, "/large", large, methods=["GET"], summary="large")
     with structlog.testing.capture_logs() as logs:
-        async with running(app, server="uvicorn", body_timeout_seconds=0.4, local=local):
+        async with running(app, body_timeout_seconds=0.4, local=local):
             async with await connect(local) as caller:
                 caller.h2.increment_flow_control_window(LARGE)
                 caller.writer.transport.pause_reading()  # type: ignore[attr-defined]

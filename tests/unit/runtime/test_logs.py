@@ -42,7 +42,7 @@ def test_json_lines_carry_role_facts_and_context(capsys: pytest.CaptureFixture[s
 
 def test_other_libraries_speak_through_the_same_renderer_and_only_to_warn(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logs("pserver", "json", "debug")
-    for name in ("uvicorn.error", "httpx", "_granian"):
+    for name in ("uvicorn.error", "httpx"):
         logging.getLogger(name).info("chatter")
     logging.getLogger("httpx").warning("trouble %s", 7)
     (line,) = json_lines(capsys)

@@ -14,15 +14,15 @@ from services.runtime import problems
 from services.runtime.logs import configure_logs
 from services.runtime.problems import problem_response
 
-from .support import SERVERS, Sample, running
+from .support import Sample, running
 
 MEMBERS = {"type", "title", "status", "detail", "code", "may_be_retried", "instance"}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=SERVERS)
-async def client(request: pytest.FixtureRequest) -> AsyncIterator[httpx.AsyncClient]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client() -> AsyncIterator[httpx.AsyncClient]:
     async with (
-        running(Sample().make_app(), server=request.param) as server,
+        running(Sample().make_app()) as server,
         httpx.AsyncClient(base_url=server.address) as client,
     ):
         yield client
@@ -133,12 +133,9 @@ async def test_the_answer_arrives_although_the_body_was_not_read(client: httpx.A
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("server", SERVERS)
-async def test_a_body_that_does_not_come_delays_the_answer_only_so_long(
-    server: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_body_that_does_not_come_delays_the_answer_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problems, "DISCARD_SECONDS", 0.1)
-    async with running(Sample().make_app(), server=server) as running_server:
+    async with running(Sample().make_app()) as running_server:
         host, port = running_server.address.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nx")

@@ -1,4 +1,4 @@
-"""Who may call a service: over real sockets, on both servers."""
+"""Access to a service over real sockets: tokens, hosts, origins."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from services.runtime.server import serve
 from services.runtime.settings import ServiceSettings
 
 from ..protocol.test_tokens import put
-from .support import SERVERS, Running, Sample, http2_client, running
-
-every_server = pytest.mark.parametrize("server", SERVERS)
+from .support import Running, Sample, http2_client, running, trainer_client
 
 TOKENS = {scope: f"token-of-{scope}-xxxxxxxx" for scope in SCOPES}
 LARGE = b"x" * (16 << 20)
@@ -54,11 +52,10 @@ async def refusal(response: httpx.Response) -> tuple[int, str]:
 # ---------------------------------------------------------------------- tokens
 
 
-@every_server
 @pytest.mark.asyncio
-async def test_who_may_do_what(server: str, tokens_dir: Path) -> None:
+async def test_who_may_do_what(tokens_dir: Path) -> None:
     app = Sample().make_app()
-    async with running(app, server=server, tokens_dir=tokens_dir) as service, httpx.AsyncClient() as http:
+    async with running(app, tokens_dir=tokens_dir) as service, httpx.AsyncClient() as http:
 
         async def status(method: str, path: str, scope: str | None) -> int:
             headers = bearer(TOKENS[scope]) if scope else {}
@@ -76,13 +73,12 @@ async def test_who_may_do_what(server: str, tokens_dir: Path) -> None:
             assert answers[3] not in (401, 403), path
 
 
-@every_server
 @pytest.mark.asyncio
 async def test_what_a_refusal_says(
-    server: str, tokens_dir: Path, capsys: pytest.CaptureFixture[str], http: httpx.AsyncClient
+    tokens_dir: Path, capsys: pytest.CaptureFixture[str], http: httpx.AsyncClient
 ) -> None:
     configure_logs("sample", "json")
-    async with running(Sample().make_app(), server=server, tokens_dir=tokens_dir) as service:
+    async with running(Sample().make_app(), tokens_dir=tokens_dir) as service:
         url = f"{service.address}/raw/fine"
         for headers in ({}, bearer("x" * 30), {"authorization": f"Basic {TOKENS['admin']}"}):
             response = await http.post(url, headers=headers)
@@ -99,10 +95,9 @@ async def test_what_a_refusal_says(
     assert "token-of-" not in logged
 
 
-@every_server
 @pytest.mark.asyncio
-async def test_whoever_uploads_gets_to_read_the_refusal(server: str, tokens_dir: Path, http: httpx.AsyncClient) -> None:
-    async with running(Sample().make_app(), server=server, tokens_dir=tokens_dir) as service, http2_client() as http2:
+async def test_whoever_uploads_gets_to_read_the_refusal(tokens_dir: Path, http: httpx.AsyncClient) -> None:
+    async with running(Sample().make_app(), tokens_dir=tokens_dir) as service, trainer_client() as http2:
         for client in (http, http2):
             for _ in range(3):
                 assert await refusal(await client.post(f"{service.address}/raw/fine", content=LARGE)) == (
@@ -111,10 +106,9 @@ async def test_whoever_uploads_gets_to_read_the_refusal(server: str, tokens_dir:
                 )
 
 
-@every_server
 @pytest.mark.asyncio
-async def test_a_replaced_token_needs_no_restart(server: str, tokens_dir: Path, http: httpx.AsyncClient) -> None:
-    async with running(Sample().make_app(), server=server, tokens_dir=tokens_dir) as service:
+async def test_a_replaced_token_needs_no_restart(tokens_dir: Path, http: httpx.AsyncClient) -> None:
+    async with running(Sample().make_app(), tokens_dir=tokens_dir) as service:
 
         async def statuses(*tokens: str) -> list[int]:
             return [
@@ -127,9 +121,8 @@ async def test_a_replaced_token_needs_no_restart(server: str, tokens_dir: Path, 
         assert await statuses("n" * 30, TOKENS["read"]) == [200, 200]
 
 
-@every_server
 @pytest.mark.asyncio
-async def test_a_caller_falls_back_to_the_token_before(server: str, tokens_dir: Path, tmp_path: Path) -> None:
+async def test_a_caller_falls_back_to_the_token_before(tokens_dir: Path, tmp_path: Path) -> None:
     """So that folders may be updated in any order."""
     theirs = tmp_path / "theirs"
     theirs.mkdir()
@@ -137,7 +130,7 @@ async def test_a_caller_falls_back_to_the_token_before(server: str, tokens_dir: 
     put(theirs / "admin.previous", TOKENS["admin"])
     settings = ServiceSettings(tokens_dir=theirs)
     async with (
-        running(Sample().make_app(), server=server, tokens_dir=tokens_dir) as service,
+        running(Sample().make_app(), tokens_dir=tokens_dir) as service,
         make_peer_client(settings) as peer,
     ):
         assert (await peer.post(f"{service.address}/raw/fine", content=b"12345")).text.startswith("5 ")
@@ -145,16 +138,15 @@ async def test_a_caller_falls_back_to_the_token_before(server: str, tokens_dir: 
         assert (await peer.post(f"{service.address}/raw/fine", content=b"12345")).status_code == 401
 
 
-@every_server
 @pytest.mark.asyncio
 async def test_the_tokens_may_come_later(
-    server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = asyncio.Event()
     monkeypatch.setattr(security.log, "info", lambda *_: begun.set())  # the only line until then
 
     async def begin() -> Running:
-        async with running(Sample().make_app(), server=server, tokens_dir=tmp_path / "later") as service:
+        async with running(Sample().make_app(), tokens_dir=tmp_path / "later") as service:
             return service
 
     serving = asyncio.create_task(begin())
@@ -185,9 +177,8 @@ async def test_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # ---------------------------------------------------------------------- hosts and origins
 
 
-@every_server
 @pytest.mark.asyncio
-async def test_hosts_that_the_service_goes_by(server: str, http: httpx.AsyncClient) -> None:
+async def test_hosts_that_the_service_goes_by(http: httpx.AsyncClient) -> None:
     settings = {
         "advertise_address": "http://PS-0.example:7071",
         "coordinator": "http://coordinator:7070",
@@ -196,7 +187,7 @@ async def test_hosts_that_the_service_goes_by(server: str, http: httpx.AsyncClie
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    async with running(Sample().make_app(), server=server, port=port, **settings):
+    async with running(Sample().make_app(), port=port, **settings):
         url = f"http://127.0.0.1:{port}/healthz"
         for host in (
             f"127.0.0.1:{port}", f"localhost:{port}", "10.1.2.3", "[::1]:80", "ps-0.example", "PS-0.EXAMPLE:1",
@@ -219,10 +210,9 @@ def test_any_host() -> None:
     assert "" not in KnownHosts(["", "a"])
 
 
-@every_server
 @pytest.mark.asyncio
-async def test_pages_of_other_sites_change_nothing(server: str, http: httpx.AsyncClient) -> None:
-    async with running(Sample().make_app(), server=server) as service:
+async def test_pages_of_other_sites_change_nothing(http: httpx.AsyncClient) -> None:
+    async with running(Sample().make_app()) as service:
         url = f"{service.address}/raw/fine"
         own = service.address
         for origin in (
@@ -255,10 +245,9 @@ async def test_it_is_never_too_late_in_silence() -> None:
 # ---------------------------------------------------------------------- the page
 
 
-@every_server
 @pytest.mark.asyncio
-async def test_the_page_runs_nothing(server: str, http: httpx.AsyncClient) -> None:
-    async with running(Sample().make_app(), server=server) as service:
+async def test_the_page_runs_nothing(http: httpx.AsyncClient) -> None:
+    async with running(Sample().make_app()) as service:
         page = await http.get(f"{service.address}/docs")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in page.headers["content-security-policy"]

@@ -8,14 +8,11 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import trustme
 from fastapi import FastAPI
-from pyreqwest.client import ClientBuilder
-from pyreqwest.compatibility.httpx import HttpxTransport
 
 from services.runtime import server as server_module
 from services.runtime.app import make_app
@@ -25,47 +22,21 @@ from services.runtime.metrics import ServiceMetrics
 from services.runtime.server import serve
 from services.runtime.settings import ServiceSettings
 
-from .support import SERVERS, Sample, http2_client, running
+from .support import Sample, http2_client, running
 
 pytestmark = pytest.mark.asyncio
 
-every_server = pytest.mark.parametrize("server", SERVERS)
 
-
-@every_server
-async def test_both_versions_on_one_port(server: str) -> None:
+async def test_both_versions_on_one_port() -> None:
     app = Sample().make_app()
-    async with running(app, server=server) as service, http2_client() as http2, httpx.AsyncClient() as http1:
+    async with running(app) as service, http2_client() as http2, httpx.AsyncClient() as http1:
         for client, version in ((http2, "HTTP/2"), (http1, "HTTP/1.1")):
             response = await client.post(f"{service.address}/raw/fine", content=b"12345")
             assert response.text == f"5 {version}\n"
 
 
-async def test_granian_hands_over_large_frames() -> None:
-    """The knob that a bulk upload depends on: 4 MiB come in a handful of messages, not in hundreds of 16 KiB."""
-    app = Sample().make_app()
-    sizes: list[int] = []
-
-    async def count(scope: Any, receive: Any, send: Any) -> None:
-        more = scope["type"] == "http"
-        while more:
-            message = await receive()
-            sizes.append(len(message["body"]))
-            more = message["more_body"]
-        await send({"type": "http.response.start", "status": 204, "headers": []})
-        await send({"type": "http.response.body"})
-
-    app.mount("/count", count)
-    async with running(app, server="granian") as server, http2_client() as client:
-        await client.get(f"{server.address}/healthz")  # the server's settings arrive with its first answer
-        await client.post(f"{server.address}/count/", content=b"x" * (4 << 20))
-    assert sum(sizes) == 4 << 20
-    assert max(sizes) == 1 << 20
-
-
-@every_server
-async def test_listens_on_every_interface(server: str) -> None:
-    async with running(Sample().make_app(), server=server, host="0.0.0.0", insecure=True) as running_server:
+async def test_listens_on_every_interface() -> None:
+    async with running(Sample().make_app(), host="0.0.0.0", insecure=True) as running_server:
         port = running_server.address.rpartition(":")[2]
         async with httpx.AsyncClient() as client:
             for host in ("127.0.0.1", "localhost"):
@@ -82,41 +53,36 @@ def has_ipv6() -> bool:
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 on this machine")
-@every_server
-async def test_ipv6(server: str) -> None:
-    async with running(Sample().make_app(), server=server, host="::1") as running_server:
+async def test_ipv6() -> None:
+    async with running(Sample().make_app(), host="::1") as running_server:
         assert running_server.address.startswith("http://[::1]:")
         async with httpx.AsyncClient() as client:
             assert (await client.get(f"{running_server.address}/healthz")).status_code == 200
 
 
-@every_server
-@pytest.mark.parametrize("other", SERVERS)
-async def test_port_in_use(server: str, other: str) -> None:
+async def test_port_in_use() -> None:
     sample = Sample()
-    async with running(Sample().make_app(), server=other) as first:
+    async with running(Sample().make_app()) as first:
         port = int(first.address.rpartition(":")[2])
         with pytest.raises(ListenError, match="another process listens there"):
-            async with running(sample.make_app(), server=server, port=port):
+            async with running(sample.make_app(), port=port):
                 pass
     assert sample.lifespan == []
 
 
-@every_server
-async def test_the_same_port_again_after_a_stop(server: str) -> None:
+async def test_the_same_port_again_after_a_stop() -> None:
     port = 0
     for _ in range(2):
-        async with running(Sample().make_app(), server=server, port=port) as first:
+        async with running(Sample().make_app(), port=port) as first:
             port = int(first.address.rpartition(":")[2])
             async with httpx.AsyncClient() as client:
                 headers = {"connection": "close"}  # so that the server closes it and keeps it in TIME_WAIT
                 assert (await client.get(f"{first.address}/healthz", headers=headers)).status_code == 200
 
 
-@every_server
-async def test_stop_lets_a_slow_request_finish(server: str) -> None:
+async def test_stop_lets_a_slow_request_finish() -> None:
     sample = Sample()
-    async with running(sample.make_app(), server=server) as running_server, httpx.AsyncClient() as client:
+    async with running(sample.make_app()) as running_server, httpx.AsyncClient() as client:
         slow = asyncio.create_task(client.get(f"{running_server.address}/slow"))
         await sample.slow_begun.wait()
         running_server.stop.set()
@@ -131,11 +97,10 @@ async def test_stop_lets_a_slow_request_finish(server: str) -> None:
     assert sample.lifespan == ["begin", "end"]
 
 
-@every_server
-async def test_stop_ends_requests_that_are_held_open(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stop_ends_requests_that_are_held_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "GRACE_SECONDS", 0.2)
     sample = Sample()
-    async with running(sample.make_app(), server=server) as running_server, httpx.AsyncClient() as client:
+    async with running(sample.make_app()) as running_server, httpx.AsyncClient() as client:
         slow = asyncio.create_task(client.get(f"{running_server.address}/slow"))
         await sample.slow_begun.wait()
         begin = time.monotonic()
@@ -147,13 +112,12 @@ async def test_stop_ends_requests_that_are_held_open(server: str, monkeypatch: p
     assert sample.lifespan == ["begin", "end"]
 
 
-@every_server
 async def test_stop_ends_a_request_whose_body_does_not_come(
-    server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configure_logs("sample", "json")
     monkeypatch.setattr(server_module, "GRACE_SECONDS", 0.2)
-    async with running(Sample().make_app(), server=server) as running_server:
+    async with running(Sample().make_app()) as running_server:
         host, port = running_server.address.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"POST /raw/fine HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nx")
@@ -164,8 +128,7 @@ async def test_stop_ends_a_request_whose_body_does_not_come(
     assert "leaving connections" not in capsys.readouterr().err
 
 
-@every_server
-async def test_tls(server: str, tmp_path: Path) -> None:
+async def test_tls(tmp_path: Path) -> None:
     authority = trustme.CA()
     certificate = authority.issue_cert("127.0.0.1")
     certificate.private_key_pem.write_to_path(tmp_path / "key.pem")
@@ -174,21 +137,19 @@ async def test_tls(server: str, tmp_path: Path) -> None:
     files = {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem"}
     context = ssl.create_default_context()
     authority.configure_trust(context)
-    async with running(Sample().make_app(), server=server, **files) as running_server:
+    async with running(Sample().make_app(), **files) as running_server:
         assert running_server.address.startswith("https://127.0.0.1:")
         async with httpx.AsyncClient(verify=context) as client:
             assert (await client.get(f"{running_server.address}/healthz")).http_version == "HTTP/1.1"
         async with httpx.AsyncClient() as stranger:
             with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
                 await stranger.get(f"{running_server.address}/healthz")
-        builder = ClientBuilder().http2(True).add_root_certificate_pem(authority.cert_pem.bytes())
-        async with httpx.AsyncClient(transport=HttpxTransport(builder.build())) as client:
+        async with httpx.AsyncClient(http2=True, verify=context) as client:
             response = await client.post(f"{running_server.address}/raw/fine", content=b"12345")
             assert response.text == "5 HTTP/2\n"
 
 
-@every_server
-async def test_lifespan_that_fails_is_what_serve_raises(server: str) -> None:
+async def test_lifespan_that_fails_is_what_serve_raises() -> None:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         if ServiceSettings():
@@ -199,11 +160,10 @@ async def test_lifespan_that_fails_is_what_serve_raises(server: str) -> None:
         title="Sample", role="sample", metrics=ServiceMetrics("sample"), is_ready=lambda: None, lifespan=lifespan
     )
     with pytest.raises(ZeroDivisionError, match="no disk"):
-        await serve(app, ServiceSettings(server=server), stop=asyncio.Event())
+        await serve(app, ServiceSettings(), stop=asyncio.Event())
 
 
-@every_server
-async def test_on_started_may_be_async_and_may_fail(server: str) -> None:
+async def test_on_started_may_be_async_and_may_fail() -> None:
     sample = Sample()
     seen: list[int] = []
 
@@ -212,15 +172,14 @@ async def test_on_started_may_be_async_and_may_fail(server: str) -> None:
             seen.append((await client.get(f"{address}/healthz")).status_code)
         raise ZeroDivisionError("refused")
 
-    settings = ServiceSettings(server=server)
+    settings = ServiceSettings()
     with pytest.raises(ZeroDivisionError, match="refused"):
         await serve(sample.make_app(), settings, stop=asyncio.Event(), on_started=register)
     assert seen == [200]
     assert sample.lifespan == ["begin", "end"]
 
 
-@every_server
-async def test_stop_while_on_started_still_waits(server: str) -> None:
+async def test_stop_while_on_started_still_waits() -> None:
     stop = asyncio.Event()
     cancelled: list[str] = []
 
@@ -232,12 +191,11 @@ async def test_stop_while_on_started_still_waits(server: str) -> None:
             cancelled.append("register")
 
     async with asyncio.timeout(5):
-        await serve(Sample().make_app(), ServiceSettings(server=server), stop=stop, on_started=register)
+        await serve(Sample().make_app(), ServiceSettings(), stop=stop, on_started=register)
     assert cancelled == ["register"]
 
 
-@every_server
-async def test_server_that_ends_by_itself_is_an_error(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_server_that_ends_by_itself_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         async def serve(self) -> None:
             raise OSError("too many open files")
@@ -245,16 +203,15 @@ async def test_server_that_ends_by_itself_is_an_error(server: str, monkeypatch: 
         def stop(self) -> None:
             pass
 
-    monkeypatch.setattr(server_module, f"make_{server}", lambda *_, **__: Broken())
+    monkeypatch.setattr(server_module, "UvicornServer", lambda *_: Broken())
     with pytest.raises(RuntimeError, match="ended by itself") as caught:
-        await serve(Sample().make_app(), ServiceSettings(server=server), stop=asyncio.Event())
+        await serve(Sample().make_app(), ServiceSettings(), stop=asyncio.Event())
     assert str(caught.value.__cause__) == "too many open files"
 
 
-@every_server
-async def test_ready_fd_gets_the_address_once_it_serves(server: str) -> None:
+async def test_ready_fd_gets_the_address_once_it_serves() -> None:
     reader, writer = os.pipe()
-    async with running(Sample().make_app(), server=server, ready_fd=writer) as running_server:
+    async with running(Sample().make_app(), ready_fd=writer) as running_server:
         with os.fdopen(reader) as lines:
             assert lines.read() == f"{running_server.address}\n"  # to the end of file: it was closed
         with socket.create_connection(("127.0.0.1", int(running_server.address.rpartition(":")[2]))):

@@ -568,7 +568,7 @@ async def test_large_bodies_over_tls(authority: Authority) -> None:
     add_raw_route(app, "/echo", echo, methods=["POST"], summary="The same again")
     sink = Collector(len(body))
     async with (
-        running(app, server="uvicorn", tls_cert=files.cert, tls_key=files.key) as service,
+        running(app, tls_cert=files.cert, tls_key=files.key) as service,
         httpx.AsyncClient(transport=Http2Transport(TlsFiles(files.ca))) as client,
     ):
         lent = {BODY_EXTENSION: (memoryview(body),), SINK_EXTENSION: sink}
@@ -577,9 +577,8 @@ async def test_large_bodies_over_tls(authority: Authority) -> None:
     assert bytes(sink.memory) == body
 
 
-@pytest.mark.parametrize("server", ["uvicorn", "granian"])
-async def test_our_own_servers(server: str, client: httpx.AsyncClient) -> None:
-    async with running(Sample().make_app(), server=server) as service:
+async def test_our_own_server(client: httpx.AsyncClient) -> None:
+    async with running(Sample().make_app()) as service:
         for num_bytes in (0, 5, 10_000_000):
             body = memoryview(bytes(num_bytes))
             response = await client.post(f"{service.address}/raw/fine", extensions={BODY_EXTENSION: (body,)})

@@ -19,27 +19,24 @@ from ..runtime.support import Running, Sample, running
 BODY = {BODY_EXTENSION: (memoryview(b"12345"),)}
 
 
-def serve(server: str, authority: Authority) -> AbstractAsyncContextManager[Running]:
+def serve(authority: Authority) -> AbstractAsyncContextManager[Running]:
     files = authority.issue("service")
-    return running(Sample().make_app(), server=server, tls_client_ca=files.ca, tls_cert=files.cert, tls_key=files.key)
+    return running(Sample().make_app(), tls_client_ca=files.ca, tls_cert=files.cert, tls_key=files.key)
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("server", ["uvicorn", "granian"])
 @pytest.mark.parametrize("http2", [True, False])
-async def test_the_whole_authority_is_replaced(
-    server: str, http2: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_whole_authority_is_replaced(http2: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer_client.transport.http1.CHECK_SECONDS", 0.0)
     monkeypatch.setattr("trainer_client.transport.http2.PING_SECONDS", 0.05)
-    monkeypatch.setattr(server_module, "GRACE_SECONDS", 0.2)  # idle clients do not say goodbye when uvicorn stops
+    monkeypatch.setattr(server_module, "GRACE_SECONDS", 0.2)  # idle clients do not say goodbye when the server stops
     authority = Authority(tmp_path / "authority")
     client = authority.issue("client")
     async with (
         make_control_client(client, None) as control,
         make_bulk_client(client, None, http2=http2) as bulk,
     ):
-        async with serve(server, authority) as service:
+        async with serve(authority) as service:
             url = f"{service.address}/raw/fine"
             assert (await bulk.post(url, extensions=BODY)).text == f"5 HTTP/{'2' if http2 else '1.1'}\n"
             assert (await control.post(url, content=b"12345")).text == "5 HTTP/1.1\n"
@@ -49,7 +46,7 @@ async def test_the_whole_authority_is_replaced(
         authority.authority = trustme.CA()
         authority.__post_init__()
         authority.issue("client")
-        async with serve(server, authority) as service:
+        async with serve(authority) as service:
             url = f"{service.address}/raw/fine"
             assert (await bulk.post(url, extensions=BODY)).status_code == 200
             assert (await control.post(url, content=b"12345")).status_code == 200
