@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from .consistency import Consistency
 from .local_sockets import NAME_PATTERN
@@ -330,9 +330,14 @@ class Controls(Message):
     rates: dict[int, float] = Field(default={}, description="learning rate by parameter group")
     frozen: tuple[str, ...] = Field(default=(), description="parameters that are not stepped, as if without a gradient")
     is_paused: bool = Field(default=False, description="no such round is applied")
-    replaced: dict[str, str] = Field(
-        default={}, description="parameters that have other values after round `since`: digests of these"
-    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_earlier(cls, given: Any) -> Any:
+        """Earlier versions also said of which parameters the values are replaced: only of none is accepted."""
+        if isinstance(given, dict) and given.get("replaced") == {}:
+            return {name: value for name, value in given.items() if name != "replaced"}
+        return given
 
 
 class InstallRun(Message):

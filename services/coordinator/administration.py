@@ -22,7 +22,7 @@ from ps_protocol.errors import (
     TryAgain,
 )
 from ps_protocol.messages import CheckpointCreated, Controls, Message
-from ps_protocol.vocabulary import DTYPE_BYTES, Rank, Round
+from ps_protocol.vocabulary import Rank, Round
 
 from .checkpointing import create_checkpoint
 from .coordinator import Coordinator
@@ -48,7 +48,6 @@ class Administration:
         self._lock = asyncio.Lock()
         self._checkpoint_lock = asyncio.Lock()  # one may take minutes, and keeps nobody from going on after a pause
         self._audit_lock = asyncio.Lock()
-        self._values_lock = asyncio.Lock()
         self._ending: set[asyncio.Task[ChangeDone]] = set()  # changes that are under way
 
     @property
@@ -87,60 +86,13 @@ class Administration:
 
     async def freeze(self, by: str, name: str, *, is_frozen: bool) -> ChangeDone:
         """A parameter is not stepped, as if it had no gradient, or is again."""
-        self._parameter(name)
+        self._check_parameter(name)
 
         def edit(controls: Controls) -> Controls:
             others = {frozen for frozen in controls.frozen if frozen != name}
             return controls.model_copy(update={"frozen": tuple(sorted(others | ({name} if is_frozen else set())))})
 
         return await self._control(by, "freeze" if is_frozen else "unfreeze", edit, parameter=name)
-
-    async def set_values(self, by: str, name: str, values: bytes) -> ChangeDone:
-        """A parameter has these values after a round, in its dtype and row by row; its slots stay as they are.
-
-        Raises ModeMismatch where there are no rounds.
-        """
-        run = self._training()
-        spec = self._parameter(name)
-        if run.defaults.consistency.is_async:
-            raise ModeMismatch(
-                "values can be set in the synchronous mode only: in the others no round is common to the pservers",
-                expected="sync", actual=run.mode,
-            )  # fmt: skip
-        expected = spec.num_elements * DTYPE_BYTES[spec.dtype]
-        if len(values) != expected:
-            raise InvalidMessage(
-                f"that is not parameter {name!r}", expected=f"{expected} bytes", actual=f"{len(values)} bytes"
-            )
-        replacements = self._coordinator.replacements
-        async with self._values_lock:  # of others, those that no controls name yet are not left over
-            try:
-                await asyncio.to_thread(replacements.keep_only, self._named_values(run))
-                digest = await asyncio.to_thread(replacements.write, values)
-            except OSError as error:
-                raise StorageFailed(f"the values cannot be kept: {error}") from error
-
-            def edit(controls: Controls) -> Controls:
-                return controls.model_copy(update={"replaced": {**controls.replaced, name: digest}})
-
-            def check() -> None:
-                if not any(controls.replaced.get(name) == digest for controls in run.controls):
-                    raise TryAgain("all had to go back meanwhile, so that nothing was set")
-
-            done = await self._control(by, "set values", edit, check, parameter=name, digest=digest)
-        if done.controls.is_paused:  # that round is far off, and whoever set them may be who has to resume
-            return done
-        members = self._coordinator.cluster.registry.members
-        await self._coordinator.wait_until(
-            lambda: all(member.round >= done.round for member in members.values()), WAIT_SECONDS
-        )
-        if all(member.round >= done.round for member in members.values()):
-            async with self._values_lock:
-                later = [controls for controls in run.controls if controls.since > done.round]
-                later += [] if run.wanted is None else [run.wanted]
-                if not any(digest in controls.replaced.values() for controls in later):  # another parameter's values
-                    await asyncio.to_thread(replacements.forget, {digest})
-        return done
 
     async def evict(self, by: str, rank: Rank) -> ChangeDone:
         """The others go on without this trainer. Another life of it may join."""
@@ -193,18 +145,15 @@ class Administration:
         by: str,
         action: str,
         edit: Callable[[Controls], Controls],
-        check: Callable[[], None] = lambda: None,
         **arguments: Any,
     ) -> ChangeDone:
         run = self._training()
 
         def want() -> None:
-            # Values that are still on their way stay; those that counted long ago are no part of the next.
-            standing = self.controls if run.wanted is not None else self.controls.model_copy(update={"replaced": {}})
-            run.wanted = edit(standing)
+            run.wanted = edit(self.controls)
             run.number += 1
 
-        return await self._do(by, action, arguments, run, want, check)
+        return await self._do(by, action, arguments, run, want)
 
     async def _do(
         self,
@@ -262,11 +211,6 @@ class Administration:
         if not ending.cancelled():
             ending.exception()  # it stands in the audit log; nobody may be left who asks
 
-    def _named_values(self, run: Run) -> set[str]:
-        """Those that some pserver may still ask for."""
-        named = (*run.controls, *run.decision.controls, *([] if run.wanted is None else [run.wanted]))
-        return {digest for controls in named for digest in controls.replaced.values()}
-
     def _describe(self, run: Run, action: str) -> ChangeDone:
         rounds = [member.round for member in self._coordinator.cluster.registry.members.values()]
         round_ = max(rounds, default=0) + 1
@@ -289,12 +233,11 @@ class Administration:
             there = ", ".join(map(str, complete)) or "none"
             raise NotFound(f"there is no complete checkpoint of round {round_}; of this run there are: {there}")
 
-    def _parameter(self, name: str) -> Any:
+    def _check_parameter(self, name: str) -> None:
         plan = self._training().plan
         assert plan is not None
         if name not in plan.parameter:
             raise NotFound(f"there is no parameter {name!r} in this run")
-        return plan.parameter[name]
 
     async def _write(self, run: Run, **members: Any) -> int:
         audit = self._coordinator.audit

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import FastAPI, Query, Request
 from pydantic import Field
 
 from ps_protocol import routes
-from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import CheckpointCreated, Controls, Message
 from ps_protocol.vocabulary import Rank, Round
 from services.runtime.security import name_token
@@ -16,19 +15,6 @@ from services.runtime.security import name_token
 from .administration import Administration, ChangeDone
 from .audit import MAX_LISTED, AuditEntry
 from .coordinator import Coordinator
-from .inspection.formats import decode_tensor
-from .inspection.parameters import find_parameter
-from .inspection.reading import current_plan
-
-_VALUES: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}},
-            "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
-        },
-    }
-}
 
 
 class SetRate(Message):
@@ -77,13 +63,6 @@ def add_administration_routes(app: FastAPI, coordinator: Coordinator) -> None:
     async def unfreeze(request: Request, name: str) -> ChangeDone:
         """Step it again."""
         return await administration.freeze(name_token(request.scope), name, is_frozen=False)
-
-    @app.put(routes.PARAMETER, tags=["control"], openapi_extra=_VALUES)
-    async def set_values(request: Request, name: str) -> ChangeDone:
-        """Set a parameter to the only tensor of a safetensors file, or to a `.npy` array, of its shape and dtype."""
-        spec, _ = find_parameter(current_plan(coordinator), name)
-        values = decode_tensor(await request.body(), spec.shape, spec.dtype)
-        return await administration.set_values(name_token(request.scope), name, values)
 
     @app.post(routes.EVICT, tags=["control"])
     async def evict(request: Request, rank: Rank) -> ChangeDone:

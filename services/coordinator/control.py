@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import httpx
 
-from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import Message, WantCheckpoint
-from ps_protocol.routes import REPLACEMENT, WANT_CHECKPOINT
+from ps_protocol.routes import WANT_CHECKPOINT
 from ps_protocol.vocabulary import Round
 from services.runtime.peers import raise_for_problem
 
@@ -43,14 +42,3 @@ async def want_checkpoint(
     message = WantCheckpoint(run=run, round=round_, is_over=is_over)
     timeout = RESULT_SECONDS if is_over else TIMEOUT_SECONDS
     await call_pserver(http, member, "PUT", WANT_CHECKPOINT, message, timeout)
-
-
-async def put_replacement(
-    http: httpx.AsyncClient, member: PserverMember, run: str, parameter: str, digest: str, since: Round, body: bytes
-) -> None:
-    """Give a pserver the values of its blocks of a parameter, a frame, which count after round `since`."""
-    response = await http.put(
-        member.info.address + REPLACEMENT, content=body, timeout=RESULT_SECONDS, headers={"content-type": CONTENT_TYPE},
-        params={"run": run, "parameter": parameter, "digest": digest, "since": since},
-    )  # fmt: skip
-    raise_for_problem(response)

@@ -31,7 +31,6 @@ from .manifests import Manifests
 from .model import plan_model
 from .pservers import PserverMember
 from .record import ClusterRecord, RecordFile, RunRecord, describe_cluster, recall_cluster, recall_numbers, resume_run
-from .replacements import Replacements
 from .run import Run
 from .settings import CoordinatorSettings
 
@@ -62,9 +61,8 @@ class Coordinator:
         self.events = Events()
         self.curves = Curves()
         self.activity = ActivityLog()
-        self.replacements = Replacements(settings.state_dir / "replacements")
         self.audit = AuditLog(settings.state_dir)
-        self._installer = Installer(self.cluster, http, self.now, self.keep, self.replacements)
+        self._installer = Installer(self.cluster, http, self.now, self.keep)
         self._last_summary: RunSummary | None = None
         self._asked: tuple[str, Round, float] = "", 0, 0.0  # the newest round that a summary told of, and when first
         self._recording: asyncio.Task[None] | None = None

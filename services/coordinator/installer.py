@@ -25,10 +25,9 @@ from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 
 from .cluster import Cluster
-from .control import TIMEOUT_SECONDS, call_pserver, put_replacement
+from .control import TIMEOUT_SECONDS, call_pserver
 from .decision import Decision, Membership, Rollback, decide, decide_steps, newest_common
 from .pservers import PserverMember
-from .replacements import Replacements, frame_blocks
 from .run import Run
 
 log = get_logger()
@@ -47,13 +46,11 @@ class Installer:
         http: httpx.AsyncClient,
         now: Callable[[], float],
         keep: Callable[[], Awaitable[None]],
-        replacements: Replacements,
     ) -> None:
         self._cluster = cluster
         self._http = http
         self._now = now
         self._keep = keep
-        self._replacements = replacements
         # What each pserver has taken: its incarnation, run, attempt, and the number of the members.
         self._taken: dict[PserverIndex, tuple[Incarnation, str, int, int]] = {}
         self._restore: dict[PserverIndex, Round | None] = {}  # where each one stands, as of the newest decision
@@ -243,10 +240,10 @@ class Installer:
             run.lose_rounds(PserverLost(f"{text}; resume the run to train them once more"), self._now())
             return False
         uploader = run.uploader if round_ is not None else min(targets, default=run.uploader)
-        # What stands, or is wanted, goes on standing; values that were set are undone like all others.
+        # What stands, or is wanted, goes on standing.
         standing = run.controls[-1:] if run.wanted is None else (run.wanted,)
         since = 0 if run.wanted is None else (round_ or 0) + 1
-        controls = tuple(now.model_copy(update={"since": since, "replaced": {}}) for now in standing)
+        controls = tuple(now.model_copy(update={"since": since}) for now in standing)
         decision = Decision(run.attempt + 1, round_, uploader, Membership(targets), controls)
         await self._adopt(run, members, decision, {member.info.index: round_ for member in members})
         self._cluster.forget_checkpoints_after(round_ or 0)
@@ -274,22 +271,7 @@ class Installer:
             restore = run.resume if run.state == "gathering" else self._restore.get(member.info.index)
             message = self._cluster.installation(member.info.index, number, restore)
             route = RUN
-        return await self._send_values(run, member) and await self._put(run, member, route, message, state)
-
-    async def _send_values(self, run: Run, member: PserverMember) -> bool:
-        """What an administrator sets goes before the installation that says after which round it counts."""
-        assert run.plan is not None
-        try:
-            for controls in run.controls:
-                for name, digest in controls.replaced.items():
-                    values = await asyncio.to_thread(self._replacements.read, digest)
-                    if values is not None:  # else the round is over everywhere
-                        body = frame_blocks(run.plan, name, member.info.index, values)
-                        await put_replacement(self._http, member, run.name, name, digest, controls.since, body)
-        except (httpx.HTTPError, GradpostError, OSError) as error:
-            self._say("a pserver did not take the values that are to be set", error, pserver=member.info.index)
-            return False
-        return True
+        return await self._put(run, member, route, message, state)
 
     async def _tell(self, run: Run, member: PserverMember) -> bool:
         state = self._state(run, member, run.number)

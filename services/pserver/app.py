@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI
 
 from ps_protocol import routes
 from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRun, PserverState, WantCheckpoint
@@ -21,7 +21,6 @@ from .inspection_routes import add_inspection_routes
 from .openapi import (
     BARRIER_OPENAPI,
     BUFFERS_OPENAPI,
-    FRAME_BODY,
     GET_OPENAPI,
     NORM_OPENAPI,
     SEND_OPENAPI,
@@ -76,13 +75,6 @@ def make_pserver_app(
     async def want_checkpoint(message: WantCheckpoint) -> None:
         """Write this shard's part of a checkpoint after a round."""
         await pserver.want_checkpoint(message)
-
-    @app.put(routes.REPLACEMENT, tags=["control"], status_code=204, openapi_extra=FRAME_BODY)
-    async def keep_replacement(
-        request: Request, run: str, parameter: str, digest: str, since: Annotated[Round, Query(ge=1)]
-    ) -> None:
-        """Values of a parameter's blocks here, which an installation of members is going to set after a round."""
-        await pserver.keep_replacement(run, parameter, digest, since, await request.body())
 
     @app.put(routes.MEMBERS, tags=["control"], status_code=204)
     async def install_members(message: InstallMembers) -> None:

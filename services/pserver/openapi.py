@@ -11,8 +11,6 @@ from ps_protocol.routes import BARRIER_HEADER, HAVE_HEADER, NORM_HEADER, VERDICT
 
 _BINARY = {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 
-FRAME_BODY = {"requestBody": {"required": True, "content": _BINARY}}
-
 
 def _header(name: str, description: str, *, required: bool = True, schema: dict[str, Any] | None = None) -> Any:
     return {

@@ -81,7 +81,6 @@ class Pserver:
         self._run: PserverRun | None = None
         self._changes = Changes()  # of the run that is served, or was asked for last
         self._installing = asyncio.Lock()
-        self._values_for: tuple[str, list[tuple[str, str, Round, bytes]]] = "", []  # a run that is not opened yet
         self._is_stopping = False
         self._searching: tuple[Any, asyncio.Task[Ranges]] | None = None
         self._has_looked = disk is None  # into the folder: before that it cannot say what it holds
@@ -209,9 +208,6 @@ class Pserver:
         reach_failpoint("open.after")
         make_run = AsyncRun if message.consistency.is_async else SyncRun
         run: PserverRun = make_run(message, self.index, self._compute, self._metrics, storage, restored)
-        for values in self._values_for[1] if self._values_for[0] == message.run else ():
-            run.keep_replacement(*values)
-        self._values_for = "", []
         await self._replace_run(run, StaleRun("this pserver serves another run now", current=message.run))
         changes.end(message.number)
         await run.publish_initial()
@@ -352,19 +348,6 @@ class Pserver:
             await run.settle()
             if run.storage is None or message.round not in run.storage.checkpoints:
                 raise StorageFailed(f"pserver {self.index} has no checkpoint of the last round, {message.round}")
-
-    async def keep_replacement(self, run: str, parameter: str, digest: str, since: Round, body: bytes) -> None:
-        """See `PserverRun.keep_replacement`. Raises StaleRun if another run is served."""
-        served = await self._opened_run()
-        if served is None:  # the installation that says what they are for comes next
-            self._values_for = (
-                run,
-                [*(self._values_for[1] if self._values_for[0] == run else ()), (parameter, digest, since, body)],
-            )
-        elif served.install.run != run:
-            raise StaleRun("this pserver serves another run", current=served.install.run)
-        else:
-            served.keep_replacement(parameter, digest, since, body)
 
     def readiness(self) -> str | None:
         """What is missing before this process can serve, or None."""

@@ -59,16 +59,14 @@ class Published:
         """
         self._newest.clear()
 
-    def follow(self, stepped: Collection[str], replaced: Collection[str] = ()) -> None:
-        """Publish a round: differences of those that it has stepped, and as they are those that it has replaced."""
+    def follow(self, stepped: Collection[str]) -> None:
+        """Publish the blocks that a round has stepped: as differences, or whole where a difference is not finite."""
         self.forget_differences()
         for name in stepped:
             if name in self._differences and self._take_difference(self._layout.place[name]):
                 self._newest.append(name)
             else:
                 self.set(name)
-        for name in replaced:
-            self.set(name)
 
     def _take_difference(self, place: BlockPlace) -> bool:
         """Whether there is one: not if it is infinite, or no number."""

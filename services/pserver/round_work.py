@@ -6,7 +6,7 @@ otherwise:  step, which aggregates
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import xxhash
@@ -23,11 +23,10 @@ from .captures import Captures
 from .durable.storage import RunStorage
 from .durable.update_log import Update
 from .loaded_slots import find_loaded
-from .replacements import Replacements
 from .reply import Reply
 from .rounds import Apply
 from .shard import Shard
-from .tensors import StagedBlock, view_bytes
+from .tensors import StagedBlock
 from .versioned_blocks import VersionedBlocks
 
 
@@ -45,7 +44,7 @@ class Measured:
 
 
 class RoundWork:
-    """Owns what belongs to rounds beside the shard: who looks after one, and which values one sets."""
+    """Owns what belongs to rounds beside the shard: the captures, and the round in which each block changed last."""
 
     def __init__(
         self,
@@ -56,7 +55,6 @@ class RoundWork:
         lends: bool,
     ) -> None:
         """`metadata` is a reply's; `lends`: it may consist of views of the values, which are called back in time."""
-        self.replacements = Replacements(shard.layout)
         self.captures = Captures()
         self._shard = shard
         self._storage = storage
@@ -81,7 +79,6 @@ class RoundWork:
 
         Raises OSError before anything has changed.
         """
-        replaced = self.replacements.blocks_for(apply.round, controls)
         gradient, present = (measured.gradient, measured.present) if measured else self._aggregate(apply, controls)
         numbers = override_rates(controls, apply.hyper_parameters)
         loaded = find_loaded([one.slots for one in apply.contributions])
@@ -89,30 +86,28 @@ class RoundWork:
             logged = None if len(present) == len(self._shard.layout.places) else present
             update = Update(
                 apply.round, apply.ranks, numbers, logged, apply.nonfinite,
-                replaced=tuple(replaced), norm=measured.norm if measured else None, grad_scaler=apply.grad_scaler,
+                norm=measured.norm if measured else None, grad_scaler=apply.grad_scaler,
                 loaded=loaded.describe() if loaded else None,
             )  # fmt: skip
-            behind = [*map(view_bytes, replaced.values()), *(loaded.parts() if loaded else ())]
-            self._storage.append(update, [*self._shard.encode_gradient(logged), *behind])
+            self._storage.append(update, [*self._shard.encode_gradient(logged), *(loaded.parts() if loaded else ())])
         reach_failpoint("apply.before")
         if loaded:
             self._shard.load_slots(loaded)
         self._shard.apply(gradient, present, numbers)
-        self._shard.replace_blocks(replaced)
-        self._shard.publish(present, replaced)
-        self._changed.update(dict.fromkeys((*present, *replaced), apply.round))
+        self._shard.publish(present)
+        self._changed.update(dict.fromkeys(present, apply.round))
         reach_failpoint("apply.after")
         self.captures.take(apply.round)
         return self.encode(apply.round, outcome)
 
     def _aggregate(self, apply: Apply[StagedBlock], controls: Controls) -> tuple[Tensor, tuple[str, ...]]:
-        """The gradient, and the blocks that are stepped with it: none of parameters that are frozen, or set now."""
+        """Return the gradient, and the blocks that are stepped with it: none of frozen parameters."""
         taken = () if apply.nonfinite else apply.contributions
         contributions = [{name: b.part() for name, b in c.blocks.items()} for c in taken]
         gradient, present = self._shard.aggregate(contributions)
-        if fixed := _fixed_parameters(apply.round, controls):
+        if frozen := frozenset(controls.frozen):
             place = self._shard.layout.place
-            present = tuple(name for name in present if place[name].block.parameter not in fixed)
+            present = tuple(name for name in present if place[name].block.parameter not in frozen)
         return gradient, present
 
     def encode(self, round_: Round, outcome: Mapping[str, str]) -> Reply:
@@ -126,14 +121,9 @@ class RoundWork:
         return Reply(round_, versioned.parts(), versioned)
 
 
-def _fixed_parameters(round_: Round, controls: Controls) -> Collection[str]:
-    return {*controls.frozen, *(controls.replaced if controls.since == round_ else ())}
-
-
 def _name_contributions(apply: Apply[StagedBlock], controls: Controls) -> str:
     """A digest of whose gradients a norm is made of, and of which parameters: the same on every pserver.
 
     Without the latter a trainer could add up norms from before and after a change that freezes a parameter.
     """
-    parameters = sorted(_fixed_parameters(apply.round, controls))
-    return xxhash.xxh3_64_hexdigest(repr((apply.identity, parameters)).encode())
+    return xxhash.xxh3_64_hexdigest(repr((apply.identity, sorted(controls.frozen))).encode())

@@ -18,7 +18,6 @@ import xxhash
 
 from ps_protocol.errors import (
     GradpostError,
-    ModeMismatch,
     NonFiniteGradient,
     NotReady,
     RoundTimeout,
@@ -377,13 +376,6 @@ class PserverRun(ABC):
         limit = self.install.round_timeout_seconds
         text = f"{name_trainers(ranks) or 'the coordinator'} did not {owed} within the round time-out of {limit:g} s"
         return RoundTimeout(text, missing=list(ranks), **facts)
-
-    def keep_replacement(self, parameter: str, digest: str, since: Round, body: bytes) -> None:
-        """Keep values of a parameter's blocks until controls say that they count after round `since`.
-
-        Raises ModeMismatch where there are no rounds, UnknownBlock, WrongDtype, WrongShape, MalformedFrame.
-        """
-        raise ModeMismatch("values can be set in the synchronous mode only: in the others there is no common round")
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -161,41 +161,29 @@ class Shard:
         """The bytes of the newest aggregate, for the log; see `Aggregator.encode`."""
         return self._aggregator.encode(present)
 
-    def replace_blocks(self, blocks: Mapping[str, Tensor]) -> None:
-        """Set the values of these blocks, flat tensors in any floating dtype; their slots stay as they are."""
-        for name, values in blocks.items():
-            self.block(name).copy_(values)
-            self.versions[name] += 1
-
     def load_slots(self, loaded: LoadedSlots) -> None:
         """Give blocks the slots that a trainer has loaded. Raises UnsupportedOptimizer if there is none."""
         if self.optimizer is None:
             raise UnsupportedOptimizer("this plan has no optimizer")
         self.optimizer.load_blocks(loaded.states, loaded.tensors)
 
-    def publish(self, stepped: Collection[str], replaced: Collection[str] = ()) -> None:
+    def publish(self, stepped: Collection[str]) -> None:
         """Bring what trainers have, if it is kept, close to what these blocks are after a round."""
         if self.published is not None:
-            self.published.follow(stepped, replaced)
+            self.published.follow(stepped)
 
     def replay(
         self,
         data: memoryview,
         present: Sequence[str] | None,
         hyper_parameters: list[HyperParameters],
-        replaced: Sequence[str] = (),
         loaded: str | None = None,
     ) -> None:
         """Apply a logged gradient, and what is behind it, with the very same bits as the first time."""
         data = self._replay_slots(data, loaded)
         names = tuple(place.name for place in self.layout.places) if present is None else present
-        sizes = [MASTER_BYTES * self.layout.place[name].block.num_elements for name in replaced]
-        begin = len(data) - sum(sizes)
-        self.apply(self._aggregator.decode(data[:begin], present), names, hyper_parameters)
-        for name, size in zip(replaced, sizes, strict=True):
-            self.replace_blocks({name: torch.frombuffer(data[begin : begin + size], dtype=torch.float32)})
-            begin += size
-        self.publish(names, replaced)
+        self.apply(self._aggregator.decode(data, present), names, hyper_parameters)
+        self.publish(names)
         if self.published is not None:
             self.published.forget_differences()
 

@@ -242,7 +242,6 @@ class SyncRun(PserverRun):
             measured, self._measured = self._measured_as(apply), None
             following = self.rounds.round_applied(measured.norm if measured else None)
             self._work.captures.miss(apply.round)
-            self._work.replacements.forget(apply.round)
             self._reply = reply
             self._waiting_since = None
             if self.rounds.batch_barriers:
@@ -323,11 +322,6 @@ class SyncRun(PserverRun):
 
     def _publish(self, reply: Reply) -> None:
         self._reply = reply
-
-    def keep_replacement(self, parameter: str, digest: str, since: Round, body: bytes) -> None:
-        """See PserverRun."""
-        self.check_failure()
-        self._work.replacements.add(parameter, digest, since, body)
 
     async def look_after(self, round_: Round | None, make: Look[T], wait_seconds: float) -> T:
         """See PserverRun; without a round, what there is now."""

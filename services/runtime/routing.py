@@ -11,17 +11,16 @@ from fastapi.routing import APIRoute
 from starlette.routing import Match, Route
 from starlette.types import Message, Receive, Scope, Send
 
-from ps_protocol.routes import DECLARE_MODEL, PARAMETER, REPLACEMENT, RUN
+from ps_protocol.routes import DECLARE_MODEL, RUN
 
 RawEndpoint: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_MESSAGE_BYTES = 1024 * 1024
-MAX_PLAN_BYTES = 64 * 1024 * 1024  # what names all parameters or blocks of a model, or has the values of one
+MAX_PLAN_BYTES = 64 * 1024 * 1024  # what names all parameters or blocks of a model
 MAX_MESSAGE_ITEMS = 4 * 1024 * 1024  # members and elements; each takes up some 60 bytes when it is parsed
 MAX_MESSAGES_BYTES = 2 * MAX_PLAN_BYTES  # of all messages that are being received or worked on
 
-_TENSORS = frozenset({PARAMETER, REPLACEMENT})  # no JSON, whatever bytes there are in it
-_LARGE = frozenset({DECLARE_MODEL, RUN}) | _TENSORS
+_LARGE = frozenset({DECLARE_MODEL, RUN})
 
 
 class MessageRoute(APIRoute):
@@ -37,7 +36,7 @@ class MessageRoute(APIRoute):
 
         async def handle_limited(request: Request) -> Response:
             most = MAX_PLAN_BYTES if self.path in _LARGE else MAX_MESSAGE_BYTES
-            with _Message(request, most, is_json=self.path not in _TENSORS) as message:
+            with _Message(request, most) as message:
                 return await handle(message)
 
         return handle_limited
@@ -65,9 +64,8 @@ class RawRoute(Route):
 class _Message(Request):
     """A request whose body is read whole, in bounds. HTTPException is all that FastAPI lets through meanwhile."""
 
-    def __init__(self, request: Request, most: int, *, is_json: bool) -> None:
+    def __init__(self, request: Request, most: int) -> None:
         super().__init__(request.scope, self._receive_counted)
-        self._is_json = is_json
         self._receive_next = request.receive
         self._most = most
         self._num_bytes = 0
@@ -83,8 +81,7 @@ class _Message(Request):
         message = await self._receive_next()
         body = message.get("body", b"")
         num_bytes = len(body)
-        if self._is_json:
-            self._num_items += body.count(b",") + body.count(b"[") + body.count(b"{")
+        self._num_items += body.count(b",") + body.count(b"[") + body.count(b"{")
         if self._num_items > MAX_MESSAGE_ITEMS:
             raise HTTPException(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a message may have {MAX_MESSAGE_ITEMS} items at most"

@@ -73,10 +73,8 @@ ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     ("PUT", routes.FREEZE): "admin",
     ("GET", routes.RESTORABLE): "admin",
     ("PUT", routes.WANT_CHECKPOINT): "admin",
-    ("PUT", routes.REPLACEMENT): "admin",
     # what an administrator asks for
     ("POST", routes.CHECKPOINTS): "admin",
-    ("PUT", routes.PARAMETER): "admin",
     ("POST", routes.PAUSE): "admin",
     ("POST", routes.RESUME): "admin",
     ("PUT", routes.RATE): "admin",

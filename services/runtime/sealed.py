@@ -37,4 +37,5 @@ def unseal(data: memoryview, kind: type[_MessageT], name: str) -> _MessageT:
     try:
         return kind.model_validate_json(found[2])
     except ValidationError as error:
-        raise DamagedFile(f"{name} was written by another version: {error.error_count()} members do not fit") from None
+        where = ".".join(map(str, error.errors()[0]["loc"]))
+        raise DamagedFile(f"{name} was written by another version: {where or 'its content'} does not fit") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -10,11 +9,8 @@ from signal import SIGKILL
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import save
-from torch import Tensor
 
 from .conftest import Carrier
 from .fault_script import digest_of, loss_of, make_model
@@ -32,7 +28,6 @@ class Oracle:
     def __init__(self) -> None:
         self.rates: dict[int, float | None] = {}  # by the round from which it counts
         self.frozen: dict[int, set[str]] = {}
-        self.values: dict[int, dict[str, Tensor]] = {}
 
     def digest(self, rounds: int = ROUNDS) -> str:
         model = make_model()
@@ -48,13 +43,9 @@ class Oracle:
             frozen = self.frozen.get(round_, frozen)
             if round_ in self.rates:
                 optimizer.param_groups[0]["lr"] = RATE if self.rates[round_] is None else self.rates[round_]
-            values = self.values.get(round_, {})
             for (name, parameter), one, other in zip(named.items(), *gradients, strict=True):
-                parameter.grad = None if name in frozen or name in values else (one + other) * 0.5
+                parameter.grad = None if name in frozen else (one + other) * 0.5
             optimizer.step()
-            with torch.no_grad():
-                for name, value in values.items():
-                    named[name].copy_(value)
         return f"{digest_of(model)} {rounds}"
 
 
@@ -83,7 +74,7 @@ def run(carrier: Carrier) -> Iterator[FaultyRun]:
         yield run
 
 
-def test_rates_frozen_parameters_and_values_count_from_the_named_round_on(run: FaultyRun) -> None:
+def test_rates_and_frozen_parameters_count_from_the_named_round_on(run: FaultyRun) -> None:
     """One pserver dies meanwhile, and replays what was set from its log; then the coordinator does."""
     admin, oracle = Administrator(run), Oracle()
     faster = admin.ask("PUT", "/v1/controls/rate", json={"rate": 0.05})
@@ -91,21 +82,16 @@ def test_rates_frozen_parameters_and_values_count_from_the_named_round_on(run: F
     oracle.rates[faster["round"]] = 0.05
     stuck = admin.ask("PUT", "/v1/controls/frozen/0.weight")
     oracle.frozen[stuck["round"]] = {"0.weight"}
-    new = torch.arange(64.0) / 64
-    bias = admin.ask("PUT", "/v1/parameters/0.bias", content=save({"bias": new}))
-    oracle.values[bias["round"]] = {"0.bias": new}
-    assert faster["round"] < stuck["round"] < bias["round"]
+    assert faster["round"] < stuck["round"]
     run.kill(run.cluster.pservers[1])
     run.cluster.start_pserver(1)
-    array = io.BytesIO()
-    np.save(array, -np.ones((3, 64), dtype=np.float32))
-    weight = admin.ask("PUT", "/v1/parameters/2.weight", content=array.getvalue())
-    oracle.values[weight["round"]] = {"2.weight": -torch.ones(3, 64)}
+    other = admin.ask("PUT", "/v1/controls/frozen/2.weight")
+    oracle.frozen[other["round"]] = {"0.weight", "2.weight"}
     run.kill(run.cluster.coordinator)
     run.cluster.restart_coordinator()
-    assert admin.ask("GET", "/v1/controls")["frozen"] == ["0.weight"]
+    assert admin.ask("GET", "/v1/controls")["frozen"] == ["0.weight", "2.weight"]
     free = admin.ask("DELETE", "/v1/controls/frozen/0.weight")
-    oracle.frozen[free["round"]] = set()
+    oracle.frozen[free["round"]] = {"2.weight"}
     usual = admin.ask("PUT", "/v1/controls/rate", json={"rate": None})
     oracle.rates[usual["round"]] = None
     assert usual["round"] < ROUNDS
@@ -115,8 +101,7 @@ def test_rates_frozen_parameters_and_values_count_from_the_named_round_on(run: F
     assert done == [
         ("set rate", faster["round"]),
         ("freeze", stuck["round"]),
-        ("set values", bias["round"]),
-        ("set values", weight["round"]),
+        ("freeze", other["round"]),
         ("unfreeze", free["round"]),
         ("set rate", usual["round"]),
     ]
@@ -135,14 +120,12 @@ def test_a_paused_run_stands_still_and_nobody_is_late(carrier: Carrier) -> None:
         status = admin.ask("GET", "/v1/status")
         assert {pserver["round"] for pserver in status["pservers"]} == {paused["round"] - 1}
         oracle = Oracle()
-        values = {"0.bias": torch.ones(64), "2.weight": -torch.ones(3, 64), "0.weight": torch.zeros(64, 20)}
-        oracle.values[paused["round"]] = values
-        for name, value in values.items():
-            admin.ask("PUT", f"/v1/parameters/{name}", content=save({name: value}))
+        frozen = admin.ask("PUT", "/v1/controls/frozen/0.bias")
+        oracle.frozen[frozen["round"]] = {"0.bias"}
         run.kill(run.cluster.pservers[0])  # and stays so
         run.cluster.start_pserver(0)
         resumed = admin.ask("POST", "/v1/controls/resume")
-        assert resumed["round"] == paused["round"]
+        assert resumed["round"] == frozen["round"] == paused["round"]
         assert run.results() == [oracle.digest(60)] * 2
 
 
@@ -193,11 +176,6 @@ def test_a_trainer_that_is_evicted_is_refused_and_may_come_again(carrier: Carrie
         ("PUT", "/v1/controls/rate", {"json": {"rate": 0.1, "group": 7}}, (422, "invalid_message")),
         ("PUT", "/v1/controls/rate", {"content": b'{"rate": NaN}'}, (422, "invalid_message")),
         ("PUT", "/v1/controls/frozen/nobody", {}, (404, "not_found")),
-        ("PUT", "/v1/parameters/nobody", {"content": save({"x": torch.zeros(1)})}, (404, "not_found")),
-        ("PUT", "/v1/parameters/0.bias", {"content": b""}, (400, "malformed_frame")),
-        ("PUT", "/v1/parameters/0.bias", {"content": b"\x93NUMPY nonsense"}, (400, "malformed_frame")),
-        ("PUT", "/v1/parameters/0.bias", {"content": save({"x": torch.zeros(65)})}, (422, "wrong_shape")),
-        ("PUT", "/v1/parameters/0.bias", {"content": save({"x": torch.zeros(64).half()})}, (422, "wrong_dtype")),
         ("POST", "/v1/trainers/9/evict", {}, (404, "not_found")),
         ("POST", "/v1/rollback", {"json": {"round": 3}}, (404, "not_found")),
     ],
@@ -228,7 +206,6 @@ def test_asynchronous_runs_can_be_paused_and_their_rates_set(carrier: Carrier) -
         run.wait_for_round(5)
         admin = Administrator(run)
         assert admin.refused("POST", "/v1/rollback", json={"round": 0}) == (409, "mode_mismatch")
-        assert admin.refused("PUT", "/v1/parameters/0.bias", content=save({"x": torch.zeros(64)}))[1] == "mode_mismatch"
         admin.ask("PUT", "/v1/controls/rate", json={"rate": 0.0})
         admin.ask("POST", "/v1/controls/pause")
         before = admin.ask("GET", "/v1/parameters/0.bias", params={"format": "json"})

@@ -24,9 +24,7 @@ Document: TypeAlias = dict[str, Any]
 OF_EVERY_SERVICE = {routes.HEALTH, routes.READY, routes.METRICS}
 TENSORS = {routes.SEND, routes.INITIAL, routes.GET, routes.NORM, routes.BARRIER}
 FENCED = [("post", path) for path in sorted({*TENSORS, routes.SLOTS})] + [("get", routes.BUFFERS)]
-CONTROL = {
-    routes.RUN, routes.FREEZE, routes.MEMBERS, routes.RESTORABLE, routes.WANT_CHECKPOINT, routes.REPLACEMENT,
-}  # fmt: skip
+CONTROL = {routes.RUN, routes.FREEZE, routes.MEMBERS, routes.RESTORABLE, routes.WANT_CHECKPOINT}
 LOOKING = {
     routes.STATE,
     routes.SPEED,

@@ -220,7 +220,7 @@ class RunStorage:
             if newest is not None and update.round > newest:
                 break
             if update.origin is None:
-                restored.shard.replay(gradient, update.present, update.hyper_parameters, update.replaced, update.loaded)
+                restored.shard.replay(gradient, update.present, update.hyper_parameters, update.loaded)
                 restored.history.add(
                     update.round, update.ranks, update.nonfinite, update.norm, update.grad_scaler, keep=keep
                 )

@@ -32,8 +32,7 @@ log = get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One update without its gradient. `present` names the blocks that it steps, None all of them; `replaced` those
-    that have other values after it, which stand behind the gradient.
+    """One update without its gradient. `present` names the blocks that it steps, None all of them.
 
     An asynchronous one is one trainer's contribution: `origin` is the life that took the step, and the step.
     """
@@ -44,7 +43,6 @@ class Update:
     present: tuple[str, ...] | None
     nonfinite: tuple[Rank, ...] = ()  # for whose gradients the round stepped nothing
     origin: tuple[Incarnation, Round] | None = None
-    replaced: tuple[str, ...] = ()
     norm: ShardNorm | None = None  # that was told of it before it was clipped
     grad_scaler: ScalerState | None = None  # the lowest rank's
     loaded: str | None = None  # describes the slots that came with it, which stand behind all else
@@ -58,7 +56,6 @@ class Update:
             "present": json.dumps(self.present),
             "nonfinite": json.dumps(self.nonfinite),
             "origin": json.dumps(self.origin),
-            "replaced": json.dumps(self.replaced),
             "norm": json.dumps(self.norm),
             **({} if self.grad_scaler is None else {GRAD_SCALER_KEY: self.grad_scaler.to_json()}),
             "loaded": json.dumps(self.loaded),
@@ -77,7 +74,6 @@ class Update:
             present=None if present is None else tuple(present),
             nonfinite=tuple(json.loads(values["nonfinite"])),
             origin=None if origin is None else (origin[0], origin[1]),
-            replaced=tuple(json.loads(values.get("replaced", "[]"))),
             norm=None if norm is None else ShardNorm(*norm),
             grad_scaler=ScalerState.from_json(values.get(GRAD_SCALER_KEY)),
             loaded=json.loads(values.get("loaded", "null")),
@@ -96,8 +92,7 @@ class UpdateLog:
         folder.mkdir(parents=True, exist_ok=True)
 
     def append(self, update: Update, gradient: Sequence[Buffer]) -> None:
-        """Write an update; `gradient` are the float32 elements of the present blocks, in the order of the layout, and
-        of the replaced ones.
+        """Write an update; `gradient` are the float32 elements of the present blocks, in the order of the layout.
 
         With durability `fsync` it is on the disk when this returns, with `log` in the kernel's memory, which
         outlives the process. On an OSError nothing of it was written.
@@ -204,4 +199,13 @@ class UpdateLog:
 
 
 def _read_segment(segment: Segment) -> Iterator[Record | Ending]:
-    return read_records(map_file(segment.path), segment.mark)
+    """The records of a segment and its ending; a record that this version cannot replay counts as damage."""
+    for item in read_records(map_file(segment.path), segment.mark):
+        if isinstance(item, Record) and item.frame.metadata.get("replaced", "[]") != "[]":
+            log.warning(
+                "the log ends where an earlier version has set a parameter's values; this one cannot repeat that",
+                file=segment.path.name, at=item.begin,
+            )  # fmt: skip
+            yield Ending("damaged", item.begin)
+            return
+        yield item

@@ -5,30 +5,20 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import Conflict, NotFound, TryAgain
 from ps_protocol.messages import CheckpointCreated
-from ps_protocol.routes import REPLACEMENT
 from services.coordinator import administration
 from services.coordinator.administration import Administration
 from services.coordinator.coordinator import Coordinator
-from services.coordinator.inspection.reading import current_plan
 from services.coordinator.metrics import measure_cluster
 
 from .coordinating import FakePservers, begin, coordinating, eventually
 from .support import alive, leaving
 
 pytestmark = pytest.mark.asyncio
-
-
-class Taking(FakePservers):
-    """They take values, too."""
-
-    async def __call__(self, request: httpx.Request) -> httpx.Response:
-        return httpx.Response(204) if request.url.path == REPLACEMENT else await super().__call__(request)
 
 
 async def test_nobody_goes_back_without_those_who_are_done() -> None:
@@ -96,29 +86,9 @@ async def test_what_is_under_way_has_not_failed(monkeypatch: pytest.MonkeyPatch)
         assert (last.number, last.outcome, last.round) == (1, "done", run.controls[-1].since)
 
 
-async def test_values_that_are_set_while_it_is_paused_wait_for_no_round() -> None:
-    """As the example in the documents does it: pause, set, resume."""
-    async with coordinating(Taking(), lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
-        [first, _] = begin(coordinator)
-        await coordinator.wait_for_plan(*first, 5)
-        administrator = Administration(coordinator)
-        await administrator.pause("me")
-        left = coordinator.replacements.write(b"of a change that never came about")
-        spec = current_plan(coordinator).parameters[0]
-        async with asyncio.timeout(10):
-            done = await administrator.set_values("me", spec.name, bytes(4 * spec.num_elements))
-        assert (done.round, list(done.controls.replaced)) == (5, [spec.name])
-        assert coordinator.replacements.read(left) is None
-        assert coordinator.replacements.read(done.controls.replaced[spec.name]) is not None  # pservers may ask for it
-        other = current_plan(coordinator).parameters[1]
-        await administrator.set_values("me", other.name, bytes(4 * other.num_elements))
-        done = await administrator.resume("me")
-        assert (done.round, set(done.controls.replaced)) == (5, {spec.name, other.name})
-
-
 async def test_what_is_asked_for_while_all_have_to_go_back_counts_from_there_on() -> None:
     """A pserver has lost the end of its log, and the change of members becomes a rollback."""
-    pservers = Taking()
+    pservers = FakePservers()
     async with coordinating(pservers, lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
         [first, _] = begin(coordinator)
         await coordinator.wait_for_plan(*first, 5)
@@ -132,41 +102,17 @@ async def test_what_is_asked_for_while_all_have_to_go_back_counts_from_there_on(
             assert [(one.since, one.is_paused, one.rates) for one in taken[-1].controls] == [(5, True, {0: 0.5})]
 
 
-async def test_who_wants_something_else_than_all_others_hears_that_it_did_not_come_about() -> None:
-    """They go back for another reason, and values are undone; or they cannot go back to that checkpoint."""
-    pservers = Taking()
+async def test_a_rollback_to_a_checkpoint_that_pservers_cannot_restore_fails() -> None:
+    pservers = FakePservers()
     async with coordinating(pservers, lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
         [first, _] = begin(coordinator)
         await coordinator.wait_for_plan(*first, 5)
         administrator = Administration(coordinator)
-        pservers.short.add("0")
-        spec = current_plan(coordinator).parameters[0]
-        with pytest.raises(TryAgain, match="nothing was set"):
-            await administrator.set_values("me", spec.name, bytes(4 * spec.num_elements))
         coordinator.cluster.complete_checkpoints[:] = [3]
         pservers.ranges = [[0, 2]]
         with pytest.raises(Conflict, match="to round 2 instead"):
             await administrator.roll_back("me", 3)
-        assert [entry.outcome for entry in coordinator.audit.entries()] == ["requested", "failed"] * 2
-
-
-async def test_values_that_have_to_wait_for_a_pserver_are_not_lost_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both were asked for, and both are to count when it is back."""
-    monkeypatch.setattr(administration, "WAIT_SECONDS", 0.1)
-    pservers = Taking()
-    async with coordinating(pservers, lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
-        [first, _] = begin(coordinator)
-        await coordinator.wait_for_plan(*first, 5)
-        administrator, registry = Administration(coordinator), coordinator.cluster.registry
-        away = registry.members.pop(1)
-        one, other = current_plan(coordinator).parameters
-        for spec in (one, other):
-            with pytest.raises(TryAgain, match="under way"):
-                await administrator.set_values("me", spec.name, bytes(4 * spec.num_elements))
-        registry.members[1] = away
-        coordinator.changed()
-        await eventually(lambda: len(coordinator.audit.entries()) == 4)
-        assert set(coordinator.cluster.run.controls[-1].replaced) == {one.name, other.name}
+        assert [entry.outcome for entry in coordinator.audit.entries()] == ["requested", "failed"]
 
 
 async def test_a_checkpoint_that_takes_its_time_keeps_nobody_from_going_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import NotReady, TrainerLost
-from ps_protocol.messages import FrozenRounds, HeldRun
+from ps_protocol.messages import Controls, FrozenRounds, HeldRun
 from services.coordinator.cluster import Cluster
 from services.coordinator.decision import Membership
 from services.coordinator.record import (
@@ -26,6 +26,7 @@ from services.runtime import places
 from services.runtime.checkpoints import Manifest
 from services.runtime.sealed import DamagedFile
 
+from ..earlier_files import rewrite_sealed
 from .support import LEASE, alive, beat, join_all, joining, leaving, make_cluster, model, registration, train
 
 NO_LEASE = 100.0 + LEASE  # when nobody has a lease any more from before a coordinator that came back at 100
@@ -374,4 +375,15 @@ def test_a_damaged_record_is_not_believed(tmp_path, accident):
     assert damaged != data
     path.write_bytes(damaged)
     with pytest.raises(DamagedFile, match=r"coordinator\.json is damaged"):
+        RecordFile(tmp_path).read()
+
+
+def test_a_record_of_an_earlier_version_is_read_unless_it_sets_values(tmp_path):
+    cluster, path = training(), tmp_path / FILE
+    cluster.run.controls = (Controls(since=3, rates={0: 0.5}, frozen=("w",)),)
+    record = through_the_disk(cluster, tmp_path)
+    rewrite_sealed(path, lambda content: content["run"]["controls"][0].update(replaced={}))
+    assert RecordFile(tmp_path).read() == record
+    rewrite_sealed(path, lambda content: content["run"]["controls"][0].update(replaced={"w": "5e1f"}))
+    with pytest.raises(DamagedFile, match=r"another version: run\.controls\.0\.replaced does not fit"):
         RecordFile(tmp_path).read()

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from ps_protocol.frames import parse_frame
-from ps_protocol.messages import Controls
 from ps_protocol.quantisation import add_difference
 from ps_protocol.routes import BARRIER_HEADER, SINCE_KEY, VERDICT_HEADER
 from ps_protocol.wire_types import SCALES, WireTypes
 from services.pserver.inspection import read_blocks
 from services.pserver.tensors import TORCH_DTYPES
 
-from .support import Bench, bench, decode, encode
+from .support import Bench, bench, decode
 
 pytestmark = pytest.mark.asyncio
 
@@ -88,19 +87,6 @@ async def test_a_pserver_that_was_killed_publishes_what_it_had(tmp_path: Path, s
         again = await play(pserver, 5, 6)
     async with bench(wire=WIRE) as pserver:
         assert_same(await play(pserver, 1, 6), again)
-
-
-async def test_what_an_administrator_sets_is_published_as_it_is(tmp_path: Path) -> None:
-    value = torch.full((130,), 1000.0)
-    async with bench(wire=WIRE, state_dir=tmp_path, durability="log") as pserver:
-        before = await play(pserver, 1, 2)
-        pserver.run.keep_replacement("p3", "digest", 3, encode({"p3.block0": value}))
-        pserver.run.controls = (Controls(since=3, replaced={"p3": "digest"}),)
-        after = await play(pserver, 3, 3)
-        assert torch.equal(after["p3.block0"], value)
-        assert not torch.equal(after["p2.block0"], before["p2.block0"])
-    async with bench(wire=WIRE, state_dir=tmp_path, incarnation=2, durability="log") as pserver:
-        assert_same(decode(await pserver.get(0, 3))[0], after)
 
 
 async def test_a_round_that_is_skipped_sends_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from services.pserver.durable.segments import list_segments
 from services.pserver.durable.storage import RunStorage
+from services.pserver.durable.update_log import Update
 from services.pserver.history import History
 from services.pserver.shard import Shard
 
@@ -143,6 +145,25 @@ def test_it_is_known_whether_there_was_more(tmp_path, accident, round_, is_short
     restored = reopen(tmp_path).restore()
     assert restored is not None
     assert (restored.round, restored.is_short) == (round_, is_short)
+
+
+def test_a_log_of_an_earlier_version_ends_where_it_sets_values(tmp_path, monkeypatch):
+    describe = Update.to_metadata
+    replaced = {9: ["a.block0"]}
+    with monkeypatch.context() as earlier:
+        earlier.setattr(
+            Update, "to_metadata", lambda self: {**describe(self), "replaced": json.dumps(replaced.get(self.round, []))}
+        )
+        train(tmp_path, 11)
+    storage = reopen(tmp_path)
+    assert storage.restorable() == [(0, 8)]
+    restored = storage.restore()
+    assert restored is not None
+    assert (restored.round, restored.is_short) == (8, True)
+    assert restored.shard.digest() == digest_after(PLAN, 8)
+    storage.resume(8, storage._install)
+    step(restored.shard, 9, storage)
+    assert reopen(tmp_path).restorable() == [(0, 9)]
 
 
 @pytest.mark.parametrize("name", ["pserver-0-of-2.safetensors", "pserver-0-of-2.json"])
