@@ -155,7 +155,6 @@ def up(
     max_queued: Annotated[
         int | None, typer.Option(metavar="N", help="async, ssp: gradients a block may queue.")
     ] = None,
-    max_merged: Annotated[int | None, typer.Option(metavar="N", help="async, ssp: gradients in one update.")] = None,
     compensation: Annotated[Compensation | None, typer.Option(help="async, ssp: what is done about staleness.")] = None,
     dc_lambda: Annotated[float | None, typer.Option(metavar="X", help="The lambda of --compensation dc.")] = None,
     step_count: Annotated[
@@ -224,7 +223,6 @@ def up(
         "wait_for_apply": wait_for_apply,
         "read_consistency": read_consistency,
         "max_queued": max_queued,
-        "max_merged": max_merged,
         "compensation": compensation,
         "dc_lambda": dc_lambda,
         "step_count": step_count,

@@ -37,7 +37,6 @@ class Consistency:
         wait_for_apply: a get waits until the trainer's own pushes are applied; else it takes what is there.
         read_consistency: what a get may see half updated: a block (none), a shard (block), or nothing (shard).
         max_queued: contributions that one block's queue holds; a full queue holds pushes back.
-        max_merged: so many queued gradients of a block are summed into one update.
         compensation: of staleness, none, `divide` the rate by it, or `dc` (DC-ASGD).
         dc_lambda: λ of DC-ASGD.
         step_count: what an optimizer's step counter counts: updates `applied` to the block, or steps of the `trainer`.
@@ -53,7 +52,6 @@ class Consistency:
     wait_for_apply: bool = True
     read_consistency: ReadConsistency = "block"
     max_queued: int = 16
-    max_merged: int = 1
     compensation: Compensation = "none"
     dc_lambda: float = 0.04
     step_count: StepCount = "applied"

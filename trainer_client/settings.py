@@ -77,7 +77,6 @@ class TrainerSettings(BaseSettings):
     wait_for_apply: bool | None = Field(default=None, description=_EXPECTED)
     read_consistency: ReadConsistency | None = Field(default=None, description=_EXPECTED)
     max_queued: int | None = Field(default=None, ge=1, description=_EXPECTED)
-    max_merged: int | None = Field(default=None, ge=1, description=_EXPECTED)
     compensation: Compensation | None = Field(default=None, description=_EXPECTED)
     dc_lambda: float | None = Field(default=None, ge=0, description=_EXPECTED)
     step_count: StepCount | None = Field(default=None, description=_EXPECTED)

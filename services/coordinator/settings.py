@@ -71,11 +71,6 @@ class CoordinatorSettings(ServiceSettings):
         ge=1,
         description="asynchronous modes: so many gradients wait for each block; a full queue holds pushes back",
     )
-    max_merged: int = Field(
-        default=1,
-        ge=1,
-        description="asynchronous modes: so many queued gradients of a block are summed into one update",
-    )
     compensation: Compensation = Field(
         default="none",
         description="asynchronous modes, what is done about staleness: `none`; `divide` the rate by it; or `dc`, "

@@ -95,15 +95,12 @@ class Aggregator:
             begin += len(view)
         return self._gradient
 
-    def sum_block(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """Sum gradients of one block, in the given order, and return the gradient, which holds until the next call.
+    def take_block(self, name: str, part: Tensor) -> Tensor:
+        """Copy the gradient of one block, and return the whole one, which holds until the next call.
 
-        `parts` are tensors of shape (num_elements,) in any floating dtype, which are only read. Nothing is averaged:
-        each is a step of its own.
+        `part` is a tensor of shape (num_elements,) in any floating dtype. Nothing is averaged: it is a step of its own.
         """
-        total = self._views[name]
-        for at in range(0, len(total), PIECE):
-            _sum([part[at : at + PIECE] for part in parts], total[at : at + PIECE])
+        self._views[name].copy_(part)
         return self._gradient
 
     def _scale(self, begin: int, end: int, scale: float) -> None:

@@ -36,7 +36,7 @@ from .admission import Admission
 from .block_queue import BlockQueue, Update
 from .bodies import Body
 from .clocks import Clocks
-from .compensation import compensate_gradients, divide_rates
+from .compensation import compensate_gradient, divide_rates
 from .contribution import Contribution
 from .durable.storage import Restored, RunStorage
 from .durable.update_log import Update as LoggedUpdate
@@ -424,7 +424,6 @@ class AsyncRun(PserverRun):
             name: BlockQueue(
                 name,
                 max_queued=rules.max_queued,
-                max_merged=rules.max_merged,
                 apply=self._apply,
                 changed=self._wake_all,
             )
@@ -435,35 +434,34 @@ class AsyncRun(PserverRun):
             rules.read_consistency, self.shard, self._compute, self._queues, keep_values=keep_values
         )
 
-    async def _apply(self, name: str, updates: list[Update]) -> None:
+    async def _apply(self, name: str, update: Update) -> None:
         begin = perf_counter()
-        await self._compute.run(self._step, name, updates)
+        await self._compute.run(self._step, name, update)
         self._metrics.apply_seconds.observe(perf_counter() - begin)
         before = self.clocks.applied
-        for update in updates:
-            self.clocks.block_applied(update.taken)
+        self.clocks.block_applied(update.taken)
         self.shard.version = self.clocks.applied
         self._metrics.rounds.inc(self.clocks.applied - before)
         self._metrics.updates.inc()
 
-    def _step(self, name: str, updates: list[Update]) -> None:
-        """On the compute thread: one update of one block, with all these gradients."""
-        rules, last = self._rules, updates[-1]
-        staleness = [self.shard.versions[name] - update.pull.versions[name] for update in updates]
-        for value in staleness:
-            self._metrics.staleness.observe(value)
-        gradients = [update.block.tensor() for update in updates]
-        numbers = last.taken.contribution.hyper_parameters
+    def _step(self, name: str, update: Update) -> None:
+        """Step one block, on the compute thread."""
+        rules = self._rules
+        staleness = self.shard.versions[name] - update.pull.versions[name]
+        self._metrics.staleness.observe(staleness)
+        gradient = update.block.tensor()
+        numbers = update.taken.contribution.hyper_parameters
         assert numbers is not None  # a complete contribution has them
         if rules.compensation == "dc":
+            assert update.pull.values is not None
             place = self.shard.layout.place[name]
-            pulled = [update.pull.values for update in updates]
-            gradients = compensate_gradients(gradients, self.shard.block(name), place, pulled, rules.dc_lambda)
+            pulled = update.pull.values[place.begin : place.end]
+            gradient = compensate_gradient(gradient, self.shard.block(name), pulled, rules.dc_lambda)
         elif rules.compensation == "divide":
-            numbers = divide_rates(numbers, max(staleness))
-        counter = last.taken.rank if rules.step_count == "trainer" else None
+            numbers = divide_rates(numbers, staleness)
+        counter = update.taken.rank if rules.step_count == "trainer" else None
         reach_failpoint("apply.before")
-        self.shard.apply_block(name, gradients, numbers, counter=counter)
+        self.shard.apply_block(name, gradient, numbers, counter=counter)
         reach_failpoint("apply.after")
 
     async def _wake_all(self) -> None:

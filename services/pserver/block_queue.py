@@ -39,9 +39,8 @@ class Marker(Protocol):
 class BlockQueue:
     """Never waits for room: who puts an update makes sure before that there is some in all queues that it needs.
 
-    There is room for one marker besides. `apply` runs the updates that it is given, merged into one if there are
-    several; if it raises, the block stops, and `failure` says why. Then, and whenever there is more room, `changed` is
-    called.
+    There is room for one marker besides. `apply` runs an update; if it raises, the block stops, and `failure` says why.
+    Then, and whenever there is more room, `changed` is called.
     """
 
     def __init__(
@@ -49,8 +48,7 @@ class BlockQueue:
         name: str,
         *,
         max_queued: int,
-        max_merged: int,
-        apply: Callable[[str, list[Update]], Awaitable[None]],
+        apply: Callable[[str, Update], Awaitable[None]],
         changed: Callable[[], Awaitable[None]],
     ) -> None:
         self.name = name
@@ -58,7 +56,6 @@ class BlockQueue:
         self.num_updates = 0  # that wait or are being applied
         self._queue: asyncio.Queue[Update | Marker] = asyncio.Queue(max_queued + 1)
         self._max_queued = max_queued
-        self._max_merged = max_merged
         self._apply = apply
         self._changed = changed
         self._task = asyncio.create_task(self._work(), name=f"block {name}")
@@ -87,12 +84,11 @@ class BlockQueue:
 
     async def _work(self) -> None:
         while self.failure is None:
-            updates, marker = await self._next()
-            failure = await self._apply_together(updates) if updates else None
-            if marker is not None and failure is not None:
-                marker.fail(failure)
-            elif marker is not None:
-                await self._reach(marker)
+            item = await self._queue.get()
+            if isinstance(item, Update):
+                await self._apply_update(item)
+            else:
+                await self._reach(item)
 
     async def _reach(self, marker: Marker) -> None:
         try:
@@ -101,27 +97,15 @@ class BlockQueue:
             log.exception("reading a block failed", block=self.name)
             marker.fail(ApplyFailed(f"block {self.name!r} could not be read: {error}"))
 
-    async def _next(self) -> tuple[list[Update], Marker | None]:
-        """Up to `max_merged` updates that stand one behind another, and the marker behind them, if there is one."""
-        item = await self._queue.get()
-        updates: list[Update] = []
-        while isinstance(item, Update):
-            updates.append(item)
-            if len(updates) == self._max_merged or self._queue.empty():
-                return updates, None
-            item = self._queue.get_nowait()
-        return updates, item
-
-    async def _apply_together(self, updates: list[Update]) -> GradpostError | None:
+    async def _apply_update(self, update: Update) -> None:
         try:
-            await self._apply(self.name, updates)
+            await self._apply(self.name, update)
         except Exception as error:
             log.exception("a block's worker failed; the block has stopped", block=self.name)
             self.failure = ApplyFailed(f"block {self.name!r} has stopped, because its optimizer failed: {error}")
             self._drop_all(self.failure)
-        self.num_updates -= len(updates)
+        self.num_updates -= 1
         await self._changed()
-        return self.failure
 
     def _drop_all(self, failure: GradpostError) -> None:
         while not self._queue.empty():

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ps_protocol.optimizers import HyperParameters
 
-from .layout import BlockPlace
-
 
 def divide_rates(numbers: Sequence[HyperParameters], staleness: int) -> list[HyperParameters]:
     """The numbers with every rate divided by the staleness, which counts as 1 at least.
@@ -20,20 +18,12 @@ def divide_rates(numbers: Sequence[HyperParameters], staleness: int) -> list[Hyp
     return [{**group, "lr": group["lr"] / max(1, staleness)} for group in numbers]  # type: ignore[operator]
 
 
-def compensate_gradients(
-    gradients: Sequence[Tensor], values: Tensor, place: BlockPlace, pulled: Sequence[Tensor | None], strength: float
-) -> list[Tensor]:
+def compensate_gradient(gradient: Tensor, values: Tensor, pulled: Tensor, strength: float) -> Tensor:
     """DC-ASGD: `g + λ·g⊙g⊙(w - w_pulled)`, the gradient as it would roughly be on today's values.
 
-    `gradients` and `values` have shape (num_elements,) and are only read; `pulled` are flat float32 copies of the
-    whole shard, of which `place` is this block's. Returns new float32 tensors.
+    All tensors are of one block, of shape (num_elements,), and are only read. Returns a new float32 tensor.
 
     Zheng et al.: Asynchronous stochastic gradient descent with delay compensation (ICML 2017), eq. 10.
     """
-    compensated = []
-    for gradient, shard in zip(gradients, pulled, strict=True):
-        assert shard is not None
-        total = gradient.to(torch.float32, copy=True)
-        drift = values - shard[place.begin : place.end]
-        compensated.append(total.addcmul_(total.square(), drift, value=strength))
-    return compensated
+    total = gradient.to(torch.float32, copy=True)
+    return total.addcmul_(total.square(), values - pulled, value=strength)

@@ -143,18 +143,18 @@ class Shard:
     def apply_block(
         self,
         name: str,
-        gradients: Sequence[Tensor],
+        gradient: Tensor,
         hyper_parameters: list[HyperParameters],
         *,
         counter: Hashable = None,
     ) -> None:
-        """Step one block once with the sum of these gradients, tensors of shape (num_elements,), only read.
+        """Step one block once with a gradient of shape (num_elements,) in any floating dtype, which is only read.
 
         `counter`: see `OptimizerBlocks.apply`.
         """
-        gradient = self._aggregator.sum_block(name, gradients)
+        whole = self._aggregator.take_block(name, gradient)
         probed = self.probes.take((name,), self.block)
-        self._step(gradient, (name,), hyper_parameters, counter=counter)
+        self._step(whole, (name,), hyper_parameters, counter=counter)
         self.probes.tell(probed, self.block, self.version)
 
     def encode_gradient(self, present: Sequence[str] | None) -> list[memoryview]:

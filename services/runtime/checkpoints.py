@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import xxhash
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.messages import Message, ShardFile
@@ -33,6 +33,13 @@ _ROUND = re.compile(r"\d{12}")
 PassOver = Callable[[str, Round, OSError], None]
 
 
+def leave_out_removed(consistency: Any) -> Any:
+    """Return a `Consistency`, as a file has it, without the settings that only earlier versions had."""
+    if not isinstance(consistency, dict):
+        return consistency
+    return {name: value for name, value in consistency.items() if name != "max_merged"}
+
+
 class Manifest(Message):
     """What makes shard files a checkpoint. The same bits are promised for the `torch` and `cpu` of its shards only."""
 
@@ -40,7 +47,7 @@ class Manifest(Message):
     run: str
     attempt: int
     round: Round
-    consistency: Consistency
+    consistency: Annotated[Consistency, BeforeValidator(leave_out_removed)]
     plan: dict[str, Any]
     aliases: dict[str, str] = Field(default={}, description="names of tied parameters, and what they are tied to")
     shards: tuple[ShardFile, ...]

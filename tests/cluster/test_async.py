@@ -47,8 +47,7 @@ def cluster_of(
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("pushes", [300, pytest.param(2000, marks=pytest.mark.extended)])
-@pytest.mark.parametrize("merged", [1, pytest.param(8, marks=pytest.mark.extended)])
-async def test_many_trainers_hammer_the_same_block(carrier: Carrier, pushes: int, merged: int) -> None:
+async def test_many_trainers_hammer_the_same_block(carrier: Carrier, pushes: int) -> None:
     """With SGD of rate 1 and integers the value is the exact sum: every gradient was applied, and applied once."""
     num_trainers = 4
     specs = [ParameterSpec("w", (10,))]
@@ -64,7 +63,7 @@ async def test_many_trainers_hammer_the_same_block(carrier: Carrier, pushes: int
                 await client.send(step, {"w": gradient}, NUMBERS)
             return (await client.get(pushes))["w"]
 
-    settings = {"wait_for_apply": True, "max_delay": pushes, "max_merged": merged, "max_queued": 4}
+    settings = {"wait_for_apply": True, "max_delay": pushes, "max_queued": 4}
     with cluster_of(num_trainers, carrier, **settings) as address:
         results = await asyncio.gather(*(train(address, rank) for rank in range(num_trainers)))
     expected = -sum(

@@ -10,10 +10,14 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
+
+from pydantic import field_validator
 
 from ps_protocol.errors import GradpostError
 from ps_protocol.messages import InstallRun, Message
 from ps_protocol.vocabulary import Incarnation, PserverIndex
+from services.runtime.checkpoints import leave_out_removed
 from services.runtime.locks import lock_folder
 from services.runtime.places import map_file, write_file
 from services.runtime.sealed import DamagedFile, seal, unseal
@@ -30,6 +34,13 @@ class Identity(Message):
 
     incarnation: Incarnation = 0
     run: InstallRun | None = None
+
+    @field_validator("run", mode="before")
+    @classmethod
+    def _accept_earlier(cls, run: Any) -> Any:
+        if isinstance(run, dict) and "consistency" in run:
+            return {**run, "consistency": leave_out_removed(run["consistency"])}
+        return run
 
 
 class StateFolder:

@@ -86,10 +86,9 @@ async def until(condition: Any) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("max_merged", [1, 3])
 @pytest.mark.parametrize("read_consistency", ["none", "block", "shard"])
-async def test_every_gradient_is_applied_once(max_merged: int, read_consistency: Any) -> None:
-    async with asynchronous(3, max_merged=max_merged, read_consistency=read_consistency) as pserver:
+async def test_every_gradient_is_applied_once(read_consistency: Any) -> None:
+    async with asynchronous(3, read_consistency=read_consistency) as pserver:
 
         async def train(rank: int) -> None:
             for step in range(1, 21):
@@ -102,18 +101,7 @@ async def test_every_gradient_is_applied_once(max_merged: int, read_consistency:
         assert pserver.run.round == 60
         assert pserver.metric("gradpost_rounds_applied_total") == 60
         assert pserver.metric("gradpost_queued_updates") == 0
-        updates = pserver.metric("gradpost_updates_applied_total")
-        assert updates == 60 * len(NAMES) if max_merged == 1 else updates <= 60 * len(NAMES)
-
-
-@pytest.mark.asyncio
-async def test_queued_gradients_are_merged_into_one_update() -> None:
-    async with asynchronous(4, max_merged=3) as pserver:
-        with busy(pserver):
-            for rank in range(4):
-                await pserver.push(rank, 1, ones(rank + 1.0, NAMES[:1]))
-        assert stepped(await pserver.get(0, 1, names=NAMES[:1]), by=10)
-        assert pserver.run.shard.versions[NAMES[0]] == 2  # the first three together, as they were all there
+        assert pserver.metric("gradpost_updates_applied_total") == 60 * len(NAMES)
 
 
 @pytest.mark.asyncio
@@ -347,12 +335,12 @@ async def test_with_shard_consistency_it_sees_all_of_it_or_nothing() -> None:
 
 @pytest.mark.asyncio
 async def test_a_get_behind_an_update_that_fails_is_told_so() -> None:
-    async with asynchronous(3, read_consistency="shard", max_merged=2) as pserver:
+    async with asynchronous(3, read_consistency="shard") as pserver:
         apply_block = pserver.run.shard.apply_block
 
-        def apply(name: str, gradients: Any, *args: Any, **kwargs: Any) -> None:
-            assert gradients[0][0] != 7
-            apply_block(name, gradients, *args, **kwargs)
+        def apply(name: str, gradient: Tensor, *args: Any, **kwargs: Any) -> None:
+            assert gradient[0] != 7
+            apply_block(name, gradient, *args, **kwargs)
 
         pserver.run.shard.apply_block = apply
         with busy(pserver):
@@ -386,12 +374,12 @@ async def test_a_block_that_is_being_updated(read_consistency: Any, seen: set[fl
         shard, name = pserver.run.shard, NAMES[3]
         start = shard.block(name).clone()
 
-        def apply_slowly(name: str, gradients: list[Tensor], *args: Any, **kwargs: Any) -> None:
+        def apply_slowly(name: str, gradient: Tensor, *args: Any, **kwargs: Any) -> None:
             block = shard.block(name)
-            block[:64] -= gradients[0][:64]
+            block[:64] -= gradient[:64]
             reached.set()
             gate.wait(10)
-            block[64:] -= gradients[0][64:]
+            block[64:] -= gradient[64:]
             shard.versions[name] += 1
 
         shard.apply_block = apply_slowly
@@ -438,21 +426,6 @@ async def test_staleness_counts_from_the_pull_that_a_gradient_was_computed_on(re
         await pserver.push(0, 2, ones())  # one step of trainer 1 has come between, not three
         assert stepped(await pserver.get(0, 2), by=5)
         assert pserver.metric("gradpost_staleness_sum") == (0 + 1 + 0 + 0 + 1) * len(NAMES)
-
-
-@pytest.mark.asyncio
-async def test_a_merged_update_is_divided_by_the_largest_staleness() -> None:
-    async with asynchronous(3, compensation="divide", max_merged=2) as pserver:
-        for step in (1, 2):
-            await pserver.push(0, step, ones())
-            await pserver.get(0, step)
-        with busy(pserver):
-            await pserver.push(2, 1, ones())  # staleness 2
-            await until(lambda: taken(pserver))
-            await pserver.push(0, 3, ones())  # staleness 1
-            await pserver.push(1, 1, ones())  # staleness 3, which divides both
-        await pserver.get(0, 3)
-        assert stepped(await pserver.get(1, 1), by=2 + 1 / 2 + (1 + 1) / 3)
 
 
 @pytest.mark.asyncio

@@ -172,7 +172,7 @@ def test_what_a_gradient_may_have_been_computed_on(max_delay: int) -> None:
         {"mode": "async", "max_staleness": 1},
         {"read_consistency": "shard"},
         {"mode": "async", "dc_lambda": 0.5},
-        {"max_merged": 2},
+        {"max_queued": 2},
     ],
 )
 def test_a_setting_that_could_have_no_effect_is_refused(settings: dict[str, Any]) -> None:

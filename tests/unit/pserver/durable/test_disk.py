@@ -16,6 +16,7 @@ from services.runtime.checkpoints import MANIFEST, Manifest, round_folder, write
 from services.runtime.places import open_place
 from services.runtime.sealed import DamagedFile
 
+from ...earlier_files import rewrite_sealed
 from .support import digest_after, install_for, new_shard, plan_for, step
 
 PLAN = plan_for(1)
@@ -57,6 +58,20 @@ def test_it_finds_who_it_was_and_what_it_held(tmp_path):
     assert (disk.index, disk.previous) == (0, 1)
     assert disk.held is not None
     assert (disk.held.run, disk.held.rounds.applied, disk.held.restorable) == ("run1", 6, ((0, 6),))
+
+
+def test_what_an_earlier_version_has_written_is_read(tmp_path):
+    """With settings that were removed since, in every file that names the mode."""
+    train(tmp_path, 6, (0, 4))
+    identity = tmp_path / "state" / "pserver-0" / IDENTITY
+    rewrite_sealed(identity, lambda content: content["run"]["consistency"].update(max_merged=1))
+    disk = Disk(tmp_path / "state", str(tmp_path / "shared"))
+    disk.open(None)
+    assert disk.held is not None
+    assert disk.held.rounds.applied == 6
+    manifest = tmp_path / "shared" / round_folder("run1", 4) / MANIFEST
+    rewrite_sealed(manifest, lambda content: content["consistency"].update(max_merged=8))
+    assert disk.find_checkpoints("run1", 0) == [(4, 4), (0, 0)]
 
 
 @pytest.mark.parametrize("accident", ["flip", "cut"])
