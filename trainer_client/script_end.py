@@ -1,73 +1,68 @@
-"""How a script ends: as done, or as failed, by an exception or an exit code; also one in a child of multiprocessing."""
+"""The end of a script: done, or failed by an exception. Nothing of the user's interpreter is replaced.
+
+The code of `sys.exit(3)` outside of a `with` block is not visible to a process: it leaves as done, and whatever started
+it sees the code.
+"""
 
 from __future__ import annotations
 
 import atexit
-import builtins
 import functools
-import multiprocessing.util
 import sys
 import threading
-import traceback
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, NoReturn
+from multiprocessing.util import Finalize
+from types import FrameType
 
 
 @functools.cache  # once a process
-def watch_end(leave: Callable[[BaseException | None], None]) -> None:
-    """Call `leave` when the script ends, with the exception or the non-zero exit code that has ended it, if any."""
-    ended_by: list[BaseException] = []
-    previous_hook, previous_exit = sys.excepthook, sys.exit
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        ended_by.append(error)
-        previous_hook(kind, error, trace)
-
-    def exit_(status: Any = None, /) -> NoReturn:
-        # SystemExit reaches no hook, and an exit function cannot see the code. In another thread it ends only that.
-        if status not in (None, 0) and threading.current_thread() is threading.main_thread():
-            ended_by.append(SystemExit(status))
-        previous_exit(status)
+def watch_end(leave: Callable[[BaseException | None], None], pid: int) -> None:
+    """Call `leave` when the script of this process (`pid`) ends, with the exception that ended it, if any."""
+    is_interactive = hasattr(sys, "ps1") or bool(sys.flags.inspect)  # an exception there ends one statement only
 
     def end() -> None:
-        leave(ended_by[-1] if ended_by else None)
+        leave(_find_exception_of_child(child) or (None if is_interactive else _find_uncaught_exception()))
 
-    sys.excepthook, sys.exit = hook, exit_
-    if not hasattr(sys, "ps1"):  # there, exit and quit say how to leave
-        for name in ("exit", "quit"):
-            if hasattr(builtins, name):  # not with `python -S`
-                setattr(builtins, name, exit_)
     atexit.register(end)
-    if multiprocessing.parent_process() is not None:
-        _watch_end_of_child(ended_by, end)
+    child = _find_frame_of_child()
+    if child is not None:
+        Finalize(None, end, exitpriority=100)
 
 
-def _watch_end_of_child(ended_by: list[BaseException], end: Callable[[], None]) -> None:
-    """multiprocessing catches what ends a child, prints it, and lets no hook see it.
+def _find_uncaught_exception() -> BaseException | None:
+    """Return the exception that left the outermost frame; CPython notes it before it calls any `sys.excepthook`.
 
-    Up to Python 3.12 a forked child runs no exit functions, but these, while the exception is on its way; from 3.13 on
-    it runs them when that has been printed.
+    Prompts that a script opens, such as `code.interact`, and callbacks of C libraries note theirs, too, from a frame
+    that has a caller.
     """
-    print_exc = traceback.print_exc
+    traceback = getattr(sys, "last_traceback", None)
+    return sys.last_value if traceback is not None and traceback.tb_frame.f_back is None else None
 
-    def end_in_finally() -> None:
-        if (error := sys.exc_info()[1]) is not None:
-            ended_by.append(error)
-        end()
 
-    def print_and_note(*arguments: Any, **options: Any) -> None:
-        error = sys.exc_info()[1]
-        if error is not None and sys._getframe(1).f_globals.get("__name__") == "multiprocessing.process":
-            ended_by.append(error)
-        print_exc(*arguments, **options)
+def _find_frame_of_child() -> FrameType | None:
+    """Return the frame in which multiprocessing runs the main thread of this process, if this is a child of it."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_qualname != "BaseProcess._bootstrap":
+        frame = frame.f_back
+    return frame
 
-    traceback.print_exc = print_and_note
-    multiprocessing.util.Finalize(None, end_in_finally, exitpriority=100)
+
+def _find_exception_of_child(frame: FrameType | None) -> BaseException | None:
+    """Return what ended a child: multiprocessing catches its exception.
+
+    Up to Python 3.12 finalizers run while the exception is being raised. From 3.13 on exit functions run instead, when
+    only the exit code is left.
+    """
+    if frame is None:
+        return None
+    code = frame.f_locals.get("exitcode")
+    if code is None:
+        return sys.exc_info()[1]
+    return SystemExit(code) if code else None
 
 
 def outcome_of(error: BaseException | None) -> tuple[str, str]:
-    """Outcome and reason to leave with, once `error` (or nothing) has ended the script."""
+    """Return the outcome and the reason with which a trainer leaves, once `error`, if any, has ended the script."""
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return "done", ""
     return "failed", f"{type(error).__name__}: {error}".rstrip(": ")

@@ -192,7 +192,7 @@ def connect(
             )
         return current
     session = _current = Session(**given)
-    watch_end(_leave)
+    watch_end(_leave, os.getpid())
     return session
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ps_protocol.errors import GradpostError
+from ps_protocol.messages import ClusterStatus
 from trainer_client.testing import Child, LocalCluster
 
 from ..output import EXIT_FAILED, count
@@ -150,8 +151,9 @@ class LocalRun:
     def _handle_end(self, rank: int, code: int) -> None:
         now = time.monotonic()
         if rank not in self._ended_by_us:
-            self._leave_for(rank, None if code == 0 else f"its process {describe_end(code)}")
-            if code != 0 and self._may_restart(f"trainer {rank}", describe_end(code)):
+            status = self._leave_for(rank, None if code == 0 else f"its process {describe_end(code)}")
+            is_finished = status is not None and status.state == "finished"  # there is nothing to go on with
+            if code != 0 and not is_finished and self._may_restart(f"trainer {rank}", describe_end(code)):
                 self._start_script(rank)
                 return
         self._codes[rank], self._ended_at[rank] = code, now
@@ -162,12 +164,17 @@ class LocalRun:
             others_know = status is not None and status.failure is not None
             self._ending = end_by_script(rank, code, now, others_know=others_know)
 
-    def _leave_for(self, rank: int, reason: str | None) -> None:
-        """Tell the coordinator at once what it would otherwise learn when the lease ends: the process is gone."""
+    def _leave_for(self, rank: int, reason: str | None) -> ClusterStatus | None:
+        """Leave for a process that is gone, instead of letting its lease end; return the status before that.
+
+        One that has left as done by itself does not know the code that it has exited with.
+        """
+        states = ("joined", "declared", "done") if reason else ("joined", "declared")
         if status := self._ask(self._cluster.status):
             for trainer in status.trainers:
-                if trainer.rank == rank and trainer.state in ("joined", "declared"):
+                if trainer.rank == rank and trainer.state in states:
                     self._ask(partial(self._cluster.view.leave_for, status.run, trainer, reason))
+        return status
 
     def _look_for_dead_services(self) -> None:
         for service in self._cluster.services:

@@ -331,10 +331,15 @@ class Run:
         self._end_if_deserted(now)
 
     def leave(self, rank: Rank, message: Leave, now: float) -> None:
-        """A trainer goes. One that is done is not waited for any more; one that failed is lost."""
+        """Take a trainer out: nothing waits for one that is done; one that failed is lost.
+
+        `failed` after `done` comes from what started its process and has seen the exit code.
+        """
         trainer = self.member(rank, message.run, message.incarnation)
-        if not trainer.is_here and not (trainer.is_awaited and message.outcome == "done"):
-            return  # who counted as lost, and is awaited, has all that it was awaited for
+        returns_for_the_end = trainer.is_awaited and message.outcome == "done"  # it was lost, and has completed all
+        has_failed_after_all = trainer.state == "done" and message.outcome == "failed" and not self.is_over
+        if not (trainer.is_here or returns_for_the_end or has_failed_after_all):
+            return
         trainer.round = message.round
         if message.outcome == "failed":
             reason = message.reason or "no reason was given"

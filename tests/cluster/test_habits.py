@@ -169,6 +169,68 @@ def test_one_optimizer_a_session(cluster: LocalCluster) -> None:
     run_trainers(cluster.address, [train])
 
 
+SCRIPT = """
+import sys
+import torch
+from trainer_client import RemoteOptimizer, connect
+
+session = connect()
+RemoteOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(8))], lr=1.0)).step()
+{end}
+"""
+RICH = "import rich.traceback; rich.traceback.install()"  # it does not call the hook that was there
+ON_A_TERMINAL = "import pty, sys; pty.spawn([sys.executable, '-q'])"
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "reason"),
+    [
+        pytest.param("raise ValueError('no')", 1, "ValueError: no", marks=pytest.mark.extended),
+        (f"{RICH}; raise ValueError('no')", 1, "ValueError: no"),
+        ("try: sys.exit(2)\nexcept SystemExit: pass", 0, None),
+        ("sys.exit(3)", 3, None),  # `gradpost up` sees it
+        ("with session: sys.exit(4)", 4, "SystemExit: 4"),
+        pytest.param(
+            "import threading; threading.Thread(target=lambda: 1 / 0).start()", 0, None, marks=pytest.mark.extended
+        ),
+        pytest.param(
+            "import code, io; sys.stdin = io.StringIO('undefined'); code.interact()",
+            0,
+            None,
+            marks=pytest.mark.extended,
+        ),
+    ],
+)
+def test_a_script_leaves_as_it_ends(
+    cluster: LocalCluster, end: str, code: int, reason: str | None, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(end=end))
+    check_end(cluster, [sys.executable, str(script)], code, reason)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        '"$0" -i script.py < typed',
+        pytest.param(f'cat script.py typed | "$0" -c "{ON_A_TERMINAL}"', marks=pytest.mark.extended),
+    ],
+)
+def test_an_exception_at_a_prompt_does_not_end_the_script(cluster: LocalCluster, command: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT.format(end=""))
+    (tmp_path / "typed").write_text("undefined\nexit()\n")
+    check_end(cluster, ["sh", "-c", f"cd {tmp_path}; {command}", sys.executable], 0, None)
+
+
+def check_end(cluster: LocalCluster, command: list[str], code: int, reason: str | None) -> None:
+    child = cluster.start_trainer(0, command)
+    assert child.wait(60) == code, "\n".join(cluster.output)
+    status = cluster.status()  # at once, before any lease has ended
+    assert status.state == ("finished" if reason is None else "failed")
+    failure = None if status.failure is None else status.failure["detail"]
+    assert failure == (None if reason is None else f"trainer 0 failed: {reason}")
+
+
 CHILD = """
 import multiprocessing, sys
 
@@ -182,30 +244,29 @@ def work(how):
         exit(4)
 
 if __name__ == "__main__":
+    from trainer_client import connect
+    connect().close()  # the child is a script of its own
     child = multiprocessing.get_context(sys.argv[2]).Process(target=work, args=(sys.argv[1],))
-    child.start()
+    try:
+        raise KeyError("a fork inherits what is being handled")
+    except KeyError:
+        child.start()
     child.join()
     sys.exit(child.exitcode)
 """
+RAISED = "ValueError: no" if sys.version_info < (3, 13) else "SystemExit: 1"
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "state", "reason"),
+    ("how", "code", "reason"),
     [
-        pytest.param("ends", 0, "finished", None, marks=pytest.mark.extended),
-        ("raises", 1, "failed", "ValueError: no"),
-        pytest.param("exits", 4, "failed", "SystemExit: 4", marks=pytest.mark.extended),
+        pytest.param("ends", 0, None, marks=pytest.mark.extended),
+        ("raises", 1, RAISED),
+        pytest.param("exits", 4, "SystemExit: 4", marks=pytest.mark.extended),
     ],
 )
-def test_a_forked_child_leaves_when_it_ends(
-    cluster: LocalCluster, how: str, code: int, state: str, reason: str | None
-) -> None:
-    child = cluster.start_trainer(0, [sys.executable, "-c", CHILD, how, "fork"])
-    assert child.wait(60) == code, "\n".join(cluster.output)
-    status = cluster.status()  # at once, before any lease has ended
-    assert status.state == state
-    failure = None if status.failure is None else status.failure["detail"]
-    assert failure == (None if reason is None else f"trainer 0 failed: {reason}")
+def test_a_forked_child_leaves_when_it_ends(cluster: LocalCluster, how: str, code: int, reason: str | None) -> None:
+    check_end(cluster, [sys.executable, "-c", CHILD, how, "fork"], code, reason)
 
 
 @pytest.mark.extended
@@ -213,9 +274,4 @@ def test_a_forked_child_leaves_when_it_ends(
 def test_so_does_one_with_an_interpreter_of_its_own(cluster: LocalCluster, method: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(CHILD)
-    child = cluster.start_trainer(0, [sys.executable, str(script), "raises", method])
-    assert child.wait(60) == 1, "\n".join(cluster.output)
-    failure = cluster.status().failure
-    assert failure is not None
-    reasons = ["ValueError: no", "SystemExit: 1"]  # the latter with spawn, from Python 3.13 on
-    assert failure["detail"] in [f"trainer 0 failed: {reason}" for reason in reasons]
+    check_end(cluster, [sys.executable, str(script), "raises", method], 1, RAISED)

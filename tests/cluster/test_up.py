@@ -92,15 +92,49 @@ def read_terminal(fd: int) -> str:
 
 @pytest.mark.extended
 def test_the_first_failure_gives_the_code_and_the_others_name_it(tmp_path: Path) -> None:
-    script = train_script(tmp_path, in_each_round="if session.rank == 1 and step == 2: sys.exit(7)")
+    """A process does not see its own exit code: trainer 1 is done, and trainer 0 goes on until `up` sees it."""
+    script = train_script(tmp_path, rounds=10**6, in_each_round="if session.rank == 1 and step == 2: sys.exit(7)")
     code, stdout, stderr = run_up("--json", "--pservers", 1, "--", "python", script, folder=tmp_path)
     assert code == 7, stderr
     summary = json.loads(stdout)
-    assert (summary["state"], summary["rounds"], len(summary["shards"])) == ("failed", 3, 1)
-    assert summary["seconds_a_round"] == pytest.approx(summary["seconds"] / 3)
-    assert "[trainer 0] ps_protocol.errors.TrainerLost: trainer 1 failed: SystemExit: 7\n" in stderr
+    assert (summary["state"], len(summary["shards"])) == ("failed", 1)
+    assert summary["rounds"] >= 3
+    assert summary["seconds_a_round"] == pytest.approx(summary["seconds"] / summary["rounds"])
+    named = "trainer 1 failed: its process failed with exit code 7"
+    assert f"[trainer 0] ps_protocol.errors.TrainerLost: {named}\n" in stderr
     assert "pserver_client.py" not in stderr  # the error's way through the client would bury its name
     assert stderr.endswith("gradpost: trainer 1 failed with exit code 7\n")
+
+
+def test_a_script_that_trains_to_the_end_and_exits_with_a_code_has_failed(tmp_path: Path, transport: str) -> None:
+    script = train_script(tmp_path, in_each_round="if step == 4: sys.exit(3)")
+    arguments = ("--pservers", 1, "--trainers", 1, "--max-restarts", 1)  # there is nothing to go on with
+    code, stdout, stderr = run_up(*arguments, "--", "python", script, folder=tmp_path)
+    assert code == 3, stderr
+    assert stderr.endswith("gradpost: trainer 0 failed with exit code 3\n")
+    assert "starting it again" not in stderr
+    assert stdout.splitlines()[-1].startswith(f"failed: mode=sync transport={transport} rounds=5 ")
+
+
+@pytest.mark.extended
+def test_a_script_that_exits_with_a_code_is_started_again_and_goes_on(tmp_path: Path, transport: str) -> None:
+    """The other one waits for that, or the run might be over before."""
+    script = train_script(
+        tmp_path,
+        in_each_round="""
+    if session.rank == 1 and step == 1 and not os.path.exists("failed"):
+        open("failed", "w").close()
+        sys.exit(3)
+    deadline = time.monotonic() + 90
+    while session.rank == 0 and step == 1 and not os.path.exists("back") and time.monotonic() < deadline:
+        time.sleep(0.05)
+""",
+    )
+    command = f"[ -e failed ] && touch back; exec {sys.executable} {script}"
+    code, stdout, stderr = run_up("--max-restarts", 1, "--pservers", 1, "--", "sh", "-c", command, folder=tmp_path)
+    assert code == 0, stderr
+    assert "gradpost: trainer 1 failed with exit code 3; starting it again (0 restarts left)\n" in stderr
+    assert stdout.splitlines()[-1].startswith(f"trained: mode=sync transport={transport} ")
 
 
 @pytest.mark.extended

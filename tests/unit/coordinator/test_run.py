@@ -339,8 +339,27 @@ def test_leaving_twice_counts_once():
     run = training()
     run.leave(0, leaving(), 1)
     number = run.number
-    run.leave(0, leaving("failed"), 2)
+    run.leave(0, leaving(), 2)
     assert (run.state, run.number) == ("training", number)
+
+
+@pytest.mark.parametrize(("policy", "is_awaited"), [("fail", False), ("wait", True), ("continue", False)])
+def test_a_trainer_that_was_done_is_lost_if_its_process_turns_out_to_have_failed(policy: str, is_awaited: bool):
+    run = training()
+    run.defaults = replace(run.defaults, on_trainer_loss=policy)
+    run.leave(0, leaving(), 1)
+    run.leave(0, leaving("failed", reason="its process failed with exit code 3"), 2)
+    assert (run.trainers[0].state, run.trainers[0].is_awaited) == ("failed", is_awaited)
+    assert run.trainers[0].why == "trainer 0 failed: its process failed with exit code 3"
+    assert (run.failure is not None) == (policy == "fail")
+
+
+def test_a_finished_run_stays_finished_if_a_process_fails_then():
+    run = training(1)
+    run.leave(0, leaving(), 1)
+    number = run.number
+    run.leave(0, leaving("failed"), 2)
+    assert (run.state, run.trainers[0].state, run.number) == ("finished", "done", number)
 
 
 def test_the_first_failure_stands():
