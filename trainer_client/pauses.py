@@ -6,7 +6,11 @@ import random
 
 from ps_protocol.errors import GradpostError, NotReady, RoundPending
 
+FIRST_BACKOFF_SECONDS = 0.05
+MAX_BACKOFF_SECONDS = 2.0
 MAX_PAUSE_SECONDS = 30.0  # a longer `Retry-After` is somebody's mistake: the deadlines of the caller are its own
+
+_random = random.SystemRandom()  # a script's own random numbers must not depend on how many requests were repeated
 
 
 def read_retry_after(text: str | None) -> float | None:
@@ -28,4 +32,10 @@ def choose_pause(answer: GradpostError, least_seconds: float) -> float:
     """
     if answer.retry_after_seconds is None or isinstance(answer, NotReady | RoundPending):
         return least_seconds
-    return max(least_seconds, answer.retry_after_seconds * random.uniform(1.0, 2.0))
+    return max(least_seconds, answer.retry_after_seconds * _random.uniform(1.0, 2.0))
+
+
+def choose_backoff(attempt: int) -> float:
+    """Return the random seconds to wait after this attempt of a request (from 1) got no answer; the limit doubles."""
+    doublings = min(attempt - 1, 10)  # a larger power might exceed a float
+    return _random.uniform(0.0, min(MAX_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2**doublings))

@@ -59,7 +59,7 @@ from .links import LinkMeter
 from .membership import read_problem
 from .metrics import TrainerMetrics
 from .news import News
-from .pauses import choose_pause
+from .pauses import choose_backoff, choose_pause
 from .pulling.differences import Differences
 from .pushing.buckets import Payload
 from .transport.exchange import Exchange
@@ -431,7 +431,7 @@ class PserverClient:
 
         policy = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type((httpx.TransportError, TimeoutError)),
-            wait=tenacity.wait_random_exponential(multiplier=0.05, max=2),
+            wait=lambda state: choose_backoff(state.attempt_number),
             sleep=pause,
             stop=has_failed_for_long,
             before_sleep=lambda state: self._metrics.retries.labels(_reason(state)).inc(),

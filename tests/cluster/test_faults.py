@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 from signal import SIGCONT, SIGSTOP
 
+import numpy as np  # noqa: F401 - DRAW and SEED use it
 import pytest
+import torch
 
 from .conftest import Carrier
 from .faulty_run import FaultyRun, expected_result
@@ -38,6 +40,40 @@ def test_each_role_dies_once(carrier: Carrier) -> None:
         begun = [line for line in run.lines if line.startswith("[trainer 1] begin")]
         assert begun[0] == "[trainer 1] begin 0"
         assert int(begun[1].split()[-1]) >= 29
+
+
+RANDOM = """
+import random, sys, time
+import numpy as np, torch
+from trainer_client import RemoteOptimizer
+
+parameter = torch.nn.Parameter(torch.zeros(3))
+{seed}
+optimizer = RemoteOptimizer(torch.optim.SGD([parameter], lr=1.0))
+for round_ in range(1, int(sys.argv[1]) + 1):
+    parameter.grad = {draw}
+    optimizer.step()
+    print(f"round {{round_}}", flush=True)
+    time.sleep(0.02)
+print(f"result {{parameter.tolist()}}", flush=True)
+"""
+SEED = "random.seed(0); np.random.seed(0); torch.manual_seed(0)"
+DRAW = "torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()])"
+
+
+def test_a_scripts_random_numbers_do_not_depend_on_repeated_requests(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(RANDOM.format(seed=SEED, draw=DRAW))
+    with FaultyRun(30, trainers=1, pservers=1, script=script, durability="log") as run:
+        run.wait_for_round(10)
+        run.kill(run.cluster.pservers[0])
+        run.cluster.start_pserver(0)
+        [result] = run.results()
+    exec(SEED)
+    expected = torch.zeros(3)
+    for _ in range(30):
+        expected -= eval(DRAW)
+    assert result == str(expected.tolist())
 
 
 @pytest.mark.extended

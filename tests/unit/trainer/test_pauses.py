@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ps_protocol.errors import NotReady, Overloaded, QueueFull, RoundPending
-from trainer_client.pauses import MAX_PAUSE_SECONDS, choose_pause, read_retry_after
+from trainer_client.pauses import MAX_PAUSE_SECONDS, choose_backoff, choose_pause, read_retry_after
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,10 @@ def test_without_a_word_it_is_the_least() -> None:
     answer = QueueFull("full")
     answer.retry_after_seconds = 0.0
     assert choose_pause(answer, 0.25) == 0.25
+
+
+@pytest.mark.parametrize(("attempt", "seconds"), [(1, 0.05), (3, 0.2), (6, 1.6), (7, 2.0), (10_000, 2.0)])
+def test_the_pause_after_no_answer_is_random_up_to_a_limit_that_doubles(attempt: int, seconds: float) -> None:
+    pauses = [choose_backoff(attempt) for _ in range(1000)]
+    assert 0 <= min(pauses) < 0.1 * seconds
+    assert 0.9 * seconds < max(pauses) <= seconds
