@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ps_protocol.consistency import Compensation, ReadConsistency, StepCount
+from ps_protocol.consistency import Compensation, ReadConsistency
 from ps_protocol.environment import SettingsError
 from ps_protocol.errors import GradpostError
 from ps_protocol.plan import DEFAULT_PLACEMENT
@@ -157,9 +157,6 @@ def up(
     ] = None,
     compensation: Annotated[Compensation | None, typer.Option(help="async, ssp: what is done about staleness.")] = None,
     dc_lambda: Annotated[float | None, typer.Option(metavar="X", help="The lambda of --compensation dc.")] = None,
-    step_count: Annotated[
-        StepCount | None, typer.Option(help="async, ssp: whose steps optimizer and schedule count.")
-    ] = None,
     port: Annotated[int, typer.Option(metavar="N", help="The coordinator's port; 0: a free one.")] = 0,
     min_block_size: Annotated[int | None, typer.Option(metavar="N", help="Elements of the smallest block.")] = None,
     placement: Annotated[Placement | None, typer.Option(help="How blocks are placed.")] = None,
@@ -225,7 +222,6 @@ def up(
         "max_queued": max_queued,
         "compensation": compensation,
         "dc_lambda": dc_lambda,
-        "step_count": step_count,
         "port": port,
         "min_block_size": min_block_size,
         "placement": placement,

@@ -20,7 +20,6 @@ from .vocabulary import Mode, Round, Strategy
 
 ReadConsistency: TypeAlias = Literal["none", "block", "shard"]
 Compensation: TypeAlias = Literal["none", "divide", "dc"]
-StepCount: TypeAlias = Literal["applied", "trainer"]
 
 DEFAULT_MAX_STALENESS = 4
 
@@ -39,7 +38,6 @@ class Consistency:
         max_queued: contributions that one block's queue holds; a full queue holds pushes back.
         compensation: of staleness, none, `divide` the rate by it, or `dc` (DC-ASGD).
         dc_lambda: λ of DC-ASGD.
-        step_count: what an optimizer's step counter counts: updates `applied` to the block, or steps of the `trainer`.
 
     """
 
@@ -54,7 +52,6 @@ class Consistency:
     max_queued: int = 16
     compensation: Compensation = "none"
     dc_lambda: float = 0.04
-    step_count: StepCount = "applied"
 
     def __post_init__(self) -> None:
         if self.mode == "ssp" and self.max_staleness is None:

@@ -31,7 +31,6 @@ from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.messages import BarrierAnswer, NormAnswer, PserverInfo, PushAnswer
 from ps_protocol.norms import AgreedNorm, ShardNorm
 from ps_protocol.routes import (
-    APPLIED_KEY,
     BARRIER,
     BARRIER_HEADER,
     BUFFERS,
@@ -109,7 +108,6 @@ class PserverClient:
         max_delay: int,
     ) -> None:
         self.info = info
-        self.applied = 0  # asynchronous modes: contributions of all trainers, as of the last pull
         self._fence = fence
         self._http_of = http
         self._metrics = metrics
@@ -268,7 +266,6 @@ class PserverClient:
             "POST", GET, round_, headers, destinations, names, memory, on_landed
         )
         self._metrics.barrier_wait.observe(answered - asked)
-        self.applied = int(metadata.get(APPLIED_KEY, 0))
         version = self._check_version(metadata, round_)
         if metadata.get(SINCE_KEY) not in (None, str(have)):
             raise GradpostError("a pserver left out more than it was told to", actual=dict(metadata))

@@ -108,8 +108,6 @@ class RemoteOptimizer(Optimizer):
                 f"{num_unnamed} parameters have no names and are called by their position, such as "
                 "group0.parameter0; give the optimizer model.named_parameters(), or RemoteOptimizer the model"
             )
-        self._num_steps = 0
-        self._applied = 0  # contributions of all trainers, when it was counted last
         self._is_void = False  # the run has gone back since this step's forward pass began
         self._flattening = Flattening()
         self._overlap: Overlap | None = None
@@ -134,15 +132,6 @@ class RemoteOptimizer(Optimizer):
         if self._waits is not None:
             return self._steps.begun
         return self._session.round if self._session.host is None else self._steps.landed
-
-    @property
-    def num_steps(self) -> int:
-        """How many steps the last `step()` counts as for a schedule: 1.
-
-        With `step_count=applied` in an asynchronous mode: how many contributions of all trainers have been applied
-        since the one before, so that `for _ in range(optimizer.num_steps): schedule.step()` follows them.
-        """
-        return self._num_steps
 
     @property
     def grad_norm(self) -> float | None:
@@ -311,10 +300,8 @@ class RemoteOptimizer(Optimizer):
                 name: self._flattening.flat(name, p.grad) for name, p in self._named.items() if p.grad is not None
             }
             self._exchange(gradients, is_finite=not has_overflowed)
-        else:
-            if self._local.step():
-                self._exchange(self._local.outer_gradients())
-            self._num_steps = 1  # of the inner optimizer, whose rate a schedule changes
+        elif self._local.step():
+            self._exchange(self._local.outer_gradients())
         return loss
 
     def _land_in_time(self, names: Collection[str]) -> None:
@@ -412,14 +399,6 @@ class RemoteOptimizer(Optimizer):
         """
         return nullcontext() if self._overlap is None else self._overlap.accumulate()
 
-    def _count_steps(self) -> None:
-        rules, before = self._session.client.joined.consistency, self._applied
-        if rules.is_async and rules.step_count == "applied":
-            self._applied = self._steps.num_applied
-            self._num_steps = self._applied - before
-        else:
-            self._num_steps = 1
-
     @property
     def _is_async(self) -> bool:
         return self._session.client.joined.consistency.is_async
@@ -434,7 +413,6 @@ class RemoteOptimizer(Optimizer):
         self._steps.begin(gradients, numbers, is_finite=is_finite)
         if self._waits is None:
             self._steps.take_due()
-        self._count_steps()
         self._session.client.metrics.step_seconds.observe(time.perf_counter() - started)
 
     @torch.no_grad()

@@ -17,7 +17,7 @@ from pydantic_settings import (
 )
 
 from ps_protocol.certificates import TlsFiles
-from ps_protocol.consistency import Compensation, Consistency, ReadConsistency, StepCount
+from ps_protocol.consistency import Compensation, Consistency, ReadConsistency
 from ps_protocol.environment import PREFIX, check_base_url, check_environment, read_settings_file
 from ps_protocol.hosts import check_listening
 from ps_protocol.vocabulary import Mode, NonfinitePolicy, Placement, Strategy
@@ -79,7 +79,6 @@ class TrainerSettings(BaseSettings):
     max_queued: int | None = Field(default=None, ge=1, description=_EXPECTED)
     compensation: Compensation | None = Field(default=None, description=_EXPECTED)
     dc_lambda: float | None = Field(default=None, ge=0, description=_EXPECTED)
-    step_count: StepCount | None = Field(default=None, description=_EXPECTED)
     min_block_size: int | None = Field(default=None, ge=1, description=_OF_THE_PLAN)
     placement: Placement | None = Field(default=None, description=_OF_THE_PLAN)
     slice_parameters: bool | None = Field(default=None, description=_OF_THE_PLAN)

@@ -90,11 +90,6 @@ class Steps:
         copy_landed(self._stored, landing, ParameterCopies(are_awaited=False))
         self._has_stored = True
 
-    @property
-    def num_applied(self) -> int:
-        """Contributions of all trainers that every pserver has applied, as far as it said."""
-        return min(pserver.applied for pserver in self._client.pservers)
-
     def look_for_changes(self) -> None:
         """A script may have given a parameter other memory, or another value. Does not block."""
         if self._landing.has_moved():

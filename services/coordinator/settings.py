@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from ps_protocol.consistency import Compensation, Consistency, ReadConsistency, StepCount
+from ps_protocol.consistency import Compensation, Consistency, ReadConsistency
 from ps_protocol.errors import BadModel
 from ps_protocol.plan import DEFAULT_PLACEMENT
 from ps_protocol.slicing import DEFAULT_MIN_BLOCK_SIZE
@@ -77,11 +77,6 @@ class CoordinatorSettings(ServiceSettings):
         "DC-ASGD",
     )
     dc_lambda: float = Field(default=0.04, ge=0, description="λ of DC-ASGD")
-    step_count: StepCount = Field(
-        default="applied",
-        description="asynchronous modes, what an optimizer counts as a step: `applied` updates of the block, or steps "
-        "of the `trainer`",
-    )
     min_block_size: int = Field(
         default=DEFAULT_MIN_BLOCK_SIZE, ge=1, description="a parameter is cut into ceil(elements / this) blocks at most"
     )

@@ -185,8 +185,6 @@ class AsyncRun(PserverRun):
     async def _push_slots(self, fence: Fence, body: Body) -> PushAnswer:
         """Slots that a trainer has loaded, as a part of its contribution."""
         slots = self.read_slots(body)
-        if self._rules.step_count == "trainer":
-            raise ModeMismatch("with step_count trainer each counts its own steps, so that none can load them for all")
         if self.admit_push(fence) == "already_applied":
             return PushAnswer(status="already_applied", duplicates=len(slots))
         self._catch_up(fence)
@@ -292,7 +290,7 @@ class AsyncRun(PserverRun):
         numbers = self._numbers_of(contribution)
         loaded = LoadedSlots.of_staged(contribution.slots)
         update = LoggedUpdate(
-            self.clocks.taken + 1, (rank,), numbers, names, origin=(life, step),
+            self.clocks.taken + 1, (rank,), numbers, names, origin=(life, step), counter=rank,
             loaded=loaded.describe() if loaded else None,
         )  # fmt: skip
         try:
@@ -459,9 +457,8 @@ class AsyncRun(PserverRun):
             gradient = compensate_gradient(gradient, self.shard.block(name), pulled, rules.dc_lambda)
         elif rules.compensation == "divide":
             numbers = divide_rates(numbers, staleness)
-        counter = update.taken.rank if rules.step_count == "trainer" else None
         reach_failpoint("apply.before")
-        self.shard.apply_block(name, gradient, numbers, counter=counter)
+        self.shard.apply_block(name, gradient, numbers, counter=update.taken.rank)
         reach_failpoint("apply.after")
 
     async def _wake_all(self) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec
-from ps_protocol.slots import SLOTS, StepState, split_key
-from ps_protocol.vocabulary import AVERAGED
+from ps_protocol.slots import FRESH, SLOTS, StepState, split_key
+from ps_protocol.vocabulary import AVERAGED, Rank
 
 from .layout import ShardLayout
 from .optimizer_rules import UPDATE_RULES, Operands
@@ -37,7 +37,8 @@ class OptimizerBlocks:
         self._rule = UPDATE_RULES[spec.name]
         self._slots: dict[str, Tensor] = {}
         self._states = dict.fromkeys(layout.place, StepState())
-        self._counted: dict[tuple[Hashable, str], StepState] = {}  # the same for those who count for themselves
+        # The same by counter, where each counts for itself; by None what a block had before any of them stepped it.
+        self._counted: dict[tuple[Rank | None, str], StepState] = {}
 
     def apply(
         self,
@@ -46,16 +47,19 @@ class OptimizerBlocks:
         present: Collection[str],
         hyper_parameters: list[HyperParameters],
         *,
-        counter: Hashable = None,
+        counter: Rank | None = None,
     ) -> None:
         """Step the blocks named in `present`, once; of those that are averaged the gradient is the new value.
 
         `values` and `gradient` are flat float32 tensors of the layout; `values` is written, `gradient` read
         where blocks are present. `hyper_parameters` holds one checked dictionary for each parameter group. Steps
-        are counted for each block, or with a `counter` for each block and counter; the slots are one.
+        are counted for each block, or with a `counter` for each block and counter; the slots are one. A counter that
+        is new begins with the steps that a block had before any counter stepped it.
         """
-        if counter is not None:
-            self._states.update({name: self._state_of(name, counter) for name in present})
+        if counter is None:
+            self._counted.clear()  # such a step counts for all
+        else:
+            self._states.update({name: self._begin(name, counter) for name in present})
         for (group, state), stepped in self._find_runs(frozenset(present)).items():
             if group == AVERAGED:
                 for begin, end in stepped.runs:
@@ -77,38 +81,47 @@ class OptimizerBlocks:
         if counter is not None:
             self._counted.update({(counter, name): self._states[name] for name in present})
 
-    def _state_of(self, name: str, counter: Hashable) -> StepState:
-        """Its own counts; but what is in a slot is the same for all."""
-        own = self._counted.get((counter, name), StepState())
-        return own._replace(has_momentum=self._states[name].has_momentum)
+    def _begin(self, name: str, counter: Rank) -> StepState:
+        """Return a counter's state of a block that it is about to step."""
+        before = self._counted.setdefault((None, name), self._states[name])
+        return self._own_state(name, self._counted.get((counter, name), before))
+
+    def _own_state(self, name: str, counted: StepState) -> StepState:
+        return counted._replace(has_momentum=self._states[name].has_momentum)  # the slot is one for all
 
     def slots(self) -> dict[str, Tensor]:
         """The slots allocated so far, by torch's name; flat float32 tensors of the layout, not copies."""
         return dict(self._slots)
 
-    def states(self) -> dict[str, StepState]:
-        """The step state of every block, by block name."""
-        return dict(self._states)
+    def states(self, counter: Rank | None = None) -> dict[str, StepState]:
+        """The step state of every block, by block name: the `counter`'s own where it has stepped the block."""
+        if counter is None:
+            return dict(self._states)
+        counted = {name: self._counted.get((counter, name), state) for name, state in self._states.items()}
+        return {name: self._own_state(name, state) for name, state in counted.items()}
 
-    def counted(self) -> dict[tuple[Hashable, str], StepState]:
-        """The step states of those who count for themselves, by counter and block name."""
+    def counted(self) -> dict[tuple[Rank | None, str], StepState]:
+        """The step states of all counters by counter and block name, those before any of them by None."""
         return dict(self._counted)
 
     def load(
         self,
         slots: Mapping[str, Tensor],
         states: Mapping[str, StepState],
-        counted: Mapping[tuple[Hashable, str], StepState],
+        counted: Mapping[tuple[Rank | None, str], StepState],
     ) -> None:
-        """Take over slots, which are copied, and all counts."""
+        """Take over slots, which are copied, and all counts.
+
+        Earlier versions, whose counters all began with nothing, have no states by None.
+        """
         self._slots = {name: slot.clone() for name, slot in slots.items()}
         self._states = dict(states)
-        self._counted = dict(counted)
+        self._counted = {(None, name): FRESH for _, name in counted} | dict(counted)
 
     def load_blocks(self, states: Mapping[str, StepState], slots: Mapping[str, Tensor]) -> None:
         """Give these blocks other counts and slots: `{slot}/{block}`, tensors of shape (num_elements,), are copied.
 
-        A slot of theirs that is not among these is empty.
+        A slot of theirs that is not among these is empty. Every counter begins again with these counts.
         """
         for name in states:
             place = self._layout.place[name]
@@ -119,6 +132,7 @@ class OptimizerBlocks:
             place = self._layout.place[name]
             self._slot(slot_name)[place.begin : place.end] = values
         self._states.update(states)
+        self._counted = {key: state for key, state in self._counted.items() if key[1] not in states}
 
     @property
     def num_bytes(self) -> int:

@@ -160,7 +160,7 @@ class PserverRun(ABC):
         """
 
         def encode() -> tuple[Round, list[bytes]]:
-            return self.shard.version, self.shard.encode_state(keys, self._metadata(fence.round))
+            return self.shard.version, self.shard.encode_state(keys, self._metadata(fence.round), fence.rank)
 
         self.check_readable()
         self.check_member(fence)

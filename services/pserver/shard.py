@@ -11,7 +11,7 @@ Synchronous and not thread-safe: one thread computes. What happens in a round:
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,8 +23,8 @@ from ps_protocol.frames import encode_header
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import SLOT_NAMES_KEY, STATES_KEY, STEPS_KEY
-from ps_protocol.slots import FRESH, StepState, split_key, write_states
-from ps_protocol.vocabulary import PserverIndex
+from ps_protocol.slots import FRESH, split_key, write_states
+from ps_protocol.vocabulary import PserverIndex, Rank
 
 from .aggregation import Aggregator
 from .layout import ShardLayout
@@ -132,7 +132,7 @@ class Shard:
         present: Collection[str],
         hyper_parameters: list[HyperParameters],
         *,
-        counter: Hashable = None,
+        counter: Rank | None = None,
     ) -> None:
         if self.optimizer is None:
             raise UnsupportedOptimizer("this plan has no optimizer")
@@ -146,7 +146,7 @@ class Shard:
         gradient: Tensor,
         hyper_parameters: list[HyperParameters],
         *,
-        counter: Hashable = None,
+        counter: Rank | None = None,
     ) -> None:
         """Step one block once with a gradient of shape (num_elements,) in any floating dtype, which is only read.
 
@@ -193,7 +193,7 @@ class Shard:
         present: Sequence[str],
         hyper_parameters: list[HyperParameters],
         *,
-        counter: Hashable = None,
+        counter: Rank | None = None,
         loaded: str | None = None,
     ) -> None:
         """Step these blocks one by one, as asynchronous modes do, with the float32 gradient of one contribution."""
@@ -229,7 +229,7 @@ class Shard:
             slots=optimizer.slots() if optimizer else {},
             states=optimizer.states() if optimizer else {},
             versions=dict(self.versions),
-            counted={(str(c), name): s for (c, name), s in optimizer.counted().items()} if optimizer else {},
+            counted=optimizer.counted() if optimizer else {},
             buffers=dict(self._buffers),
         )
 
@@ -240,10 +240,7 @@ class Shard:
             self.published.load(state.published)
         self.version, self.versions = state.version, dict(state.versions)
         if self.optimizer is not None:
-            counted: dict[tuple[Hashable, str], StepState] = {
-                (int(counter), name): s for (counter, name), s in state.counted.items()
-            }
-            self.optimizer.load(state.slots, state.states, counted)
+            self.optimizer.load(state.slots, state.states, state.counted)
         self._buffers = dict(state.buffers)
         self._initialised = set(self.layout.place)
 
@@ -306,14 +303,15 @@ class Shard:
         data = [bytes(view_bytes(slots[slot][p.begin : p.end])) for slot in sorted(slots) for p in places]
         return [header, *data]
 
-    def encode_state(self, keys: Collection[str], metadata: Mapping[str, str]) -> list[bytes]:
+    def encode_state(self, keys: Collection[str], metadata: Mapping[str, str], counter: Rank) -> list[bytes]:
         """A frame of these slots, called `{slot}/{block}`, for a trainer. Raises UnknownBlock.
 
-        Without any its metadata says which slots there are, and the states of the blocks that have been stepped.
+        Without any its metadata says which slots there are, and the states of the blocks that have been stepped: by
+        this counter's own steps, where each counts for itself.
         """
         slots = self.optimizer.slots() if self.optimizer else {}
         if not keys:
-            states = self.optimizer.states() if self.optimizer else {}
+            states = self.optimizer.states(counter) if self.optimizer else {}
             stepped = {name: state for name, state in states.items() if state != FRESH}
             return [
                 encode_header(
@@ -344,6 +342,8 @@ class Shard:
             for slot_name, data in flat.items():
                 digest.update(slot_name.encode())
                 digest.update(data[4 * place.begin : 4 * place.end])
+        if self.optimizer is not None and (counted := self.optimizer.counted()):
+            digest.update(repr(sorted(map(repr, counted.items()))).encode())
         for name in self._buffer_specs:
             if name in self._buffers:
                 digest.update(name.encode())

@@ -17,7 +17,7 @@ from torch import Tensor
 from ps_protocol.frames import FrameLimits, encode_header, parse_frame
 from ps_protocol.plan import SlicePlan
 from ps_protocol.slots import StepState
-from ps_protocol.vocabulary import PserverIndex, Round
+from ps_protocol.vocabulary import PserverIndex, Rank, Round
 
 from .layout import BlockPlace, ShardLayout
 from .tensors import view_bytes
@@ -40,7 +40,7 @@ class ShardState:
     slots: dict[str, Tensor] = field(default_factory=dict)
     states: dict[str, StepState] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
-    counted: dict[tuple[str, str], StepState] = field(default_factory=dict)  # by counter and block
+    counted: dict[tuple[Rank | None, str], StepState] = field(default_factory=dict)  # by counter and block
     buffers: dict[str, bytes] = field(default_factory=dict)
 
     def encode(self, plan: SlicePlan, metadata: Mapping[str, str]) -> list[bytes | memoryview]:
@@ -74,7 +74,10 @@ class ShardState:
             values=torch.empty(0),
             states={name: StepState(*rest) for name, *rest in json.loads(metadata["states"])},
             versions=json.loads(metadata["versions"]),
-            counted={(c, name): StepState(*rest) for c, name, *rest in json.loads(metadata["counted"])},
+            counted={
+                (None if counter is None else int(counter), name): StepState(*rest)
+                for counter, name, *rest in json.loads(metadata["counted"])
+            },
         )
         for entry in frame.tensors:
             view = data[frame.data_begin + entry.begin : frame.data_begin + entry.end]
@@ -110,13 +113,16 @@ def cut_anew(
     for old_index, shard in shards:
         state.version = shard.version
         state.buffers.update({name: data for name, data in shard.buffers.items() if name in wanted})
+        counters = {counter for counter, _ in shard.counted}
         for source in ShardLayout(old, old_index).places:
             for target in by_parameter.get(source.block.parameter, ()):
-                _copy(shard, source, state, target)
+                _copy(shard, counters, source, state, target)
     return state
 
 
-def _copy(shard: ShardState, source: BlockPlace, state: ShardState, target: BlockPlace) -> None:
+def _copy(
+    shard: ShardState, counters: Iterable[Rank | None], source: BlockPlace, state: ShardState, target: BlockPlace
+) -> None:
     begin, end = max(source.block.begin, target.block.begin), min(source.block.end, target.block.end)
     if begin >= end:
         return
@@ -130,9 +136,9 @@ def _copy(shard: ShardState, source: BlockPlace, state: ShardState, target: Bloc
     if begin == target.block.begin:
         state.states[target.name] = shard.states[source.name]
         state.versions[target.name] = shard.versions[source.name]
-        for (counter, name), counted in shard.counted.items():
-            if name == source.name:
-                state.counted[counter, target.name] = counted
+        for counter in counters:
+            if (counter, source.name) in shard.counted:
+                state.counted[counter, target.name] = shard.counted[counter, source.name]
 
 
 def concatenate(shards: Sequence[tuple[PserverIndex, ShardState]], plan: SlicePlan) -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ def leave_out_removed(consistency: Any) -> Any:
     """Return a `Consistency`, as a file has it, without the settings that only earlier versions had."""
     if not isinstance(consistency, dict):
         return consistency
-    return {name: value for name, value in consistency.items() if name != "max_merged"}
+    return {name: value for name, value in consistency.items() if name not in ("max_merged", "step_count")}
 
 
 class Manifest(Message):

@@ -37,5 +37,6 @@ def unseal(data: memoryview, kind: type[_MessageT], name: str) -> _MessageT:
     try:
         return kind.model_validate_json(found[2])
     except ValidationError as error:
-        where = ".".join(map(str, error.errors()[0]["loc"]))
-        raise DamagedFile(f"{name} was written by another version: {where or 'its content'} does not fit") from None
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise DamagedFile(f"{name} was written by another version: {where}: {first['msg']}") from None

@@ -204,38 +204,6 @@ def test_a_run_with_delay_takes_every_step(carrier: Carrier) -> None:
         assert run_trainers(address, [train, train]) == [-10.0, -10.0]
 
 
-# ---------------------------------------------------------------------- what counts as a step
-
-
-@pytest.mark.parametrize(
-    ("mode", "settings"),
-    [
-        ("sync", {}),
-        ("sync", {"max_delay": 2}),
-        ("async", {"step_count": "trainer"}),
-        ("async", {}),
-    ],
-)
-@pytest.mark.extended
-def test_a_schedule_counts_what_it_should(carrier: Carrier, mode: str, settings: dict[str, str]) -> None:
-    def train(session: Session) -> tuple[int, int]:
-        weight = nn.Parameter(torch.zeros(100))
-        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
-        counted = 0
-        for _ in range(20):
-            weight.grad = torch.ones(100)
-            optimizer.step()
-            counted += optimizer.num_steps
-        return counted, -int(weight[0].item())
-
-    with cluster_of(2, carrier, pservers=2, mode=mode, min_block_size=10, **settings) as address:
-        for counted, moved in run_trainers(address, [train, train]):
-            if mode == "async" and not settings:
-                assert 20 <= counted <= moved <= 40  # one step for each gradient, whosever, that has been applied
-            else:
-                assert counted == 20
-
-
 # ---------------------------------------------------------------------- looking inside
 
 

@@ -94,7 +94,7 @@ def test_a_pserver_dies_in_a_checkpoint_or_a_change_and_nothing_is_lost(name: st
         {"max_delay": 2},
         {"mode": "ssp", "max_staleness": 0, "read_consistency": "shard"},
         {"compensation": "dc"},
-        {"wait_for_apply": False, "step_count": "trainer"},
+        {"wait_for_apply": False},
     ],
     ids=str,
 )

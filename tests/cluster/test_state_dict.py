@@ -298,7 +298,8 @@ def kill_and_restart(cluster: LocalCluster, pserver: int) -> None:
 
 
 @pytest.mark.extended
-def test_a_trainer_that_is_started_again_leaves_the_slots_of_the_run_alone(carrier: Carrier) -> None:
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_trainer_that_is_started_again_leaves_the_slots_of_the_run_alone(carrier: Carrier, mode: str) -> None:
     """Its script does all again that it did at the beginning."""
     checkpoint, expected = saved_locally("AdamW")
 
@@ -319,7 +320,8 @@ def test_a_trainer_that_is_started_again_leaves_the_slots_of_the_run_alone(carri
                 session.close("failed", "it shall")
             return values(parameters)
 
-    with LocalCluster(pservers=2, trainers=1, **carrier, on_trainer_loss="wait", lease_seconds=2) as cluster:
+    settings = {"mode": mode, "on_trainer_loss": "wait", "lease_seconds": 2}
+    with LocalCluster(pservers=2, trainers=1, **carrier, **settings) as cluster:
         train(cluster.address, 2, is_done=False)
         assert_identical(train(cluster.address, AFTER - 2, is_done=True), expected)
 
@@ -336,10 +338,13 @@ def test_in_other_modes(carrier: Carrier, settings: dict[str, Any]) -> None:
         state = load(checkpoint, parameters)
         optimizer = RemoteOptimizer(make_optimizer("NAdam", parameters, local=False), session=session)
         optimizer.load_state_dict(state)
-        take_steps(optimizer, parameters, range(BEFORE, BEFORE + AFTER), set_own_gradients)
-        optimizer.synchronize()
+        take_steps(optimizer, parameters, range(BEFORE, BEFORE + 2), set_own_gradients)
         if settings.get("durability") == "log":
             kill_and_restart(cluster, 0)
+        take_steps(optimizer, parameters, range(BEFORE + 2, BEFORE + AFTER), set_own_gradients)
+        optimizer.synchronize()
+        if settings.get("durability") == "log":
+            kill_and_restart(cluster, 1)
         return values(parameters), optimizer.state_dict()
 
     with LocalCluster(pservers=2, trainers=1, **carrier, lease_seconds=2, **settings) as cluster:

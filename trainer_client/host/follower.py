@@ -36,7 +36,6 @@ class FollowerSteps:
         self._local = local
         self.begun: Round = 0
         self.landed: Round = 0
-        self.num_applied = 0
         device = choose_device(parameters)
         host.tell("model", model=model)
         [started] = host.hear("started")
@@ -90,7 +89,6 @@ class FollowerSteps:
 
     def _take_result(self) -> None:
         [result] = self._host.hear("result")
-        self.num_applied = result["num_applied"]
         self._client.grad_norm = result["grad_norm"]
         self._client.scale_agreement.take_over(result["scale"])
         self.begun = result["begun"]

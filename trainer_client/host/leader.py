@@ -71,11 +71,6 @@ class LeaderSteps:
         """The step that is in the parameters."""
         return self._steps.landed
 
-    @property
-    def num_applied(self) -> int:
-        """Contributions of all trainers that every pserver has applied."""
-        return self._steps.num_applied
-
     def look_for_changes(self) -> None:
         """See Steps."""
         self._steps.look_for_changes()
@@ -161,7 +156,6 @@ class LeaderSteps:
             "result",
             round=self._steps.landed,
             begun=self._steps.begun,
-            num_applied=self._steps.num_applied,
             grad_norm=self._client.grad_norm,
             scale=self._client.scale_agreement.known(),
         )

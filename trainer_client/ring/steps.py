@@ -86,11 +86,6 @@ class RingSteps:
                 if copy.data_ptr() != tensors[name].data_ptr():
                     tensors[name].copy_(copy)
 
-    @property
-    def num_applied(self) -> int:
-        """As many as rounds: everybody's are applied together."""
-        return self.landed
-
     # ------------------------------------------------------------------ the parameters
 
     def look_for_changes(self) -> None:

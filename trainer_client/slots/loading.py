@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ps_protocol.errors import BadModel
 from ps_protocol.vocabulary import Round
 
 from ..client import ParameterClient
@@ -25,12 +24,7 @@ class Loading:
         self._has_stepped = False  # in this life of the trainer
 
     def load(self, slots: Slots, begun: Round) -> None:
-        """Push these with the step after `begun`, instead of any that were loaded before and have not left.
-
-        Raises BadModel.
-        """
-        if slots and self._client.joined.consistency.step_count == "trainer":
-            raise BadModel("with step_count trainer each trainer counts its own steps: slots cannot be loaded for all")
+        """Push these with the step after `begun`, instead of any that were loaded before and have not left."""
         # Later it may be gone; of those that come with a round the lowest rank's count.
         is_alone = begun == 0 or self._client.joined.consistency.is_async
         if is_alone and self._client.uploader != self._client.joined.rank:

@@ -70,6 +70,6 @@ class RemoteSlots:
         return slots, {**state_dict, "state": {}, "param_groups": whole}
 
     def load(self, slots: Slots) -> None:
-        """Push these with the next step. Does not block. Raises BadModel where each trainer counts its own steps."""
+        """Push these with the next step. Does not block."""
         if self._steps is not None:
             self._steps.load_slots(slots)

@@ -38,8 +38,11 @@ class Identity(Message):
     @field_validator("run", mode="before")
     @classmethod
     def _accept_earlier(cls, run: Any) -> Any:
-        if isinstance(run, dict) and "consistency" in run:
-            return {**run, "consistency": leave_out_removed(run["consistency"])}
+        match run:
+            case {"consistency": {"step_count": "trainer"}}:
+                raise ValueError("each trainer's steps were counted, and its log does not say so")
+            case {"consistency": consistency}:
+                return {**run, "consistency": leave_out_removed(consistency)}
         return run
 
 

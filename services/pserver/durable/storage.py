@@ -226,9 +226,8 @@ class RunStorage:
                 )
                 continue
             (rank,) = update.ranks
-            counter = rank if self._install.consistency.step_count == "trainer" else None
             restored.shard.replay_blocks(
-                gradient, update.present or (), update.hyper_parameters, counter=counter, loaded=update.loaded
+                gradient, update.present or (), update.hyper_parameters, counter=update.counter, loaded=update.loaded
             )
             restored.shard.version = update.round
             restored.history.steps[rank] = update.origin

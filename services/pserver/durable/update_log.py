@@ -43,6 +43,7 @@ class Update:
     present: tuple[str, ...] | None
     nonfinite: tuple[Rank, ...] = ()  # for whose gradients the round stepped nothing
     origin: tuple[Incarnation, Round] | None = None
+    counter: Rank | None = None  # whose steps the optimizer counts; None: everybody's, also in logs of earlier versions
     norm: ShardNorm | None = None  # that was told of it before it was clipped
     grad_scaler: ScalerState | None = None  # the lowest rank's
     loaded: str | None = None  # describes the slots that came with it, which stand behind all else
@@ -56,6 +57,7 @@ class Update:
             "present": json.dumps(self.present),
             "nonfinite": json.dumps(self.nonfinite),
             "origin": json.dumps(self.origin),
+            "counter": json.dumps(self.counter),
             "norm": json.dumps(self.norm),
             **({} if self.grad_scaler is None else {GRAD_SCALER_KEY: self.grad_scaler.to_json()}),
             "loaded": json.dumps(self.loaded),
@@ -74,6 +76,7 @@ class Update:
             present=None if present is None else tuple(present),
             nonfinite=tuple(json.loads(values["nonfinite"])),
             origin=None if origin is None else (origin[0], origin[1]),
+            counter=json.loads(values.get("counter", "null")),
             norm=None if norm is None else ShardNorm(*norm),
             grad_scaler=ScalerState.from_json(values.get(GRAD_SCALER_KEY)),
             loaded=json.loads(values.get("loaded", "null")),

@@ -16,7 +16,6 @@ from ps_protocol.errors import (
     ContributionMissing,
     FutureRound,
     MalformedFrame,
-    ModeMismatch,
     StaleRound,
     StaleTrainer,
     TryAgain,
@@ -217,8 +216,3 @@ async def test_they_are_in_the_log(tmp_path, mode):
         states, slots = await held_slots(b, 1)
         assert states == found[0]
         assert all(torch.equal(slots[key], values) for key, values in found[1].items())
-
-
-async def test_nobody_loads_slots_for_those_who_count_for_themselves():
-    async with bench(num_trainers=1, consistency=Consistency(mode="async", step_count="trainer")) as b:
-        await unchanged(b, ModeMismatch, push_slots(b))

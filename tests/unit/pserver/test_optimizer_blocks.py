@@ -37,9 +37,10 @@ class Recorder:
         self.gradient = torch.ones(self.layout.num_elements)
         self._numbers = make_numbers(spec, groups)
 
-    def apply(self, *present):
+    def apply(self, *present, counter=None):
         self.calls.clear()
-        self.blocks.apply(self.values, self.gradient, [f"{name}.block0" for name in present], self._numbers)
+        names = [f"{name}.block0" for name in present]
+        self.blocks.apply(self.values, self.gradient, names, self._numbers, counter=counter)
         return self.calls
 
 
@@ -72,6 +73,22 @@ def test_sgd_has_no_steps_to_tell_blocks_apart(monkeypatch):
     recorder = Recorder(monkeypatch, "SGD", four(), [make_options("SGD")])
     recorder.apply("a")
     assert recorder.apply("a", "b", "c", "d") == [(0, [(0, 256)])]
+
+
+def test_a_step_without_a_counter_counts_for_every_counter(monkeypatch):
+    recorder = Recorder(monkeypatch, "Adam", four(), [make_options("Adam")])
+    for counter, before in [(0, 0), (0, 1), (1, 0), (None, 1), (0, 2), (1, 2), (1, 3)]:
+        assert recorder.apply("a", "b", "c", "d", counter=counter) == [(before, [(0, 256)])]
+    states = [set(recorder.blocks.states(counter).values()) for counter in (0, 1, 2, None)]
+    assert states == [{StepState(steps)} for steps in (3, 4, 4, 4)]
+
+
+def test_counts_of_an_earlier_version_had_begun_with_nothing(monkeypatch):
+    recorder = Recorder(monkeypatch, "Adam", four(), [make_options("Adam")])
+    states = {f"{name}.block0": StepState(5) for name in "abcd"}
+    recorder.blocks.load({}, states, {(0, name): state for name, state in states.items()})
+    assert recorder.apply("a", "b", "c", "d", counter=1) == [(0, [(0, 256)])]
+    assert recorder.apply("a", "b", "c", "d", counter=0) == [(5, [(0, 256)])]
 
 
 def test_nothing_present_steps_nothing(monkeypatch):

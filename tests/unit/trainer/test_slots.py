@@ -110,13 +110,11 @@ class Said(list[str]):
     info = warning = list.append
 
 
-def loading(
-    *, rank: int = 0, start: int = 1, step_count: str = "applied", is_async: bool = False
-) -> tuple[Loading, Said]:
+def loading(*, rank: int = 0, start: int = 1, is_async: bool = False) -> tuple[Loading, Said]:
     log = Said()
     client = SimpleNamespace(
         uploader=0, start=start, plan=PLAN, log=log, settings=SimpleNamespace(chosen_bucket_bytes=1000),
-        joined=SimpleNamespace(rank=rank, consistency=SimpleNamespace(step_count=step_count, is_async=is_async)),
+        joined=SimpleNamespace(rank=rank, consistency=SimpleNamespace(is_async=is_async)),
     )  # fmt: skip
     return Loading(client), log  # type: ignore[arg-type]
 
@@ -174,10 +172,3 @@ def test_nothing_replaces_nothing() -> None:
     assert one.frames_for(1) is None
     one.load({}, 1)
     assert one.frames_for(2)
-
-
-def test_nobody_loads_the_steps_of_others() -> None:
-    one, _ = loading(step_count="trainer")
-    one.load({}, 0)
-    with pytest.raises(BadModel, match="counts its own steps"):
-        one.load(SLOTS, 0)

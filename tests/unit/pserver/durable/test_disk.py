@@ -64,14 +64,22 @@ def test_what_an_earlier_version_has_written_is_read(tmp_path):
     """With settings that were removed since, in every file that names the mode."""
     train(tmp_path, 6, (0, 4))
     identity = tmp_path / "state" / "pserver-0" / IDENTITY
-    rewrite_sealed(identity, lambda content: content["run"]["consistency"].update(max_merged=1))
+    rewrite_sealed(identity, lambda content: content["run"]["consistency"].update(max_merged=1, step_count="applied"))
     disk = Disk(tmp_path / "state", str(tmp_path / "shared"))
     disk.open(None)
     assert disk.held is not None
     assert disk.held.rounds.applied == 6
     manifest = tmp_path / "shared" / round_folder("run1", 4) / MANIFEST
-    rewrite_sealed(manifest, lambda content: content["consistency"].update(max_merged=8))
+    rewrite_sealed(manifest, lambda content: content["consistency"].update(max_merged=8, step_count="trainer"))
     assert disk.find_checkpoints("run1", 0) == [(4, 4), (0, 0)]
+
+
+def test_a_log_that_does_not_say_whose_steps_were_counted_is_refused(tmp_path):
+    train(tmp_path, 2, (0,))
+    identity = tmp_path / "state" / "pserver-0" / IDENTITY
+    rewrite_sealed(identity, lambda content: content["run"]["consistency"].update(step_count="trainer"))
+    with pytest.raises(DamagedFile, match=r"another version: run: .* each trainer's steps were counted.*; delete it"):
+        Disk(tmp_path / "state").open(0)
 
 
 @pytest.mark.parametrize("accident", ["flip", "cut"])
