@@ -176,10 +176,11 @@ def up(
     ] = None,
     on_trainer_loss: Annotated[
         LossPolicy | None,
-        typer.Option(help="What becomes of a trainer's loss [default: fail, or wait with --max-restarts]."),
+        typer.Option(help="What to do when a trainer dies [default: fail, or wait with --max-restarts]."),
     ] = None,
     min_trainers: Annotated[
-        int | None, typer.Option(metavar="N", help="With --on-trainer-loss continue: fewer than so many wait.")
+        int | None,
+        typer.Option(metavar="N", help="With --on-trainer-loss continue: fewer trainers wait for a lost one."),
     ] = None,
     rejoin_timeout: Annotated[
         float | None,
@@ -208,7 +209,8 @@ def up(
     """Run a training script on a local cluster: one coordinator, M pservers and N trainers, all on loopback.
 
     Each trainer runs COMMAND with its own RANK. What is not given here comes from GRADPOST_* variables. The exit
-    code is that of the first script that fails, 128 + n if signal n ended it, or 0.
+    code is that of the first script that fails, 128 + n if signal n ended it, or 0. With --on-trainer-loss continue
+    it is 0 if the trainers that are left finish the run.
     """
     from .up import run_up
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ps_protocol.environment import PREFIX
+from ps_protocol.environment import PREFIX, read_settings_file
 from services.coordinator.settings import CoordinatorSettings
 from services.pserver.settings import PserverSettings
 
@@ -35,12 +35,13 @@ def run_up(
     Raises CommandError or SettingsError before anything is started.
     """
     given = {name: value for name, value in settings.items() if value is not None}
-    if not max_restarts and f"{PREFIX}ON_TRAINER_LOSS" not in os.environ:
-        given.setdefault("on_trainer_loss", "fail")  # nobody would come back
+    is_chosen = f"{PREFIX}ON_TRAINER_LOSS" in os.environ or "on_trainer_loss" in read_settings_file(os.environ)
+    if not max_restarts and not is_chosen:
+        given.setdefault("on_trainer_loss", "fail")  # no trainer would come back
     # The services would refuse them just the same, but in their own logs.
     pservers = {} if num_pservers is None else {"num_pservers": num_pservers}
-    strategy = read_settings(CoordinatorSettings, {**given, **pservers}).strategy
-    if strategy == "ring" and max_restarts:
+    cluster = read_settings(CoordinatorSettings, {**given, **pservers})
+    if cluster.strategy == "ring" and max_restarts:
         raise CommandError("--max-restarts: a ring cannot go on without a trainer, nor take another life of it in")
     read_settings(PserverSettings, {})
     resolved = resolve_command(command)  # before there is a folder for its run
@@ -48,10 +49,11 @@ def run_up(
     given["state_dir"] = (resume_folder(root) if given.get("resume") else new_folder(root)).path
     run = LocalRun(
         resolved,
-        0 if strategy == "ring" else DEFAULT_PSERVERS if num_pservers is None else num_pservers,
+        0 if cluster.strategy == "ring" else DEFAULT_PSERVERS if num_pservers is None else num_pservers,
         num_trainers,
         given,
         max_restarts=max_restarts,
+        tolerates_losses=cluster.on_trainer_loss == "continue",
         verbose=verbose,
         as_json=as_json,
     )

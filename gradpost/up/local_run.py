@@ -49,6 +49,7 @@ class LocalRun:
         settings: Mapping[str, Any],
         *,
         max_restarts: int,
+        tolerates_losses: bool,
         verbose: bool,
         as_json: bool,
     ) -> None:
@@ -64,6 +65,7 @@ class LocalRun:
             **settings,
         )
         self._restarts_left: defaultdict[str, int] = defaultdict(lambda: max_restarts)  # by the child's name
+        self._goes_on = tolerates_losses  # the run goes on without lost trainers
         self._ending: Ending | None = None
         self._codes: dict[int, int] = {}  # of scripts that have ended
         self._ended_at: dict[int, float] = {}
@@ -71,7 +73,10 @@ class LocalRun:
         self._next_join_check = 0.0
 
     def run(self) -> int:
-        """Return the exit code: the first failing script's, 128 + the signal that ended it, or 0."""
+        """Return the exit code: the first failing script's, 128 + the signal that ended it, or 0.
+
+        Where the run goes on without lost trainers, it is 0 if the others finish it.
+        """
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup
                 signal.signal(number, lambda received, _: self._signals.put(signal.Signals(received)))
@@ -162,7 +167,11 @@ class LocalRun:
         if code != 0 and self._ending is None:
             status = self._ask(self._cluster.status)
             others_know = status is not None and status.failure is not None
-            self._ending = end_by_script(rank, code, now, others_know=others_know)
+            has_begun = status is not None and status.state != "gathering"
+            if self._goes_on and has_begun and not others_know:
+                self._screen.say(f"trainer {rank} was lost: its process {describe_end(code)}", "yellow")
+            else:
+                self._ending = end_by_script(rank, code, now, others_know=others_know)
 
     def _leave_for(self, rank: int, reason: str | None) -> ClusterStatus | None:
         """Leave for a process that is gone, instead of letting its lease end; return the status before that.
@@ -229,7 +238,13 @@ class LocalRun:
     # ------------------------------------------------------------------ the end
 
     def _settle_blame(self) -> None:
-        if self._ending is not None and (status := self._ask(self._cluster.status)):
+        status = self._ask(self._cluster.status)
+        lost = [rank for rank, code in self._codes.items() if code != 0]
+        if self._ending is None and lost:  # the run went on without them, if it could
+            is_finished = status is not None and status.state == "finished"
+            if not is_finished or len(lost) == len(self._codes):
+                self._ending = end_by_script(lost[0], self._codes[lost[0]], time.monotonic(), others_know=True)
+        if self._ending is not None and status is not None:
             named = (status.failure or {}).get("ranks", ())
             self._ending = blame(self._ending, self._codes, named, self._ended_by_us)
 

@@ -149,6 +149,41 @@ def test_a_killed_script_is_noticed_at_once(tmp_path: Path) -> None:
     assert stdout.splitlines()[-1].startswith("failed: mode=sync transport=HTTP/2 rounds=3 ")
 
 
+LOST = "trainer 1 was lost: its process was ended by SIGKILL (out of memory?)"
+KILL = "if step == 2 and {who}: os.kill(os.getpid(), 9)"
+
+
+@pytest.mark.parametrize("source", ["flag", pytest.param("file", marks=pytest.mark.extended)])
+def test_the_others_go_on_without_a_lost_trainer(tmp_path: Path, transport: str, source: str) -> None:
+    arguments, environ = ["--on-trainer-loss", "continue"], {}
+    if source == "file":
+        (tmp_path / "settings.toml").write_text('on_trainer_loss = "continue"')
+        arguments, environ = [], {"GRADPOST_SETTINGS_FILE": "settings.toml"}
+    script = train_script(tmp_path, in_each_round=KILL.format(who="session.rank == 1"))
+    code, stdout, stderr = run_up(*arguments, "--pservers", 1, "--", "python", script, folder=tmp_path, **environ)
+    assert code == 0, stdout + stderr
+    assert stderr.endswith(f"\ngradpost: {LOST}\n")
+    assert stdout.splitlines()[-1].startswith(f"trained: mode=sync transport={transport} accuracy=0.5 rounds=5 ")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("who", "settings", "num_lost"),
+    [("True", (), 2), ("session.rank == 1", ("--min-trainers", 2, "--rejoin-timeout", 1), 1)],
+)
+def test_without_enough_trainers_the_run_fails(
+    tmp_path: Path, transport: str, who: str, settings: tuple[object, ...], num_lost: int
+) -> None:
+    script = train_script(tmp_path, in_each_round=KILL.format(who=who))
+    arguments = ("--on-trainer-loss", "continue", "--pservers", 1, *settings)
+    code, stdout, stderr = run_up(*arguments, "--", "python", script, folder=tmp_path)
+    assert code == 128 + 9, stdout + stderr
+    assert f"gradpost: {LOST}\n" in stderr
+    assert stderr.count(" was lost: ") == num_lost
+    assert re.search(r"\ngradpost: trainer [01] was ended by SIGKILL \(out of memory\?\)\n$", stderr)
+    assert stdout.splitlines()[-1].startswith(f"failed: mode=sync transport={transport} rounds=3 ")
+
+
 @pytest.mark.extended
 def test_who_does_not_take_part_is_not_waited_for(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
