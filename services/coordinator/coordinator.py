@@ -64,7 +64,8 @@ class Coordinator:
         self.audit = AuditLog(settings.state_dir)
         self._installer = Installer(self.cluster, http, self.now, self.keep)
         self._last_summary: RunSummary | None = None
-        self._asked: tuple[str, Round, float] = "", 0, 0.0  # the newest round that a summary told of, and when first
+        self._summed_up: tuple[str, float | None, Round] = "", None, 0  # the newest summary: run, its start, round
+        self._summed_up_at = 0.0  # the first summary of the same
         self._recording: asyncio.Task[None] | None = None
         self._recorded: Run | None = None  # its summary and its last checkpoint have been taken
         self.place = open_place(settings.checkpoints or str(settings.state_dir / "checkpoints"))
@@ -407,10 +408,10 @@ class Coordinator:
         is_ring = run.defaults.consistency.is_ring
         rounds = run.newest_round if is_ring else min((state.round for state in states), default=0)
         carried = ["ring"] if is_ring else sorted({f"HTTP/{v}" for state in states for v in state.transports})
-        if self._asked[:2] != (run.name, rounds):
-            self._asked = run.name, rounds, self.now()
-        # Whoever is a little later after the same round hears the same: all trainers print their summary at the end.
-        end = self._asked[2] if run.ended_at is None else run.ended_at
+        # All trainers print their summary at the end: after the same round each gets the same seconds.
+        if self._summed_up != (run.name, run.started_at, rounds):
+            self._summed_up, self._summed_up_at = (run.name, run.started_at, rounds), self.now()
+        end = self._summed_up_at if run.ended_at is None else run.ended_at
         results: dict[str, float] = {}
         for _, trainer in sorted(run.trainers.items(), reverse=True):
             results.update(trainer.results)  # the lowest rank's word counts

@@ -186,7 +186,6 @@ async def test_all_who_ask_after_the_same_round_hear_the_same_seconds(
     """Trainers print them at the end, and one may be slower than another by then."""
     async with httpx.AsyncClient() as http:
         coordinator = Coordinator(CoordinatorSettings(state_dir=tmp_path), http)
-    coordinator.cluster.run.started_at = 10.0
 
     async def ask(round_: int, now: float) -> tuple[int, float]:
         async def answer(_: object) -> list[PserverState]:
@@ -198,6 +197,9 @@ async def test_all_who_ask_after_the_same_round_hear_the_same_seconds(
         summary = await coordinator.summary()
         return summary.rounds, summary.seconds
 
+    assert await ask(0, 5.0) == (0, 0.0)
+    coordinator.cluster.run.started_at = 10.0
+    assert await ask(0, 11.0) == (0, 1.0)  # not less than nothing: the round is the same as before the start
     assert [await ask(7, 12.0), await ask(7, 13.0), await ask(8, 14.0)] == [(7, 2.0), (7, 2.0), (8, 4.0)]
 
 
