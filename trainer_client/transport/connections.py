@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ssl
-
 import httpx
 
 from ps_protocol.certificates import TlsFiles, client_context
 
-from .http1 import Http1Transport
+from .http1 import ControlTransport, Http1Transport
 from .http2 import Http2Transport
 
 CONNECT_SECONDS = 5.0
@@ -17,19 +15,8 @@ CONNECT_SECONDS = 5.0
 def make_control_client(tls: TlsFiles, auth: httpx.Auth | None) -> httpx.AsyncClient:
     """Plain httpx for small control messages, on connections of their own: a tensor must not block a heartbeat."""
     timeout = httpx.Timeout(10.0, connect=CONNECT_SECONDS)
-    transport = _ControlTransport(verify=client_context(tls), trust_env=False)
+    transport = ControlTransport(verify=client_context(tls), trust_env=False)
     return httpx.AsyncClient(transport=transport, auth=auth, trust_env=False, timeout=timeout)
-
-
-class _ControlTransport(httpx.AsyncHTTPTransport):
-    """In TLS 1.3 a client certificate is refused when the handshake is over: httpcore lets that through as it is."""
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """See httpx.AsyncHTTPTransport. Raises httpx.TransportError and its children."""
-        try:
-            return await super().handle_async_request(request)
-        except ssl.SSLError as error:
-            raise httpx.ConnectError(str(error), request=request) from error
 
 
 def make_bulk_transport(tls: TlsFiles, *, http2: bool, local: str | None = None) -> httpx.AsyncBaseTransport:

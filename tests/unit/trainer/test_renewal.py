@@ -27,7 +27,6 @@ def serve(authority: Authority) -> AbstractAsyncContextManager[Running]:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("http2", [True, False])
 async def test_the_whole_authority_is_replaced(http2: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_client.transport.http1.CHECK_SECONDS", 0.0)
     monkeypatch.setattr("trainer_client.transport.http2.PING_SECONDS", 0.05)
     monkeypatch.setattr(server_module, "GRACE_SECONDS", 0.2)  # idle clients do not say goodbye when the server stops
     authority = Authority(tmp_path / "authority")
