@@ -14,12 +14,14 @@ SUITES ?= tests
 JOBS ?= 2
 # Tests of a file stay together: they share a cluster.
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile
+# Samples become campaigns (tests/soaking.py), which take longer.
+AT_LENGTH := --hypothesis-profile soak -o timeout=600
 ARGS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check test-all test-gpu chaos golden reference audit bench study clean
+.PHONY: help install train test check test-all soak test-gpu chaos golden reference audit bench study clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,16 +46,22 @@ check: install ## format, lint, types, who may import whom
 	$(BIN)/lint-imports
 
 test: check ## check, and all tests that need neither root nor Debian packages
-	$(BIN)/python -m pytest $(SUITES) -m "not extended" $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest $(SUITES) -m "not extended and not soak" $(SIDE_BY_SIDE)
 
 test-all: test $(ADAPTERS_STAMP) ## test, then what takes longer or needs more
-	$(BIN)/python -m pytest $(SUITES) -m "extended and not alone" $(SIDE_BY_SIDE)
-	$(BIN)/python -m pytest $(SUITES) -m "extended and alone"
+	$(BIN)/python -m pytest $(SUITES) -m "extended and not soak and not alone" $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest $(SUITES) -m "extended and not soak and alone"
 
 # What a target needs besides the lock: .bench, .adapters.
 $(VENV)/.%: requirements-%.lock $(STAMP)
 	$(BIN)/python -m pip install --quiet -r $<
 	@touch $@
+
+# The parts end after 25, 15 and 15 minutes, or when the test that is under way does.
+soak: install ## test what test-all samples: full matrices, fuzzing, attacks, chaos; at most an hour (ARGS="--seed 1")
+	$(BIN)/python -m pytest $(SUITES) -m "(soak or hypothesis) and not alone" $(AT_LENGTH) --session-timeout 1500 $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest tests/attacks tests/chaos -m alone $(AT_LENGTH) --session-timeout 900
+	$(BIN)/python -m tests.chaos --minutes 15 $(ARGS)
 
 test-gpu: install ## test on this machine's GPU; where there is none it says so and passes
 	$(BIN)/python -m pytest tests/gpu -rs

@@ -44,8 +44,17 @@ def test_test_all_is_test_and_what_that_leaves_out() -> None:
     assert all_[: len(quick)] == quick
     assert all("adapters" in line for line in all_[len(quick) : -2])  # if they are not installed yet
     side_by_side, alone = all_[-2:]
-    assert quick[-1] == side_by_side.replace('-m "extended and not alone"', '-m "not extended"')
+    assert quick[-1] == side_by_side.replace('"extended and not soak and not alone"', '"not extended and not soak"')
     assert side_by_side == alone.replace("and alone", "and not alone") + " -n 2 --dist loadfile"
+
+
+def test_soak_runs_what_test_all_leaves_out_and_ends_within_an_hour() -> None:
+    side_by_side, alone, chaos = make("--dry-run", "soak", "ARGS=--seed 7").splitlines()[-3:]
+    assert '-m "(soak or hypothesis) and not alone"' in side_by_side
+    assert "tests/attacks tests/chaos -m alone" in alone
+    seconds = [int(*re.findall(r"--session-timeout (\d+)", line)) for line in (side_by_side, alone)]
+    [minutes] = re.findall(r"tests\.chaos --minutes (\d+) --seed 7$", chaos)
+    assert sum(seconds) + 60 * int(minutes) < 3600
 
 
 def test_chaos_passes_its_arguments_on() -> None:

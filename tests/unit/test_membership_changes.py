@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -30,6 +30,8 @@ from services.coordinator.decision import Membership, Rollback, decide, newest_c
 from services.pserver.changes import Changes
 from services.pserver.history import History
 from services.pserver.rounds import Measure, Rounds
+
+from ..soaking import examples
 
 NUMBERS: list[HyperParameters] = [{"lr": 0.1}]
 MAX_TRAINERS = 3
@@ -543,7 +545,7 @@ class Faults(RuleBasedStateMachine):
 
 
 TestFaults = Faults.TestCase
-TestFaults.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestFaults.settings = settings(max_examples=examples(100), stateful_step_count=60, deadline=None)
 
 
 def walk(seed: int) -> None:
@@ -580,18 +582,8 @@ def walk(seed: int) -> None:
     faults.teardown()
 
 
-@pytest.mark.parametrize("first_seed", range(0, 1000, 250))
-def test_long_histories_of_changes(first_seed: int) -> None:
-    walk_all(range(first_seed, first_seed + 250))
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("first_seed", range(1000, 6000, 1000))
-def test_many_more(first_seed: int) -> None:
-    walk_all(range(first_seed, first_seed + 1000))
-
-
-def walk_all(seeds: Iterable[int]) -> None:
+@pytest.mark.parametrize("seeds", [range(500), pytest.param(range(500, 10_000), marks=pytest.mark.soak)], ids=str)
+def test_long_histories_of_changes(seeds: range) -> None:
     for seed in seeds:
         try:
             walk(seed)

@@ -20,6 +20,8 @@ from ps_protocol.errors import (
 )
 from services.pserver.clocks import Clocks, Taken
 
+from ...soaking import examples
+
 BLOCKS = ("a", "b", "c")
 NUMBERS: list[Any] = [{"lr": 0.1}]
 RANKS = (0, 1, 2)
@@ -146,7 +148,7 @@ class ClocksMachine(RuleBasedStateMachine):
                 assert self.clocks.admit(rank, life, old) == "already_applied"
 
 
-ClocksMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+ClocksMachine.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=40, deadline=None)
 TestClocks = ClocksMachine.TestCase
 
 

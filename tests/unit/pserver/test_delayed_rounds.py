@@ -10,6 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ps_protocol.errors import FutureRound
 from services.pserver.rounds import Apply, Rounds
 
+from ...soaking import examples
+
 NUMBERS = [{"lr": 0.1}]
 NUM_TRAINERS = 3
 
@@ -99,7 +101,7 @@ class DelayedRounds(RuleBasedStateMachine):
 
 def machine(k: int) -> type[RuleBasedStateMachine]:
     cls = type(f"DelayedRounds{k}", (DelayedRounds,), {"k": k})
-    cls.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+    cls.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=60, deadline=None)
     return cls
 
 

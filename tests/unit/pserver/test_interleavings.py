@@ -22,6 +22,7 @@ from ps_protocol.errors import (
     StaleTrainer,
 )
 
+from ...soaking import examples
 from .oracle import TorchOracle, assert_same_bits, average, make_options
 from .support import (
     PARAMETERS,
@@ -250,7 +251,7 @@ async def interleave(num_trainers: int, scripts: list[list[int]]) -> None:
                 assert_same_bits(values[f"{name}.block0"], expected.detach(), f"{name} of version {round_}")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(num_trainers=st.integers(1, 3), scripts=st.lists(SCRIPTS, min_size=4, max_size=4))
 async def test_any_interleaving_gives_what_one_process_of_torch_gives(
     num_trainers: int, scripts: list[list[int]]

@@ -13,6 +13,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from ps_protocol.errors import ContributionConflict, ContributionMissing, FutureRound, GradpostError, StaleTrainer
 from services.pserver.rounds import Apply, Measure, Rounds
 
+from ...soaking import examples
+
 NAMES = ("a", "b", "c")
 NUM_BLOCKS = len(NAMES)
 LAMBDAS = ([{"lr": 0.1}], [{"lr": 0.2}])
@@ -406,4 +408,4 @@ class Interleavings(RuleBasedStateMachine):
 
 
 TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestInterleavings.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
