@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import httpx
@@ -25,6 +25,7 @@ from trainer_client import ParameterClient, RemoteOptimizer, Session
 from trainer_client.pushing.buckets import Bucket
 from trainer_client.testing import LocalCluster
 
+from ..soaking import parametrize_sampled
 from .conftest import Carrier
 from .parity_model import run_trainers
 
@@ -46,7 +47,7 @@ def cluster_of(
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("pushes", [300, pytest.param(2000, marks=pytest.mark.extended)])
+@parametrize_sampled("pushes", [300, 2000], [300])
 async def test_many_trainers_hammer_the_same_block(carrier: Carrier, pushes: int) -> None:
     """With SGD of rate 1 and integers the value is the exact sum: every gradient was applied, and applied once."""
     num_trainers = 4
@@ -160,7 +161,7 @@ def play(address: str, num_trainers: int, steps: int, seed: int) -> list[list[li
 
 @pytest.mark.parametrize(
     ("bound", "delay"),
-    [pytest.param(0, 0, marks=pytest.mark.extended), (2, 0), pytest.param(2, 3, marks=pytest.mark.extended)],
+    [pytest.param(0, 0, marks=pytest.mark.soak), (2, 0), pytest.param(2, 3, marks=pytest.mark.extended)],
 )
 def test_max_staleness_is_never_exceeded_and_is_reached(carrier: Carrier, bound: int, delay: int) -> None:
     steps = 40
@@ -176,8 +177,7 @@ def test_max_staleness_is_never_exceeded_and_is_reached(carrier: Carrier, bound:
         assert sum(lead > 0 for lead in leads) > steps / 10  # it is not accidentally synchronous
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("delay", [0, 1, 3])
+@parametrize_sampled(("delay", "mode"), product((0, 1, 3), ("sync", "async")), [(1, "sync"), (3, "async")])
 @pytest.mark.extended
 def test_max_delay_is_never_exceeded_and_is_reached(carrier: Carrier, mode: str, delay: int) -> None:
     with cluster_of(2, carrier, pservers=2, mode=mode, max_delay=delay, min_block_size=10) as address:

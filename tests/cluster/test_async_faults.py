@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ..soaking import parametrize_sampled
 from .conftest import Carrier
 from .counting_script import SIZES
 from .faulty_run import FaultyRun
@@ -61,7 +62,9 @@ def test_each_role_dies_once(carrier: Carrier) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ["log.append.before", "log.append.after", "apply.before", "apply.after"])
+@parametrize_sampled(
+    "name", ["log.append.before", "log.append.after", "apply.before", "apply.after"], sample=["apply.before"]
+)
 def test_a_pserver_dies_at_each_point_and_nothing_is_lost(name: str) -> None:
     with counting(mode="ssp", max_staleness=2) as run:
         run.wait_for_round(3)
@@ -73,7 +76,9 @@ def test_a_pserver_dies_at_each_point_and_nothing_is_lost(name: str) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ["checkpoint.rename", "checkpoint.shard", "freeze.after", "install.before"])
+@parametrize_sampled(
+    "name", ["checkpoint.rename", "checkpoint.shard", "freeze.after", "install.before"], sample=["checkpoint.shard"]
+)
 def test_a_pserver_dies_in_a_checkpoint_or_a_change_and_nothing_is_lost(name: str) -> None:
     with counting(checkpoint_rounds=15) as run:
         run.wait_for_round(3)
@@ -92,8 +97,8 @@ def test_a_pserver_dies_in_a_checkpoint_or_a_change_and_nothing_is_lost(name: st
     "rules",
     [
         {"max_delay": 2},
-        {"mode": "ssp", "max_staleness": 0, "read_consistency": "shard"},
-        {"compensation": "dc"},
+        pytest.param({"mode": "ssp", "max_staleness": 0, "read_consistency": "shard"}, marks=pytest.mark.soak),
+        pytest.param({"compensation": "dc"}, marks=pytest.mark.soak),
         {"wait_for_apply": False},
     ],
     ids=str,

@@ -12,6 +12,7 @@ import numpy as np  # noqa: F401 - DRAW and SEED use it
 import pytest
 import torch
 
+from ..soaking import parametrize_sampled
 from .conftest import Carrier
 from .faulty_run import FaultyRun, expected_result
 
@@ -77,7 +78,7 @@ def test_a_scripts_random_numbers_do_not_depend_on_repeated_requests(tmp_path: P
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("seed", range(3))
+@parametrize_sampled("seed", range(10), [0])
 def test_everybody_dies_at_random_points(seed: int) -> None:
     chance = random.Random(seed)
     with FaultyRun(160, checkpoint_rounds=7) as run:
@@ -151,7 +152,7 @@ def test_nobody_is_waited_for_beyond_the_rejoin_time_out() -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("policy", ["wait", "continue"])  # where a trainer that is given up cannot come back
+@parametrize_sampled("policy", ["wait", "continue"], ["continue"])  # where a trainer that is given up cannot come back
 def test_a_rolling_restart_fails_no_step(carrier: Carrier, policy: str) -> None:
     with FaultyRun(120, **carrier, on_trainer_loss=policy) as run:
         for index in (0, 1):
@@ -178,7 +179,7 @@ def test_a_log_that_was_damaged_takes_everybody_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
+@parametrize_sampled(
     ("name", "passage"),
     [
         *((name, 12) for name in ("log.append.before", "log.append.after", "apply.before", "apply.after")),
@@ -186,6 +187,7 @@ def test_a_log_that_was_damaged_takes_everybody_back(tmp_path: Path) -> None:
         *((name, 2) for name in ("freeze.before", "freeze.after")),
         *((name, 1) for name in ("open.before", "open.after", "install.before", "install.after")),
     ],
+    sample=[("log.append.after", 12), ("checkpoint.rename", 3), ("freeze.after", 2), ("install.before", 1)],
 )
 def test_a_pserver_dies_at_each_point_and_nothing_is_lost(name: str, passage: int) -> None:
     """It is frozen for its own return, and once more for that of a trainer, whose members are then installed."""
@@ -203,7 +205,11 @@ def test_a_pserver_dies_at_each_point_and_nothing_is_lost(name: str, passage: in
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ["decide.before", "decide.after", "checkpoint.manifest", "checkpoint.manifest.after"])
+@parametrize_sampled(
+    "name",
+    ["decide.before", "decide.after", "checkpoint.manifest", "checkpoint.manifest.after"],
+    sample=["decide.after", "checkpoint.manifest"],
+)
 def test_the_coordinator_dies_at_each_point_and_nothing_is_lost(name: str) -> None:
     with FaultyRun(60, checkpoint_rounds=5) as run:
         run.wait_for_round(3)
@@ -219,7 +225,7 @@ def test_the_coordinator_dies_at_each_point_and_nothing_is_lost(name: str) -> No
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ["begin.before", "begin.after"])
+@parametrize_sampled("name", ["begin.before", "begin.after"], ["begin.after"])
 def test_the_coordinator_and_a_pserver_die_when_the_run_begins(name: str) -> None:
     with FaultyRun(40, failpoints=f"{name}=kill") as run:
         run.cluster.coordinator.wait(30)

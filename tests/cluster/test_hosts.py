@@ -52,7 +52,7 @@ def read(folder: Path, *names: str) -> Found:
     }
 
 
-@pytest.fixture(scope="module", params=[run, pytest.param(run_under_torchrun, marks=pytest.mark.extended)])
+@pytest.fixture(scope="module", params=[run, pytest.param(run_under_torchrun, marks=pytest.mark.soak)])
 def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Found]:
     with LocalCluster(pservers=2, trainers=NUM_HOSTS, **SMALL, lease_seconds=5) as cluster:
         yield request.param(cluster, tmp_path_factory.mktemp("hosts"), *IN_SYNC)

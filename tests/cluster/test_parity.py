@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import cycle, product
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from ps_protocol.vocabulary import PLACEMENTS
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
+from ..soaking import parametrize_sampled
 from .conftest import Carrier
 from .parity_model import (
     LR,
@@ -32,7 +35,7 @@ pytestmark = pytest.mark.cluster
 CUTS = (1, 100, 8192)  # min_block_size, in elements
 
 
-@pytest.fixture(scope="module", params=[(1, 1), pytest.param((2, 2), marks=pytest.mark.extended), (3, 1)], ids=str)
+@pytest.fixture(scope="module", params=[(1, 1), pytest.param((2, 2), marks=pytest.mark.soak), (3, 1)], ids=str)
 def cluster(request: pytest.FixtureRequest, carrier: Carrier) -> Iterator[LocalCluster]:
     """Pservers and their torch threads; serves all runs of the matrix, one after another."""
     pservers, threads = request.param
@@ -40,15 +43,8 @@ def cluster(request: pytest.FixtureRequest, carrier: Carrier) -> Iterator[LocalC
         yield cluster
 
 
-# Every optimizer with one cut; in `make test-all` with every cut.
-OPTIMIZERS_AND_CUTS = [
-    pytest.param(name, cut, marks=[] if i % len(CUTS) == j else pytest.mark.extended)
-    for i, name in enumerate(OPTIMIZERS)
-    for j, cut in enumerate(CUTS)
-]
-
-
-@pytest.mark.parametrize(("name", "cut"), OPTIMIZERS_AND_CUTS)
+# CI takes every optimizer with one cut.
+@parametrize_sampled(("name", "cut"), product(OPTIMIZERS, CUTS), [*zip(OPTIMIZERS, cycle(CUTS))])
 def test_same_gradients_give_the_bits_of_one_process(cluster: LocalCluster, name: str, cut: int) -> None:
     expected = train_locally(name)
     train = partial(train_remotely, name)
@@ -56,8 +52,7 @@ def test_same_gradients_give_the_bits_of_one_process(cluster: LocalCluster, name
         assert_identical(actual, expected)
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("placement", ["round_robin", "hash", "balanced"])
+@parametrize_sampled(("placement", "cut"), product(PLACEMENTS, CUTS), [*zip(PLACEMENTS, CUTS, strict=True)])
 def test_cuts_and_placement_change_no_bit(cluster: LocalCluster, cut: int, placement: str) -> None:
     expected = train_locally("Adam")
     train = partial(train_remotely, "Adam")
@@ -128,15 +123,13 @@ def train_on_part(optimizer: torch.optim.Optimizer, net: nn.Module, rank: int, w
     return {name: p.detach().clone() for name, p in net.named_parameters()}
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.extended), 3], ids=lambda n: f"{n} trainers")
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.soak), 3], ids=lambda n: f"{n} trainers")
 def joined_cluster(request: pytest.FixtureRequest, carrier: Carrier) -> Iterator[LocalCluster]:
     with LocalCluster(pservers=2, trainers=request.param, **carrier) as cluster:
         yield cluster
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "AdamW" else pytest.mark.extended) for name in OPTIMIZERS]
-)
+@parametrize_sampled("name", OPTIMIZERS, ["AdamW"])
 def test_averaged_parts_give_the_joined_batch(
     joined_cluster: LocalCluster, name: str, record_property: Callable[[str, object], None]
 ) -> None:
@@ -173,7 +166,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ["SGD-nesterov", "AdamW", "RMSprop", "NAdam"])  # each starts a cluster
+@parametrize_sampled("name", ["SGD-nesterov", "AdamW", "RMSprop", "NAdam"], ["NAdam"])  # each starts a cluster
 def test_fresh_processes_give_the_bits_of_one_process(name: str, carrier: Carrier, tmp_path: Path) -> None:
     settings = {**carrier, "exit_when_done": True, "lease_seconds": 2, "min_block_size": 64}
     with LocalCluster(pservers=2, trainers=2, **settings) as cluster:

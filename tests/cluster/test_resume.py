@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ..soaking import parametrize_sampled
 from .fault_script import digest_of, make_model
 from .faulty_run import SCRIPT, expected_result
 from .up_support import ROOT, RunningUp, clean_environment
@@ -78,7 +79,7 @@ def test_a_run_that_failed_is_resumed_and_its_model_exported(tmp_path: Path) -> 
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("place", ["", "file://{}/shared", "dir://shared::file://{}"], ids=["none", "file", "fsspec"])
+@parametrize_sampled("place", ["", "file://{}/shared", "dir://shared::file://{}"], ["dir://shared::file://{}"])
 def test_a_checkpoint_is_resumed_on_other_pservers_and_another_placement(tmp_path: Path, place: str) -> None:
     """The last place is one of fsspec's that processes share; `file://` is a folder to us."""
     environ = {"GRADPOST_CHECKPOINTS": place.format(tmp_path)} if place else {}

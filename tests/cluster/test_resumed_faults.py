@@ -12,6 +12,7 @@ import pytest
 
 from trainer_client.testing.environment import find_our_packages
 
+from ..soaking import parametrize_sampled
 from .faulty_run import SCRIPT, FaultyRun, expected_result
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(180)]
@@ -30,7 +31,7 @@ def resumed(folder: Path, rounds: int = 60, pservers: int = 2, **settings: Any) 
     return FaultyRun(rounds, pservers=pservers, state_dir=str(folder), resume=True, **settings)
 
 
-@pytest.mark.parametrize("is_told_again", [False, True])
+@parametrize_sampled("is_told_again", [False, True], [True])
 def test_everybody_dies_before_the_checkpoint_is_installed(tmp_path: Path, is_told_again: bool) -> None:
     begin(tmp_path)
     with resumed(tmp_path, failpoints="open.before=kill") as run:
@@ -45,7 +46,7 @@ def test_everybody_dies_before_the_checkpoint_is_installed(tmp_path: Path, is_to
         assert "begin 20" in run.wait_for_line("begin 20")
 
 
-@pytest.mark.parametrize("is_told_again", [False, True])
+@parametrize_sampled("is_told_again", [False, True], [False])
 def test_the_coordinator_dies_when_the_run_begins_and_a_pserver_later(tmp_path: Path, is_told_again: bool) -> None:
     begin(tmp_path)
     with resumed(tmp_path, rounds=200) as run:

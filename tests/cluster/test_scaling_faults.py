@@ -10,6 +10,7 @@ import httpx
 import pytest
 import torch
 
+from ..soaking import parametrize_sampled
 from .conftest import Carrier
 from .faulty_run import SCRIPT, FaultyRun, expected_result
 from .scaling_script import GROWTH_INTERVAL, INIT_SCALE, overflows
@@ -58,8 +59,7 @@ def result_of(rounds: int) -> list[str]:
     return [expected_result(rounds, skipped=set(filter(is_skipped, range(1, rounds + 1))))] * 2
 
 
-@pytest.mark.parametrize("max_delay", [0, 2])
-@pytest.mark.parametrize("rank", [0, 1])
+@parametrize_sampled(("rank", "max_delay"), [(0, 0), (0, 2), (1, 0), (1, 2)], [(0, 2), (1, 0)])
 def test_a_trainer_that_was_killed_comes_back_to_the_others_scale(carrier: Carrier, rank: int, max_delay: int) -> None:
     with FaultyRun(60, **carrier, script=SCALING_SCRIPT, nonfinite="skip_round", max_delay=max_delay) as run:
         run.wait_for_round(24)
@@ -71,7 +71,7 @@ def test_a_trainer_that_was_killed_comes_back_to_the_others_scale(carrier: Carri
         assert results == result_of(60)
 
 
-@pytest.mark.parametrize("overlap", ["false", "true"])
+@parametrize_sampled("overlap", ["false", "true"], ["false"])
 def test_pservers_that_come_back_know_it_too(carrier: Carrier, tmp_path: Path, overlap: str) -> None:
     environment = {"GRADPOST_OVERLAP": overlap, "GRADPOST_OVERLAP_PULLS": overlap, "GRADPOST_BUCKET_BYTES": "500"}
     with FaultyRun(
@@ -87,7 +87,7 @@ def test_pservers_that_come_back_know_it_too(carrier: Carrier, tmp_path: Path, o
         check_scales(run.lines, 60)
 
 
-@pytest.mark.parametrize("overlap", ["false", "true"])
+@parametrize_sampled("overlap", ["false", "true"], ["true"])
 def test_a_run_that_goes_back_has_the_same_scales_again(carrier: Carrier, overlap: str) -> None:
     environment = {"GRADPOST_OVERLAP": overlap, "GRADPOST_OVERLAP_PULLS": overlap, "GRADPOST_BUCKET_BYTES": "500"}
     with FaultyRun(150, **carrier, script=SCALING_SCRIPT, nonfinite="skip_round", environment=environment) as run:

@@ -18,6 +18,7 @@ from ps_protocol.errors import BadHyperParameters, BadModel
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
+from ..soaking import parametrize_sampled
 from .conftest import Carrier
 from .parity_model import OPTIMIZERS, assert_identical, change_rates, make_optimizer, make_parameters, run_trainers
 from .parity_model import set_gradients as set_own_gradients
@@ -28,8 +29,7 @@ BEFORE, AFTER = 5, 4
 SMALL = {"bucket_bytes": 20_000, "min_block_size": 1000}  # several frames, and parameters that are cut
 Parameters = dict[str, nn.Parameter]
 
-EVERY_DAY = ("SGD-momentum", "AdamW")
-KINDS = [pytest.param(kind, marks=[] if kind in EVERY_DAY else pytest.mark.extended) for kind in OPTIMIZERS]
+every_kind = parametrize_sampled("kind", OPTIMIZERS, ["SGD-momentum", "AdamW"])
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def load(checkpoint: bytes, parameters: Parameters) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 def test_one_process_goes_on_with_what_a_cluster_saved(cluster: LocalCluster, kind: str) -> None:
     def train(session: Session) -> tuple[bytes, dict[str, Tensor]]:
         parameters = make_parameters(seed=session.rank)
@@ -127,7 +127,7 @@ def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["after wrapping", "before wrapping"])
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 def test_a_cluster_goes_on_with_what_one_process_saved(other_cluster: LocalCluster, kind: str, early: bool) -> None:
     oracle_parameters = make_parameters()
     oracle = make_optimizer(kind, oracle_parameters, local=True)

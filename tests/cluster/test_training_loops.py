@@ -145,7 +145,7 @@ LOOPS: dict[str, Any] = {
         marks=[pytest.mark.extended, pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")],
     ),
 }
-OPTIMIZERS = [adamw, pytest.param(momentum, marks=pytest.mark.extended)]
+OPTIMIZERS = [adamw, pytest.param(momentum, marks=pytest.mark.soak)]
 
 
 def train(loop: Loop, make_optimizer: Callable[[nn.Module], Optimizer], session: Session | None) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
+from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from ps_protocol.errors import NonFiniteGradient
 from trainer_client import GradScaler, RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
+from ..soaking import parametrize_sampled
 from .parity_model import run_trainers
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended]
@@ -54,6 +56,13 @@ KINDS = {
         {"overlap": True, "max_grad_norm": MAX_NORM, "average_buffers": 2}, scaled=True, strategy="ring"
     ),
 }
+SAMPLE = (
+    "overlap of both, clipping",
+    "overlap, accumulation",
+    "GradScaler, overlap, clipping, averaged buffers",
+    "delay, clipping",
+    "ring, overlap, clipping, GradScaler, averaged buffers",
+)
 
 
 class Model(nn.Module):
@@ -116,8 +125,12 @@ class Layers(nn.Module):
 
 @pytest.mark.overlap
 @pytest.mark.parametrize("strategy", [pytest.param("ring", marks=pytest.mark.ring), "ps"])
-@pytest.mark.parametrize("late", [(), ("third",), ("third", "second"), ("third", "second", "first")], ids=str)
-@pytest.mark.parametrize("num_batches", [(2, 5), (5, 2), (3, 3)], ids=str)
+@parametrize_sampled(
+    ("late", "num_batches"),
+    product([(), ("third",), ("third", "second"), ("third", "second", "first")], [(2, 5), (5, 2), (3, 3)]),
+    sample=[(("third",), (2, 5)), (("third", "second", "first"), (5, 2)), ((), (3, 3))],
+    ids=str,
+)
 def test_nothing_counts_that_is_done_after_the_last_batch(
     strategy: str, late: tuple[str, ...], num_batches: tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,15 +184,17 @@ def test_who_was_refused_may_be_done(strategy: str) -> None:
         assert cluster.summary().state == "finished"
 
 
-def marks(kind: Kind) -> list[pytest.MarkDecorator]:
-    """So that what concerns a part can be run with it."""
-    found = [pytest.mark.overlap] if "overlap" in kind.settings else []
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """Return the markers of the features that a kind uses, and `soak` if CI leaves it out."""
+    kind = KINDS[name]
+    found = [] if name in SAMPLE else [pytest.mark.soak]
+    found += [pytest.mark.overlap] if "overlap" in kind.settings else []
     found += [pytest.mark.ring] if kind.strategy == "ring" else []
     found += [pytest.mark.clip] if "max_grad_norm" in kind.settings else []
     return [*found, pytest.mark.amp] if kind.scaled else found
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(kind)) for name, kind in KINDS.items()])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in KINDS])
 def test_who_is_done_is_not_waited_for(name: str) -> None:
     kind = KINDS[name]
     rules: Any = {"pservers": 0, "strategy": "ring"}

@@ -17,6 +17,7 @@ from trainer_client.pushing.encoding import Remainder, encode_gradient
 from trainer_client.tensors import TORCH_DTYPES
 from trainer_client.testing import LocalCluster
 
+from ..soaking import parametrize_sampled
 from .conftest import Carrier
 from .fault_script import digest_of, loss_of, make_model
 from .faulty_run import FaultyRun
@@ -101,9 +102,9 @@ def train_in_one_process(push: str, pull: str) -> list[dict[str, Tensor]]:
         ("int8", "float32"),
         ("topk", "float32"),
         ("int8", "int8"),
-        pytest.param("float32", "int8", marks=pytest.mark.extended),
-        pytest.param("int8", "bfloat16", marks=pytest.mark.extended),
-        pytest.param("float32", "float16", marks=pytest.mark.extended),
+        pytest.param("float32", "int8", marks=pytest.mark.soak),
+        pytest.param("int8", "bfloat16", marks=pytest.mark.soak),
+        pytest.param("float32", "float16", marks=pytest.mark.soak),
     ],
 )
 def test_training_gives_the_bits_of_one_process_that_rounds_alike(cluster: LocalCluster, push: str, pull: str) -> None:
@@ -167,7 +168,7 @@ def values_after(folder: Path, troubles: list[bool], *, push: str, policy: str, 
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("push", ["int8", "topk"])
+@parametrize_sampled("push", ["int8", "topk"], ["topk"])
 def test_a_gradient_that_was_refused_and_mended_leaves_no_trace(tmp_path: Path, push: str) -> None:
     troubles = [False, True, False, True, True, False]
     refused = values_after(tmp_path, troubles, push=push, policy="reject")
@@ -176,7 +177,7 @@ def test_a_gradient_that_was_refused_and_mended_leaves_no_trace(tmp_path: Path, 
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("push", ["int8", "topk"])
+@parametrize_sampled("push", ["int8", "topk"], ["int8"])
 def test_a_round_that_was_skipped_leaves_no_trace(tmp_path: Path, push: str) -> None:
     troubles = [False, True, False, True, True, False]
     skipped = values_after(tmp_path, troubles, push=push, policy="skip_round")
@@ -212,7 +213,7 @@ def expected_of_differences(rounds: int) -> str:
     "settings",
     [
         {"durability": "log"},
-        {"durability": "fsync", "checkpoint_rounds": 7},
+        pytest.param({"durability": "fsync", "checkpoint_rounds": 7}, marks=pytest.mark.soak),
         {"durability": "none", "checkpoint_rounds": 7},  # then the run goes back
     ],
     ids=str,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import PLACEMENTS, ParameterSpec
 from services.pserver.optimizer_rules import PIECE, UPDATE_RULES
 
+from ...soaking import examples, parametrize_sampled
 from .oracle import DTYPES, Options, Shards, TorchOracle, assert_equal, average, make_options, make_spec, num_threads
 
 CASES: dict[str, tuple[str, Options]] = {
@@ -106,8 +108,11 @@ def test_ten_steps_equal_torch(case, num_pservers, min_block_size):
             assert_equal(shards, oracle, f"after step {step}")
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("case", [case for case in CASES if "-" not in case or "momentum" in case])
+@parametrize_sampled(
+    ("case", "threads"),
+    product([case for case in CASES if "-" not in case or "momentum" in case], (1, 2)),
+    sample=[("sgd-momentum", 2), ("adamw", 1), ("rmsprop", 2)],
+)
 @pytest.mark.extended
 def test_tensors_larger_than_a_piece_and_a_grain_equal_torch(case, threads):
     # torch gives each thread a part of what exceeds 32768 elements; the oracle gets as many threads
@@ -162,7 +167,7 @@ def _models(draw):
     return parameters, steps
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     model=_models(),
     case=st.sampled_from(list(CASES)),
