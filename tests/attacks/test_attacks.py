@@ -10,6 +10,8 @@ import pytest_asyncio
 from benchmarks.attacks.arena import MIB, Arena, open_arena
 from benchmarks.attacks.attacker import ATTACKS
 
+from ..soaking import is_soaking
+
 pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.alone, pytest.mark.asyncio(loop_scope="module")]
 
 # The benchmark measures; here the machine may be doing anything else at the same time, so that a ratio of two p99 says
@@ -18,6 +20,10 @@ MAX_P99_SECONDS, MAX_P99_RATIO = 0.3, 4
 MAX_GROWN_BYTES = 160 * MIB  # bodies and replies may take 64 MiB each
 MAX_KEPT_BYTES = 96 * MIB  # of these, by the C library
 MAX_KEPT_AGAIN_BYTES = 24 * MIB
+
+# An attack is longer than the time that slow clients have.
+ATTACK_SECONDS, CALM_SECONDS, SLOW_SECONDS = (4, 1, 2) if is_soaking() else (2.5, 0.5, 1)
+TIMES = {"header_timeout_seconds": SLOW_SECONDS, "body_timeout_seconds": SLOW_SECONDS}
 
 # Whose connections or requests the server has to end by itself; one of these says so.
 ENDED = {
@@ -35,13 +41,13 @@ ENDED = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def arena() -> AsyncIterator[Arena]:
-    async with open_arena() as arena:
+    async with open_arena(**TIMES) as arena:
         yield arena
 
 
 @pytest.mark.parametrize("name", ATTACKS)
 async def test_an_attack_is_harmless(arena: Arena, name: str) -> None:
-    verdict = await arena.judge(name, 4, calm_seconds=1)
+    verdict = await arena.judge(name, ATTACK_SECONDS, CALM_SECONDS)
     assert verdict.num_failed == 0, verdict
     assert verdict.state_is_unchanged
     assert verdict.p99_during < max(MAX_P99_SECONDS, MAX_P99_RATIO * verdict.p99_before), verdict
@@ -52,14 +58,14 @@ async def test_an_attack_is_harmless(arena: Arena, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["zero_window", "slow_readers", "slow_bodies"])
 async def test_the_same_once_more_takes_no_more_memory(arena: Arena, name: str) -> None:
-    await arena.judge(name, 2, calm_seconds=1)
-    verdict = await arena.judge(name, 2, calm_seconds=1)
+    await arena.judge(name, ATTACK_SECONDS, CALM_SECONDS)
+    verdict = await arena.judge(name, ATTACK_SECONDS, CALM_SECONDS)
     assert verdict.kept_bytes < MAX_KEPT_AGAIN_BYTES, verdict
 
 
 async def test_too_many_connections_are_refused_and_do_not_stay() -> None:
     """All places are taken by silent connections; a good client gets one when their time is over."""
-    async with open_arena(max_connections=50) as arena:
-        verdict = await arena.judge("silent_connections", 6, calm_seconds=1)
+    async with open_arena(max_connections=50, **TIMES) as arena:
+        verdict = await arena.judge("silent_connections", 2 * ATTACK_SECONDS, CALM_SECONDS)
     assert verdict.state_is_unchanged
     assert verdict.grown_bytes < MAX_GROWN_BYTES

@@ -1,8 +1,7 @@
-"""A short campaign finds nothing, and each sabotage is found."""
+"""One history of the campaign has no violation, and each sabotage is found."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -14,19 +13,26 @@ from .campaign import SABOTAGES, Campaign
 pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.alone, pytest.mark.timeout(600)]
 
 
-def test_a_short_campaign_finds_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_history_without_violations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     campaign = Campaign(seed=1, folder=tmp_path)
-    campaign.run(until=time.monotonic() + 45)
+    campaign.run(count=1)
     campaign.report()
     output = capsys.readouterr().out
     assert campaign.num_violations == 0, output
-    assert len(campaign.kinds) >= 12
-    last = f"chaos: seed=1 histories={campaign.num_histories} faults={campaign.num_faults} "
+    assert len(campaign.kinds) >= 6
+    last = f"chaos: seed=1 histories=1 faults={campaign.num_faults} "
     assert output.splitlines()[-1].startswith(last)
 
 
 @pytest.mark.parametrize(
-    ("sabotage", "mode"), [*((sabotage, "sync") for sabotage in SABOTAGES), ("dedupe", "async"), ("log", "async")]
+    ("sabotage", "mode"),
+    [
+        ("dedupe", "sync"),
+        ("order", "sync"),
+        ("log", "async"),
+        pytest.param("dedupe", "async", marks=pytest.mark.soak),
+        pytest.param("log", "sync", marks=pytest.mark.soak),
+    ],
 )
 def test_services_that_are_broken_are_found_out(sabotage: str, mode: Mode, tmp_path: Path) -> None:
     campaign = Campaign(seed=1, kinds=SABOTAGES[sabotage], sabotage=sabotage, mode=mode, folder=tmp_path)
