@@ -16,7 +16,7 @@ from services.runtime.places import open_place
 
 from .faulty_run import FaultyRun, expected_result
 
-pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(300)]
 
 
 def find_libfaketime() -> str:

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.alone, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(240)]
 
 
 def run(program: str, *arguments: str) -> str:

@@ -13,7 +13,7 @@ from services.runtime.places import open_place
 from .faulty_run import FaultyRun, expected_result
 from .small_disk import SmallDisk, small_disk
 
-pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.alone, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(120)]
 
 
 @pytest.fixture

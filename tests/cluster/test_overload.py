@@ -22,7 +22,7 @@ from trainer_client.transport.connections import make_bulk_transport
 from .conftest import Carrier
 from .wire import WireTrainer, completion, encode_blocks
 
-pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.alone, pytest.mark.asyncio]
+pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.asyncio]
 
 SGD = check_optimizer("SGD", [{"nesterov": False, "maximize": False}])
 NUMBERS = [{"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}]

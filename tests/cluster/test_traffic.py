@@ -10,7 +10,7 @@ import pytest
 from benchmarks.wire.machines import TOOLS
 from benchmarks.wire.strategies import measure
 
-pytestmark = [pytest.mark.cluster, pytest.mark.ring, pytest.mark.extended, pytest.mark.alone, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster, pytest.mark.ring, pytest.mark.extended, pytest.mark.timeout(180)]
 
 ELEMENTS, STEPS = 2_000_000, 4
 BITS = 4_000_000_000

@@ -14,7 +14,7 @@ from .browsing import Visit
 from .conftest import Closed
 from .proxy import PREFIX, serve_under_a_path
 
-pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.alone]
+pytestmark = [pytest.mark.cluster, pytest.mark.extended]
 
 
 def test_it_asks_for_the_token_once(browser: Browser, closed: Closed) -> None:

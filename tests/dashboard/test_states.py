@@ -13,7 +13,7 @@ from trainer_client.testing import LocalCluster
 from .browsing import Visit
 from .conftest import SCRIPT
 
-pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.alone]
+pytestmark = [pytest.mark.cluster, pytest.mark.extended]
 
 WAITS = "text => document.querySelector('#notices').textContent.includes(text)"
 

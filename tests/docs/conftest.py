@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,13 +11,6 @@ from trainer_client.testing import LocalCluster
 
 NUM_PSERVERS = 2
 NUM_TRAINERS = 2
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Commands of documents run as they stand there, with the ports that are the default."""
-    for item in items:
-        if item.path.is_relative_to(Path(__file__).parent) and item.get_closest_marker("extended") is not None:
-            item.add_marker(pytest.mark.alone)
 
 
 @pytest.fixture(scope="session")

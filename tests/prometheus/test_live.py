@@ -30,7 +30,6 @@ from .server import SCRAPE_SECONDS, Prometheus
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.extended,
-    pytest.mark.alone,
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Prometheus (Debian's package prometheus)"),
 ]
 
