@@ -35,9 +35,9 @@ def controls_at(all_: Sequence[Controls], round_: Round) -> Controls:
 
 
 def succeed(before: Sequence[Controls], after: Controls, first: Round) -> tuple[Controls, ...]:
-    """All that somebody may still need for rounds from `first` on, once `after` is set.
+    """Return the controls that a pserver may still need for rounds from `first` on, once `after` is set.
 
-    Its round is one that no pserver has applied. It stands instead of those that were to count then, or later.
+    `after` counts from a round that no pserver has applied, and replaces those that were to count from it on.
 
     >>> before = [Controls(since=1), Controls(since=4), Controls(since=9)]
     >>> [controls.since for controls in succeed(before, Controls(since=8), first=6)]

@@ -37,10 +37,10 @@ class Marker(Protocol):
 
 
 class BlockQueue:
-    """Never waits for room: who puts an update makes sure before that there is some in all queues that it needs.
+    """Never waits for room: the caller makes sure that all queues of a contribution have some before it puts an update.
 
     There is room for one marker besides. `apply` runs an update; if it raises, the block stops, and `failure` says why.
-    Then, and whenever there is more room, `changed` is called.
+    `changed` is called then, and whenever there is more room.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class Identity(Message):
     def _accept_earlier(cls, run: Any) -> Any:
         match run:
             case {"consistency": {"step_count": "trainer"}}:
-                raise ValueError("each trainer's steps were counted, and its log does not say so")
+                raise ValueError("step_count is trainer, and its log does not say whose steps it counts")
             case {"consistency": consistency}:
                 return {**run, "consistency": leave_out_removed(consistency)}
         return run
