@@ -106,18 +106,18 @@ def test_the_first_failure_gives_the_code_and_the_others_name_it(tmp_path: Path)
     assert stderr.endswith("gradpost: trainer 1 failed with exit code 7\n")
 
 
-def test_a_script_that_trains_to_the_end_and_exits_with_a_code_has_failed(tmp_path: Path, transport: str) -> None:
+def test_a_script_that_trains_to_the_end_and_exits_with_a_code_has_failed(tmp_path: Path) -> None:
     script = train_script(tmp_path, in_each_round="if step == 4: sys.exit(3)")
     arguments = ("--pservers", 1, "--trainers", 1, "--max-restarts", 1)  # there is nothing to go on with
     code, stdout, stderr = run_up(*arguments, "--", "python", script, folder=tmp_path)
     assert code == 3, stderr
     assert stderr.endswith("gradpost: trainer 0 failed with exit code 3\n")
     assert "starting it again" not in stderr
-    assert stdout.splitlines()[-1].startswith(f"failed: mode=sync transport={transport} rounds=5 ")
+    assert stdout.splitlines()[-1].startswith("failed: mode=sync transport=HTTP/2 rounds=5 ")
 
 
 @pytest.mark.extended
-def test_a_script_that_exits_with_a_code_is_started_again_and_goes_on(tmp_path: Path, transport: str) -> None:
+def test_a_script_that_exits_with_a_code_is_started_again_and_goes_on(tmp_path: Path) -> None:
     """The other one waits for that, or the run might be over before."""
     script = train_script(
         tmp_path,
@@ -134,7 +134,7 @@ def test_a_script_that_exits_with_a_code_is_started_again_and_goes_on(tmp_path: 
     code, stdout, stderr = run_up("--max-restarts", 1, "--pservers", 1, "--", "sh", "-c", command, folder=tmp_path)
     assert code == 0, stderr
     assert "gradpost: trainer 1 failed with exit code 3; starting it again (0 restarts left)\n" in stderr
-    assert stdout.splitlines()[-1].startswith(f"trained: mode=sync transport={transport} ")
+    assert stdout.splitlines()[-1].startswith("trained: mode=sync transport=HTTP/2 ")
 
 
 @pytest.mark.extended
@@ -154,7 +154,7 @@ KILL = "if step == 2 and {who}: os.kill(os.getpid(), 9)"
 
 
 @pytest.mark.parametrize("source", ["flag", pytest.param("file", marks=pytest.mark.extended)])
-def test_the_others_go_on_without_a_lost_trainer(tmp_path: Path, transport: str, source: str) -> None:
+def test_the_others_go_on_without_a_lost_trainer(tmp_path: Path, source: str) -> None:
     arguments, environ = ["--on-trainer-loss", "continue"], {}
     if source == "file":
         (tmp_path / "settings.toml").write_text('on_trainer_loss = "continue"')
@@ -163,7 +163,7 @@ def test_the_others_go_on_without_a_lost_trainer(tmp_path: Path, transport: str,
     code, stdout, stderr = run_up(*arguments, "--pservers", 1, "--", "python", script, folder=tmp_path, **environ)
     assert code == 0, stdout + stderr
     assert stderr.endswith(f"\ngradpost: {LOST}\n")
-    assert stdout.splitlines()[-1].startswith(f"trained: mode=sync transport={transport} accuracy=0.5 rounds=5 ")
+    assert stdout.splitlines()[-1].startswith("trained: mode=sync transport=HTTP/2 accuracy=0.5 rounds=5 ")
 
 
 @pytest.mark.extended
@@ -172,7 +172,7 @@ def test_the_others_go_on_without_a_lost_trainer(tmp_path: Path, transport: str,
     [("True", (), 2), ("session.rank == 1", ("--min-trainers", 2, "--rejoin-timeout", 1), 1)],
 )
 def test_without_enough_trainers_the_run_fails(
-    tmp_path: Path, transport: str, who: str, settings: tuple[object, ...], num_lost: int
+    tmp_path: Path, who: str, settings: tuple[object, ...], num_lost: int
 ) -> None:
     script = train_script(tmp_path, in_each_round=KILL.format(who=who))
     arguments = ("--on-trainer-loss", "continue", "--pservers", 1, *settings)
@@ -181,7 +181,7 @@ def test_without_enough_trainers_the_run_fails(
     assert f"gradpost: {LOST}\n" in stderr
     assert stderr.count(" was lost: ") == num_lost
     assert re.search(r"\ngradpost: trainer [01] was ended by SIGKILL \(out of memory\?\)\n$", stderr)
-    assert stdout.splitlines()[-1].startswith(f"failed: mode=sync transport={transport} rounds=3 ")
+    assert stdout.splitlines()[-1].startswith("failed: mode=sync transport=HTTP/2 rounds=3 ")
 
 
 @pytest.mark.extended
