@@ -10,7 +10,7 @@ import pytest
 from .faulty_run import FaultyRun, expected_result
 from .namespaces import HOST, Direction, Namespace, namespace
 
-pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.alone, pytest.mark.timeout(120)]
 
 LEASE = 3
 
