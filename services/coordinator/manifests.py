@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 
 from ps_protocol.messages import ShardFile
@@ -31,7 +31,6 @@ class Manifests:
         self._cluster = cluster
         self._place = place
         self._keep = keep
-        self._failed: set[Round] = set()  # could not be written, and was said
         self._trouble = ""  # with the place, that was said last
 
     async def update(self) -> bool:
@@ -46,10 +45,9 @@ class Manifests:
                     break
                 continue
             newest = max(cluster.complete_checkpoints, default=-1)
-            ready = [r for r in set(shards[0]).intersection(*shards[1:]) if r > newest and r not in self._failed]
-            if not ready:
+            ready = max(set(shards[0]).intersection(*shards[1:]), default=-1)
+            if ready <= newest or not await self._complete([one[ready] for one in shards]):
                 break
-            await self._complete([one[min(ready)] for one in shards])
         # Not one that somebody may be going back to.
         while len(cluster.complete_checkpoints) > self._keep and not cluster.run.is_changing:
             await self._delete(round_folder(cluster.run.name, cluster.complete_checkpoints.pop()))
@@ -71,16 +69,19 @@ class Manifests:
         try:
             found = await asyncio.to_thread(_take_back, self._place, run.name, attempt, resume)
         except OSError as error:
-            if str(error) != self._trouble:
-                log.warning("the place of the checkpoints cannot be used", place=self._place.url, error=str(error))
-            self._trouble = str(error)
+            self._say(log.warning, "the place of the checkpoints cannot be used", error, place=self._place.url)
             return False
         self._trouble = ""
         if cluster.run is run and run.attempt == attempt:
             cluster.complete_checkpoints[:] = found
             cluster.checkpoints_known_for = run.name, attempt
-            self._failed.clear()
         return True
+
+    def _say(self, write: Callable[..., object], text: str, error: OSError, **facts: object) -> None:
+        """Log what is wrong with the place, once: it is tried again with each heartbeat."""
+        if str(error) != self._trouble:
+            write(text, error=str(error), **facts)
+        self._trouble = str(error)
 
     async def _delete(self, folder: str) -> None:
         try:
@@ -88,7 +89,8 @@ class Manifests:
         except OSError as error:
             log.warning("an old checkpoint could not be deleted", folder=folder, error=str(error))
 
-    async def _complete(self, files: Iterable[ShardFile]) -> None:
+    async def _complete(self, files: Iterable[ShardFile]) -> bool:
+        """Write the manifest of these shards; returns whether the place has taken it."""
         cluster, run = self._cluster, self._cluster.run
         assert run.plan is not None
         shards = tuple(sorted(files, key=lambda file: file.pserver))
@@ -106,12 +108,13 @@ class Manifests:
             reach_failpoint("checkpoint.manifest")
             await asyncio.to_thread(write_manifest, self._place, manifest)
         except OSError as error:
-            self._failed.add(manifest.round)
-            log.error("the manifest of a checkpoint could not be written", round=manifest.round, error=str(error))
-            return
+            self._say(log.error, "the manifest of a checkpoint could not be written", error, round=manifest.round)
+            return False
+        self._trouble = ""
         reach_failpoint("checkpoint.manifest.after")
         if cluster.run is run and run.attempt == manifest.attempt:  # else the round may be undone: see `_look`
             cluster.complete_checkpoints.insert(0, manifest.round)
+        return True
 
 
 def _take_back(place: Place, run: str, attempt: int, resume: Round) -> list[Round]:

@@ -11,6 +11,7 @@ from ps_protocol.messages import (
     Leave,
     PserverHeartbeat,
     RegisterPserver,
+    ShardFile,
     TrainerHeartbeat,
     TrainerJoined,
 )
@@ -80,6 +81,13 @@ def alive(incarnation: int = 1, run: str = "run1", round_: int = 0, **results: f
 
 def beat(incarnation: int = 1, run: str | None = None, round_: int = 0, **changes: Any) -> PserverHeartbeat:
     return PserverHeartbeat(incarnation=incarnation, run=run, round=round_, **changes)
+
+
+def shard_file(pserver: int, round_: int, attempt: int = 0) -> ShardFile:
+    return ShardFile(
+        pserver=pserver, name=f"pserver-{pserver}-of-2.safetensors", num_bytes=1, digest="0" * 32, round=round_,
+        attempt=attempt, torch="2", cpu="AVX2",
+    )  # fmt: skip
 
 
 def leaving(outcome: Any = "done", incarnation: int = 1, run: str = "run1", **changes: Any) -> Leave:

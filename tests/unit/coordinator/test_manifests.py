@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ps_protocol.messages import PserverHeartbeatReply, ShardFile
+from ps_protocol.messages import PserverHeartbeatReply
 from services.coordinator.cluster import Cluster
 from services.coordinator.manifests import Manifests
 from services.runtime.checkpoints import (
@@ -21,7 +21,7 @@ from services.runtime.checkpoints import (
 from services.runtime.failpoints import arm_failpoints
 from services.runtime.places import Place, open_place
 
-from .support import beat, make_cluster, train
+from .support import beat, make_cluster, shard_file, train
 
 pytestmark = pytest.mark.asyncio
 
@@ -40,13 +40,7 @@ def cluster() -> Cluster:
 
 def tell(cluster: Cluster, pserver: int, *rounds: int, attempt: int = 0) -> PserverHeartbeatReply:
     """A heartbeat: these shards are written."""
-    files = tuple(
-        ShardFile(
-            pserver=pserver, name=f"pserver-{pserver}-of-2.safetensors", num_bytes=1, digest="0" * 32, round=round_,
-            attempt=attempt, torch="2", cpu="AVX2",
-        )
-        for round_ in rounds
-    )  # fmt: skip
+    files = tuple(shard_file(pserver, round_, attempt) for round_ in rounds)
     return cluster.pserver_heartbeat(pserver, beat(run="run1", attempt=attempt, checkpoints=files), 1.0)
 
 
@@ -116,15 +110,19 @@ async def test_nothing_is_completed_in_an_attempt_that_not_all_have_heard_of(clu
     assert found(place) == []
 
 
-async def test_a_manifest_that_cannot_be_written_costs_that_checkpoint_only(cluster, place):
+async def test_a_manifest_that_cannot_be_written_is_tried_again(cluster, place):
+    """That of a finished run's last round is the last one that there will be."""
     manifests = Manifests(cluster, place, keep=2)
-    arm_failpoints("checkpoint.manifest=enospc")
-    for round_ in (4, 8):
-        for pserver in (0, 1):
-            tell(cluster, pserver, round_)
-        await manifests.update()
-    arm_failpoints("")
-    assert found(place) == cluster.complete_checkpoints == [8]
+    for pserver in (0, 1):
+        tell(cluster, pserver, 4)
+    try:
+        arm_failpoints("checkpoint.manifest=eio")
+        assert not await manifests.update()
+    finally:
+        arm_failpoints("")
+    assert cluster.complete_checkpoints == []
+    assert await manifests.update()
+    assert found(place) == cluster.complete_checkpoints == [4]
 
 
 async def test_a_place_that_does_not_delete_is_survived(cluster, place, monkeypatch):
