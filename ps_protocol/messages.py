@@ -179,6 +179,9 @@ class PserverHeartbeat(Message):
     waiting_seconds: float = 0.0
     failure: dict[str, Any] | None = Field(default=None, description="what has ended the run here")
     checkpoints: tuple[ShardFile, ...] = Field(default=(), description="its shards of checkpoints that are whole")
+    coming_checkpoints: tuple[Round, ...] = Field(
+        default=(), description="rounds that were named for checkpoints, and of which its shards are not written yet"
+    )
     is_stopping: bool = Field(default=False, description="it has written down what it holds, and will be back")
     load: PserverLoad | None = Field(default=None, description="for those who watch; nothing is decided by it")
     software: Software | None = None
@@ -358,7 +361,9 @@ class InstallRun(Message):
     max_grad_norm: float | None = Field(default=None, description="rounds are stepped once a get brings their norm")
     round_timeout_seconds: float = Field(description="after which those who wait are told who is missing, and fail")
     durability: Durability = "none"
-    checkpoint_rounds: int = Field(default=0, ge=0, description="rounds between checkpoints; 0: none")
+    checkpoint_rounds: int = Field(
+        default=0, ge=0, description="rounds after which it writes a checkpoint of its own if none was named; 0: never"
+    )
     keep_checkpoints: int = Field(default=2, ge=1)
     restore: Round | None = None
     source: str | None = Field(default=None, description="run whose checkpoint is restored, if it is another")

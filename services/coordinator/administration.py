@@ -24,11 +24,12 @@ from ps_protocol.errors import (
 from ps_protocol.messages import CheckpointCreated, Controls, Message
 from ps_protocol.vocabulary import Rank, Round
 
-from .checkpointing import create_checkpoint
 from .coordinator import Coordinator
 from .run import Run
 
 WAIT_SECONDS = 30.0  # for all pservers to go by it
+CHECKPOINT_SECONDS = 240.0  # for a checkpoint to be complete, and the one before it, which may be being written
+MAX_FAILURES = 12  # of a checkpoint
 
 
 class ChangeDone(Message):
@@ -131,12 +132,42 @@ class Administration:
         async with self._checkpoint_lock:
             number = await self._write(run, by=by, action="checkpoint", outcome="requested")
             try:
-                done = await create_checkpoint(self._coordinator)
+                done = await self._make_checkpoint(run)
             except GradpostError as error:
                 await self._write(run, number=number, by=by, action="checkpoint", outcome="failed", detail=str(error))
                 raise
             await self._write(run, number=number, by=by, action="checkpoint", outcome="done", round=done.round)
             return done
+
+    async def _make_checkpoint(self, run: Run) -> CheckpointCreated:
+        coordinator, cluster, attempt = self._coordinator, self._coordinator.cluster, run.attempt
+        if run.state != "training":
+            raise cluster.not_training()
+        if not cluster.registry.is_complete:
+            raise NotReady("a checkpoint needs every pserver", waiting_for=cluster.waiting_for)
+        schedule = coordinator.schedule
+        round_ = schedule.ask()
+
+        def has_ended() -> bool:
+            is_gone = cluster.run is not run or run.state != "training" or run.attempt != attempt
+            return is_gone or round_ <= newest() or schedule.num_failures >= MAX_FAILURES
+
+        def newest() -> Round:
+            return max(cluster.complete_checkpoints, default=-1)
+
+        coordinator.changed()
+        try:
+            await coordinator.wait_until(has_ended, CHECKPOINT_SECONDS)
+        finally:
+            schedule.withdraw()
+        if cluster.run is not run or run.state != "training":
+            raise cluster.not_training()
+        if run.attempt != attempt:
+            raise TryAgain(f"all have gone back to round {run.resume or 0} meanwhile")
+        if newest() < round_:
+            text = f"no checkpoint of round {round_} or later is complete; the pservers' logs say why"
+            raise TryAgain(text, complete=list(cluster.complete_checkpoints))
+        return CheckpointCreated(run=run.name, round=newest(), place=coordinator.place.url)
 
     # ------------------------------------------------------------------ how
 

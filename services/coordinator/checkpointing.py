@@ -1,59 +1,111 @@
-"""A checkpoint on request: a round is named that is not over anywhere, and every pserver writes its shard after it."""
+"""The coordinator names the rounds after which every pserver writes its shard: one checkpoint after another.
+
+A checkpoint is **open** as long as every pserver has written its shard or is about to. So a slow disk makes checkpoints
+rarer for all pservers alike, and a pserver that fails to write makes all of them try a later round. Everything that
+this rests on is in the heartbeats of the pservers: a coordinator that was restarted goes on from there.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import httpx
 
-from ps_protocol.errors import GradpostError, NotReady, StaleRound, TryAgain
-from ps_protocol.messages import CheckpointCreated
+from ps_protocol.errors import GradpostError, StaleRound
 from ps_protocol.vocabulary import Round
 
+from .cluster import Cluster
 from .control import want_checkpoint
-from .coordinator import Coordinator
-from .run import Run
+from .pservers import PserverMember
 
-TRIES = 12
-WAIT_SECONDS = 20.0  # for a named round to be reached and written, before another is named
-RETRY_SECONDS = 0.5
+NAMINGS = 8  # of later and later rounds at once, when pservers have passed the one that was named
+RETRY_SECONDS = 0.5  # between checkpoints that do not come about
 
 
-async def create_checkpoint(coordinator: Coordinator) -> CheckpointCreated:
-    """Make a checkpoint of the whole model as it is now, or soon. Raises NotReady without a run, TryAgain.
+class CheckpointSchedule:
+    """Names a round when a checkpoint is due, or was asked for, and none is open. Lives on the event loop."""
 
-    Rounds go on while they are being named: if one is over on some pserver, a later one is named.
-    """
-    cluster = coordinator.cluster
-    run = cluster.run
-    ahead = 0
-    for _ in range(TRIES):
-        if cluster.run is not run or run.state != "training":
-            raise cluster.not_training()
-        if not cluster.registry.is_complete:
-            raise NotReady("a checkpoint needs every pserver", waiting_for=cluster.waiting_for)
-        round_ = max(m.round for m in cluster.registry.members.values()) + ahead
-        answers = await asyncio.gather(
-            *(want_checkpoint(coordinator.http, m, run.name, round_) for m in cluster.registry.members.values()),
-            return_exceptions=True,
-        )
-        errors = [answer for answer in answers if isinstance(answer, BaseException)]
-        late = [error.facts["current"] for error in errors if isinstance(error, StaleRound)]
-        for error in errors:
-            if not isinstance(error, GradpostError | httpx.HTTPError):
-                raise error
-        if not errors and await _wait_for(coordinator, run, round_):
-            return CheckpointCreated(run=run.name, round=round_, place=coordinator.place.url)
-        ahead = max([1, 2 * ahead, *(int(current) - round_ + 1 for current in late)]) if late else 0
-        if not late:
-            await asyncio.sleep(RETRY_SECONDS)  # somebody did not answer
-    raise TryAgain(f"no round could be agreed on in {TRIES} tries")
+    def __init__(self, cluster: Cluster, http: httpx.AsyncClient, now: Callable[[], float]) -> None:
+        self._cluster = cluster
+        self._http = http
+        self._now = now
+        self._of: tuple[str, int] | None = None  # the run and the attempt that all else is about
+        self._asked: Round | None = None  # a checkpoint of this round, or a later one, is to be made at once
+        self._named: tuple[Round, float] | None = None  # the newest round that was named, and when
+        self.num_failures = 0  # checkpoints in a row that did not come about
 
+    def ask(self) -> Round:
+        """Ask for a checkpoint at once, instead of when one is due; returns the round that it is of at least."""
+        self._look_at_run()
+        self._asked = max(self._cluster.rounds, default=0)
+        self.num_failures = 0
+        return self._asked
 
-async def _wait_for(coordinator: Coordinator, run: Run, round_: Round) -> bool:
-    # Pservers tell of what they have written in their heartbeats.
-    cluster = coordinator.cluster
-    await coordinator.wait_until(
-        lambda: cluster.run is not run or run.is_over or round_ in cluster.complete_checkpoints, WAIT_SECONDS
-    )
-    return cluster.run is run and round_ in cluster.complete_checkpoints
+    def withdraw(self) -> None:
+        """End what `ask` has begun."""
+        self._asked = None
+
+    def _look_at_run(self) -> None:
+        run = self._cluster.run
+        if (run.name, run.attempt) != self._of:
+            self._of = run.name, run.attempt
+            self._asked = self._named = None
+            self.num_failures = 0
+
+    async def advance(self) -> None:
+        """Name the next round, if it is time. Takes as long as the pservers take to answer."""
+        self._look_at_run()
+        cluster, members = self._cluster, self._find_members()
+        if not members or not cluster.knows_checkpoints:
+            return
+        newest = max(cluster.complete_checkpoints, default=-1)
+        round_ = max(member.round for member in members)
+        if self._named is not None and self._named[0] <= newest:
+            self._named, self.num_failures = None, 0
+        open_ = self._find_open(members, newest)
+        is_writing = any(coming <= member.round for member in members for coming in member.coming_checkpoints)
+        if is_writing or (open_ is not None and (self._asked is None or open_ <= round_)):
+            return
+        plan = cluster.run.plan
+        assert plan is not None  # it trains
+        interval = cluster.run.defaults.checkpoint_interval(plan)
+        if self._asked is None and not interval:
+            return
+        if self._named is not None and open_ is None:  # it did not come about
+            if self._now() < self._named[1] + RETRY_SECONDS:
+                return
+            self.num_failures += 1
+        await self._name(members, round_, interval)
+
+    def _find_members(self) -> list[PserverMember]:
+        """Return the pservers, if all of them serve what is being trained."""
+        run, registry = self._cluster.run, self._cluster.registry
+        members = [member for _, member in sorted(registry.members.items())]
+        is_served = all((member.run, member.attempt) == (run.name, run.attempt) for member in members)
+        return members if run.state == "training" and registry.is_complete and is_served else []
+
+    @staticmethod
+    def _find_open(members: list[PserverMember], newest: Round) -> Round | None:
+        """Return the round of the checkpoint that every pserver has written its shard of, or is about to."""
+        rounds = [member.coming_checkpoints.union(member.checkpoints) for member in members]
+        return max((round_ for round_ in frozenset.intersection(*rounds) if round_ > newest), default=None)
+
+    async def _name(self, members: list[PserverMember], newest: Round, interval: Round) -> None:
+        """Name a round that is over on no pserver: the newest if a checkpoint was asked for, else the next one due."""
+        run, ahead = self._cluster.run.name, 0
+        for _ in range(NAMINGS):
+            newest += ahead
+            round_ = newest if self._asked is not None else (newest // interval + 1) * interval
+            wanted = (want_checkpoint(self._http, member, run, round_) for member in members)
+            answers = await asyncio.gather(*wanted, return_exceptions=True)
+            for member, answer in zip(members, answers, strict=True):
+                if answer is None:  # the next heartbeat says so itself
+                    member.coming_checkpoints |= {round_}
+                elif not isinstance(answer, GradpostError | httpx.HTTPError):
+                    raise answer
+            self._named = round_, self._now()
+            late = [int(answer.facts["current"]) for answer in answers if isinstance(answer, StaleRound)]
+            if not late:
+                return  # or a pserver cannot now
+            newest, ahead = max(late), max(1, 2 * ahead)

@@ -22,6 +22,7 @@ from services.runtime.places import open_place
 
 from .activity import ActivityLog
 from .audit import AuditLog
+from .checkpointing import CheckpointSchedule
 from .cluster import Cluster
 from .control import RESULT_SECONDS, TIMEOUT_SECONDS, want_checkpoint
 from .curves import Curves
@@ -70,6 +71,7 @@ class Coordinator:
         self._recorded: Run | None = None  # its summary and its last checkpoint have been taken
         self.place = open_place(settings.checkpoints or str(settings.state_dir / "checkpoints"))
         self._manifests = Manifests(self.cluster, self.place, settings.keep_checkpoints)
+        self.schedule = CheckpointSchedule(self.cluster, http, self.now)
         self._file = RecordFile(settings.state_dir)
         self._keeping = asyncio.Lock()
         self._unkept_since: float | None = None  # since when the disk has not taken what was decided
@@ -235,6 +237,7 @@ class Coordinator:
             self._wake_manifests.clear()
             if await self._manifests.update():
                 await self._tell_waiters()
+            await self.schedule.advance()
 
     async def _tell_waiters(self) -> None:
         self.events.look(self.cluster)

@@ -10,8 +10,9 @@ from ps_protocol.vocabulary import Durability, LossPolicy, NonfinitePolicy, Plac
 from ps_protocol.wire_types import DEFAULT_TOPK, PullType, PushType
 
 MASTER_BYTES = 4  # of an element, float32
-LOG_SHARDS = 4  # a log is as long as so many shards, by default
-MIN_LOG_BYTES = 64 * 1024 * 1024
+RECORD_BYTES = 1024  # of a round in the log, beside its gradient
+LOG_SHARDS = 4  # between two checkpoints, by default
+MIN_LOG_BYTES = 1024 * 1024  # a checkpoint takes some milliseconds, however small the shard
 CONTRIBUTIONS = 1000  # between checkpoints in asynchronous modes, if nothing is logged
 
 
@@ -47,6 +48,6 @@ class RunDefaults:
         """
         if self.durability == "none":
             return self.checkpoint_rounds or (CONTRIBUTIONS if self.consistency.is_async else 0)
-        largest = max(sum(block.num_elements for block in shard) for shard in plan.shards) * MASTER_BYTES
+        largest = max(sum(block.num_elements for block in shard) for shard in plan.shards) * MASTER_BYTES + RECORD_BYTES
         most = self.max_log_bytes or max(LOG_SHARDS * largest, MIN_LOG_BYTES)
-        return max(1, min(self.checkpoint_rounds or most, most // max(largest, 1)))
+        return max(1, min(self.checkpoint_rounds or most, most // largest))

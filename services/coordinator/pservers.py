@@ -30,6 +30,7 @@ class PserverMember:
     waiting_seconds: float = 0.0
     attempt: int = 0
     checkpoints: dict[Round, ShardFile] = field(default_factory=dict)
+    coming_checkpoints: frozenset[Round] = frozenset()  # that it was asked for, and has not written yet
     is_stopping: bool = False  # it has said that it will be back
     held: HeldRun | None = None  # what it brought along when it registered
     here_since: float = 0.0
@@ -115,6 +116,7 @@ class PserverRegistry:
         member.run, member.round = message.run, message.round
         member.missing, member.waiting_seconds = message.missing, message.waiting_seconds
         member.checkpoints = {file.round: file for file in message.checkpoints}
+        member.coming_checkpoints = frozenset(message.coming_checkpoints)
         member.attempt, member.is_stopping = message.attempt, message.is_stopping
         member.software = message.software
 

@@ -124,17 +124,21 @@ class CoordinatorSettings(ServiceSettings):
     checkpoint_rounds: int | None = Field(
         default=None,
         ge=1,
-        description="rounds, in the asynchronous modes contributions, between checkpoints at most; with a log also as "
-        "many as `max_log_bytes` allows. Without either there are none, in the asynchronous modes one every 1,000",
+        description="rounds, in the asynchronous modes contributions, from one checkpoint to the next, if the disks "
+        "are fast enough; with a log at most as many as `max_log_bytes` allows. Without either there are none, in the "
+        "asynchronous modes one every 1,000",
     )
     max_log_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="size of a pserver's log at which the next checkpoint is due; none: four shards, and 64 MiB at "
+        description="size of a pserver's log at which the next checkpoint is due; none: four shards, and 1 MiB at "
         "least",
     )
     keep_checkpoints: int = Field(
-        default=2, ge=1, description="so many complete checkpoints are kept; logs reach back to the oldest"
+        default=2,
+        ge=1,
+        description="so many complete checkpoints are kept; a pserver's log reaches back over as many of those that it "
+        "can restore from",
     )
     resume: bool = Field(
         default=False,

@@ -35,6 +35,7 @@ from services.runtime.logs import get_logger
 from .admission import Admission
 from .block_queue import BlockQueue, Update
 from .bodies import Body
+from .checkpoint_writer import Destination
 from .clocks import Clocks
 from .compensation import compensate_gradient, divide_rates
 from .contribution import Contribution
@@ -257,8 +258,8 @@ class AsyncRun(PserverRun):
             else:
                 self._queues[name].put(Update(taken, block, pull))
         self.shard.version = self.clocks.applied  # if all of its blocks are frozen
-        if self.writer.is_due(taken.number):
-            self._cut(taken.number)
+        if (destination := self.writer.choose(taken.number)) is not None:
+            self._cut(taken.number, destination)
 
     # ------------------------------------------------------------------ log and checkpoints
 
@@ -327,18 +328,18 @@ class AsyncRun(PserverRun):
             raise copy.copy(failure)
         raise TryAgain(f"{failure.detail}; send this again")
 
-    def _cut(self, number: Round) -> None:
+    def _cut(self, number: Round, destination: Destination) -> None:
         """Make a checkpoint of this number."""
         if self.storage is not None:
-            self._begin_pause(self._drain_and_snapshot(self.storage, number))
+            self._begin_pause(self._drain_and_snapshot(self.storage, number, destination))
 
-    async def _drain_and_snapshot(self, storage: RunStorage, number: Round) -> None:
+    async def _drain_and_snapshot(self, storage: RunStorage, number: Round, destination: Destination) -> None:
         await self._drain()
         if self.failure is not None or not self.is_at_rest:
             return
         self.clocks.pass_to(number)
         self.shard.version = number
-        await self._checkpoint_now(storage)
+        await self._checkpoint_now(storage, destination)
 
     async def _drain(self) -> None:
         """Wait until everything that was taken is applied, or never will be."""
@@ -368,10 +369,10 @@ class AsyncRun(PserverRun):
         if round_ < taken:
             raise StaleRound(f"contribution {round_} was taken before others", current=taken)
         if round_ > taken and not is_over:
-            self.writer.want(round_, taken)
-        elif round_ not in storage.checkpoints:
+            self.writer.want(round_)
+        elif round_ not in storage.checkpoints and not self.writer.is_writing(round_):
             self.writer.check_room()
-            self._cut(round_)
+            self._cut(round_, "place")
 
     async def look_after(self, round_: Round | None, make: Look[T], wait_seconds: float) -> T:
         """See PserverRun; pushes wait until what was taken before is applied, and has been looked at."""

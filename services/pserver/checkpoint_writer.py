@@ -1,12 +1,16 @@
-"""When a run's checkpoints are due on one pserver, and how they are written beside serving: one after another."""
+"""When one pserver writes its shard, and where: for a checkpoint of the model, or for itself, beside serving.
+
+The coordinator names the rounds after which all pservers write their shards to the place of checkpoints. A pserver that
+was named none for an interval writes a checkpoint of its own, beside its log, so that the log stays short (ADR 22).
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
-from ps_protocol.errors import FutureRound, TryAgain
+from ps_protocol.errors import TryAgain
 from ps_protocol.vocabulary import Round
 from services.runtime.logs import get_logger
 
@@ -15,91 +19,152 @@ from .metrics import PserverMetrics
 
 log = get_logger()
 
-MAX_OPEN = 2  # copies of the shard: one that is written, and one that waits for that
-MAX_ROUNDS_AHEAD = 10_000  # that one may be wanted for
-
+Destination: TypeAlias = Literal["place", "folder"]  # of all checkpoints; of this pserver's log
 Write: TypeAlias = Callable[[], object]
 
 
 class CheckpointWriter:
-    """Lives on the event loop; `is_due` is asked on the compute thread, too. Without storage nothing is ever due."""
+    """Writes one checkpoint at a time to each destination, so that a place that hangs does not let the log grow.
+
+    Lives on the event loop; `choose` is called on the compute thread, too. Without storage nothing is ever due.
+    """
 
     def __init__(self, storage: RunStorage | None, interval: int, metrics: PserverMetrics) -> None:
-        self.complete: tuple[Round, ...] = ()  # of the whole model, as the coordinator says
+        self.complete: tuple[Round, ...] | None = None  # of the whole model, as the coordinator says; None: not known
         self.has_news = asyncio.Event()  # that the coordinator should hear of at once; a failure is, too
         self._storage = storage
         self._interval = interval
         self._metrics = metrics
-        self._wanted: set[Round] = set()
-        self._num_open = 0
-        self._newest: asyncio.Task[None] | None = None
+        self._named: Round | None = None  # the newest round that the coordinator has named
+        self._newest: Round = max(storage.rounds, default=0) if storage else 0  # of what is written, or being written
+        self._writing: dict[Destination, Round] = {}
+        self._tasks: dict[Destination, asyncio.Task[OSError | None]] = {}
+        self._pruning: asyncio.Task[None] | None = None
 
-    def want(self, round_: Round, newest: Round) -> None:
-        """One is due after this round, which is not over. Raises FutureRound if it is far ahead, TryAgain."""
-        if round_ > newest + MAX_ROUNDS_AHEAD:
-            raise FutureRound(f"round {round_} is far ahead", current=newest)
-        self._wanted = {wanted for wanted in self._wanted if wanted > newest}
-        if round_ not in self._wanted:
-            self.check_room(len(self._wanted))
-            self._wanted.add(round_)
+    def want(self, round_: Round) -> None:
+        """Write the shard after this round, which is not over, instead of the round that was named before.
 
-    def is_due(self, round_: Round) -> bool:
-        """Whether one is to be made after this round. A disk that is slower than the rounds gets fewer of them."""
+        Raises TryAgain while another checkpoint is being written.
+        """
+        self.check_room()
+        self._named = round_
+
+    def check_room(self) -> None:
+        """Raise TryAgain while a checkpoint is being written to the place."""
+        if "place" in self._writing:
+            raise TryAgain(f"the checkpoint of round {self._writing['place']} is being written")
+
+    def is_writing(self, round_: Round) -> bool:
+        """Return whether the shard after this round is on its way to the place."""
+        return self._writing.get("place") == round_
+
+    def choose(self, round_: Round) -> Destination | None:
+        """Return where the shard is to be written after this round, if it is."""
         if self._storage is None:
-            return False
-        if round_ in self._wanted:
-            self._wanted.discard(round_)
-            return True  # it has been promised, and the room for it looked at
-        return bool(self._interval and round_ % self._interval == 0) and self._num_open == 0
+            return None
+        if round_ == self._named and "place" not in self._writing:
+            return "place"
+        is_due = self._interval and round_ >= self._newest + self._interval
+        return "folder" if is_due and "folder" not in self._writing else None
 
-    def check_room(self, num_coming: int = 0) -> None:
-        """Raise TryAgain if as many are on their way, or will be, as may be."""
-        if self._num_open + num_coming >= MAX_OPEN:
-            raise TryAgain("checkpoints are being written")
+    def find_coming(self, newest: Round) -> tuple[Round, ...]:
+        """Return the rounds of the checkpoints that this pserver has not written yet, but will; `newest` is its own."""
+        coming = {self._writing.get("place")}
+        if self._named is not None and self._named >= newest:
+            coming.add(self._named)
+        return tuple(sorted(round_ for round_ in coming if round_ is not None))
 
-    async def make(self, snapshot: Awaitable[Write]) -> None:
+    async def make(self, round_: Round, destination: Destination, snapshot: Awaitable[Write]) -> None:
         """Copy the shard; the copy is written later. Raises TryAgain if the disk does not take even its beginning."""
-        self._num_open += 1
+        self._writing[destination] = round_
         try:
             write = await snapshot
         except OSError as error:
-            self._num_open -= 1
-            self._say(error)
+            self._failed(round_, destination, error)
             raise TryAgain(f"a checkpoint could not be begun: {error}") from error
         except BaseException:
-            self._num_open -= 1
+            del self._writing[destination]
             raise
-        self._begin(write)
+        self.begin(round_, destination, write)
 
-    def begin(self, write: Write) -> None:
+    def begin(self, round_: Round, destination: Destination, write: Write) -> None:
         """Write a copy that has been made."""
-        self._num_open += 1
-        self._begin(write)
+        self._writing[destination] = round_
+        self._newest = max(self._newest, round_)
+        task = asyncio.create_task(self._write(round_, destination, write), name=f"checkpoint to the {destination}")
+        self._tasks[destination] = task
 
-    def _begin(self, write: Write) -> None:
-        self._newest = asyncio.create_task(self._write(write, self._newest), name="checkpoint")
+    async def write_now(self, round_: Round, write: Write) -> None:
+        """Write to the place, and wait for it. Raises OSError."""
+        self.begin(round_, "place", write)
+        if (error := await asyncio.shield(self._tasks["place"])) is not None:
+            raise error
 
-    async def _write(self, write: Write, before: asyncio.Task[None] | None) -> None:
-        assert self._storage is not None
+    async def _write(self, round_: Round, destination: Destination, write: Write) -> OSError | None:
         try:
-            if before is not None:
-                await asyncio.wait([before])
             with self._metrics.checkpoint_seconds.time():
                 await asyncio.to_thread(write)
-            self._metrics.checkpoint_time.set_to_current_time()
-            await asyncio.to_thread(self._storage.prune, self.complete)
-            self.has_news.set()
         except OSError as error:
-            self._say(error)
-        finally:
-            self._num_open -= 1
+            self._failed(round_, destination, error)
+            return error
+        self._ended(round_, destination)
+        if destination == "place":
+            self._metrics.checkpoint_time.set_to_current_time()
+        if destination == "folder":  # not behind a place that hangs
+            await self._prune_folder()
+        else:
+            self._prune()
+        return None
 
-    def _say(self, error: OSError) -> None:
+    def _failed(self, round_: Round, destination: Destination, error: OSError) -> None:
         # The log goes back to the checkpoint before, so that nothing is lost.
+        assert self._storage is not None
+        self._ended(round_, destination)
+        self._newest = max(self._storage.rounds, default=0)
         self._metrics.checkpoint_failures.inc()
-        log.error("a checkpoint could not be written; training goes on", error=str(error))
+        log.error("a checkpoint could not be written; training goes on", round=round_, error=str(error))
 
-    async def finish(self) -> None:
-        """Wait until those that have been begun are written, or have failed."""
-        if self._newest is not None:
-            await asyncio.wait([self._newest])
+    def _ended(self, round_: Round, destination: Destination) -> None:
+        del self._writing[destination]
+        if destination == "place" and self._named == round_:
+            self._named = None
+        self.has_news.set()
+
+    # ------------------------------------------------------------------ what is not needed any more
+
+    def note_complete(self, complete: tuple[Round, ...]) -> None:
+        """The coordinator says which checkpoints of the whole model there are."""
+        if complete != self.complete:
+            self.complete = complete
+            self._prune()
+
+    def _prune(self) -> None:
+        if self._storage is not None and (self._pruning is None or self._pruning.done()):
+            self._pruning = asyncio.create_task(self._prune_both(self._storage), name="prune checkpoints")
+
+    async def _prune_both(self, storage: RunStorage) -> None:
+        complete: object = ()
+        while complete != self.complete:
+            complete = self.complete
+            await self._prune_folder()
+            try:
+                await asyncio.to_thread(storage.prune_place, self.complete)
+            except OSError as error:
+                log.warning("an old checkpoint could not be deleted", error=str(error))
+
+    async def _prune_folder(self) -> None:
+        assert self._storage is not None
+        try:
+            await asyncio.to_thread(self._storage.prune_folder, self.complete)
+        except OSError as error:
+            log.warning("old files of the log could not be deleted", error=str(error))
+
+    # ------------------------------------------------------------------ the end
+
+    async def finish(self, *destinations: Destination) -> None:
+        """Wait until the checkpoints that have been begun are written, or have failed; by default to both."""
+        tasks = [task for destination, task in self._tasks.items() if not destinations or destination in destinations]
+        if tasks:
+            await asyncio.wait(tasks)
+        if not destinations and self._pruning is not None:
+            await asyncio.wait([self._pruning])

@@ -348,6 +348,7 @@ class Pserver:
             await run.settle()
             if run.storage is None or message.round not in run.storage.checkpoints:
                 raise StorageFailed(f"pserver {self.index} has no checkpoint of the last round, {message.round}")
+            run.storage.is_over = True
 
     def readiness(self) -> str | None:
         """What is missing before this process can serve, or None."""
@@ -365,6 +366,7 @@ class Pserver:
             waiting_seconds=run.waiting_seconds if run else 0.0,
             failure=run.failure.to_problem() if run and isinstance(run.failure, Ended) else None,
             checkpoints=tuple(run.storage.checkpoints.values()) if run and run.storage else (),
+            coming_checkpoints=run.writer.find_coming(run.round) if run else (),
             is_stopping=self._is_stopping,
             load=run.describe_load() if run else None,
             software=this_software(),
@@ -376,12 +378,15 @@ class Pserver:
         if self._run is not None:
             await self._run.stop()
 
-    def heard(self, reply: PserverHeartbeatReply) -> None:
-        """Take over what the coordinator says of the run."""
-        if self._run is not None:
-            self._run.notice = reply.notice
-            if reply.complete is not None:
-                self._run.writer.complete = reply.complete
+    def heard(self, reply: PserverHeartbeatReply, heartbeat: PserverHeartbeat) -> None:
+        """Take over what the coordinator says of the run, in answer to this heartbeat."""
+        run = self._run
+        if run is None:
+            return
+        run.notice = reply.notice
+        is_of_this = (heartbeat.run, heartbeat.attempt) == (run.install.run, run.install.attempt)
+        if reply.complete is not None and is_of_this:  # else it may be of rounds that have been undone since
+            run.writer.note_complete(reply.complete)
 
     async def state(self, *, with_digest: bool) -> PserverState:
         """A picture for inspection; the digest reads the whole shard and is made on request only."""

@@ -104,8 +104,9 @@ class Registration:
         alone = Loneliness(asyncio.get_running_loop().time)
         while not stop.is_set():
             self._pserver.has_news.clear()
+            heartbeat = self._pserver.heartbeat()
             try:
-                body = await self._post(path, self._pserver.heartbeat())
+                body = await self._post(path, heartbeat)
                 reply = PserverHeartbeatReply.model_validate_json(body)
             except StalePserver as error:
                 log.warning("the coordinator does not know this pserver any more", reason=str(error))
@@ -121,7 +122,7 @@ class Registration:
             else:
                 is_silent = False
                 alone.ends()
-                self._pserver.heard(reply)
+                self._pserver.heard(reply, heartbeat)
                 if reply.stop and self._settings.exit_when_done:
                     self.exit_code = reply.exit_code
                     stop.set()

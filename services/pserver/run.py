@@ -12,6 +12,7 @@ import contextlib
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import xxhash
@@ -44,7 +45,7 @@ from services.runtime.logs import get_logger
 
 from .admission import Admission, check_member
 from .bodies import Body
-from .checkpoint_writer import CheckpointWriter
+from .checkpoint_writer import CheckpointWriter, Destination
 from .durable.storage import Restored, RunStorage
 from .history import History
 from .load import LoadMeter
@@ -290,10 +291,11 @@ class PserverRun(ABC):
         """The initial values are checkpoint 0: it is on the disk before anybody has seen them."""
         if self.shard.version == 0 and 0 not in storage.checkpoints:
             try:
-                await asyncio.to_thread(await self._compute.run(storage.snapshot_standing, self.shard, self._history()))
+                write = await self._compute.run(storage.snapshot_standing, self.shard, self._history())
+                await self.writer.write_now(0, write)
             except OSError as error:
                 await self.fail(self.storage_failed("write checkpoint 0", error))
-                self.check_failure()
+            self.check_failure()
 
     def storage_failed(self, what: str, error: OSError) -> StorageFailed:
         """The error for a disk that does not take what durability demands."""
@@ -392,17 +394,20 @@ class PserverRun(ABC):
         if self.failure is not None:
             return
         await self._come_to_rest(TryAgain("this pserver stops; it may be back"))
-        await self.settle()
-        is_kept = self.storage is None or self.shard.version in self.storage.checkpoints
-        if self.storage is None or is_kept or not (self.is_readable and self.is_at_rest):
-            return
-        with contextlib.suppress(TryAgain):  # it has been said
-            await self._checkpoint_now(self.storage)
+        await self._finish_apply()
+        await self.writer.finish("folder")
+        is_kept = self.storage is None or self.shard.version in self.storage.rounds
+        if self.storage is not None and not is_kept and self.is_readable and self.is_at_rest:
+            with contextlib.suppress(TryAgain):  # it has been said
+                await self._checkpoint_now(self.storage, "folder")
         await self.writer.finish()
 
-    async def _checkpoint_now(self, storage: RunStorage) -> None:
+    async def _checkpoint_now(self, storage: RunStorage, destination: Destination) -> None:
         """Copy the shard as it is. Raises TryAgain."""
-        await self.writer.make(self._compute.run(storage.snapshot, self.shard, self._history()))
+        snapshot = self._compute.run(
+            partial(storage.snapshot, self.shard, self._history(), is_own=destination == "folder")
+        )
+        await self.writer.make(self.shard.version, destination, snapshot)
 
     async def settle(self) -> None:
         """Wait until what was to be applied is, and what was to be written."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import xxhash
@@ -29,6 +29,7 @@ from services.runtime.logs import get_logger
 
 from .admission import Admission
 from .bodies import Body
+from .checkpoint_writer import Destination, Write
 from .durable.storage import Restored, RunStorage
 from .history import History
 from .metrics import PserverMetrics
@@ -267,7 +268,7 @@ class SyncRun(PserverRun):
         deadline = loop.time() + self.install.round_timeout_seconds
         while True:
             try:
-                reply, write = await self._compute.run(self._step, apply)
+                reply, checkpoint = await self._compute.run(self._step, apply)
             except OSError as error:
                 self._metrics.log_failures.inc()
                 if loop.time() >= deadline or self.failure is not None:
@@ -277,11 +278,11 @@ class SyncRun(PserverRun):
                 await asyncio.sleep(LOG_RETRY_SECONDS)
             else:
                 self._disk_trouble = ""
-                if write is not None:
-                    self.writer.begin(write)
+                if checkpoint is not None:
+                    self.writer.begin(apply.round, *checkpoint)
                 return reply
 
-    def _step(self, apply: Apply[StagedBlock]) -> tuple[Reply, Callable[[], object] | None]:
+    def _step(self, apply: Apply[StagedBlock]) -> tuple[Reply, tuple[Destination, Write] | None]:
         """On the compute thread. With the reply comes what writes a checkpoint, if one is due."""
         measured = self._measured_as(apply)
         history = self.rounds.history_after(apply, measured.norm if measured else None)
@@ -291,10 +292,11 @@ class SyncRun(PserverRun):
     def _encode(self, round_: Round) -> Reply:
         return self._work.encode(round_, self.rounds.history.outcome(round_))
 
-    def _snapshot_if_due(self, apply: Apply[StagedBlock], history: History) -> Callable[[], object] | None:
-        if self.storage is None or not self.writer.is_due(apply.round):
+    def _snapshot_if_due(self, apply: Apply[StagedBlock], history: History) -> tuple[Destination, Write] | None:
+        destination = self.writer.choose(apply.round)
+        if self.storage is None or destination is None:
             return None
-        return self.storage.snapshot(self.shard, history)
+        return destination, self.storage.snapshot(self.shard, history, is_own=destination == "folder")
 
     def _history(self) -> History:
         return self.rounds.history.copy()
@@ -311,10 +313,10 @@ class SyncRun(PserverRun):
         if round_ < applied:
             raise StaleRound(f"round {round_} is over", current=applied)
         if round_ > self.rounds.applied:
-            self.writer.want(round_, self.rounds.applied)
-        elif round_ not in storage.checkpoints:
+            self.writer.want(round_)
+        elif round_ not in storage.checkpoints and not self.writer.is_writing(round_):
             self.writer.check_room()
-            await self._checkpoint_now(storage)
+            await self._checkpoint_now(storage, "place")
 
     async def _finish_apply(self) -> None:
         while self._apply_task is not None and not self._apply_task.done():  # one may have begun the next

@@ -164,7 +164,7 @@ class Disk:
                 raise StorageFailed(f"round {install.restore} of run {install.run} cannot be restored here")
             restored.is_short = True  # it is not all that was here once
         storage.resume(restored.round, install)
-        if not storage.checkpoints:
+        if taken is not None:
             storage.snapshot(restored.shard, restored.history)()
         return restored
 

@@ -65,3 +65,8 @@ def create_segment(folder: Path, base: Round) -> tuple[Segment, int]:
 def retire_segment(segment: Segment) -> None:
     """It is not needed any more. The file may be a later segment; of several the last one is kept."""
     segment.path.replace(segment.path.with_name(_SPARE))
+
+
+def delete_spare(folder: Path) -> None:
+    """Delete the spare file: no further segment is needed."""
+    (folder / _SPARE).unlink(missing_ok=True)

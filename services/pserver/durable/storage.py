@@ -1,11 +1,15 @@
-"""One run's durable state on one pserver: its log, and its part of every checkpoint.
+"""One run's durable state on one pserver: its log, its part of every checkpoint, and checkpoints of its own.
 
 restore(r):   newest whole checkpoint c <= r ──► updates c + 1 … r from the log ──► the shard after round r
+
+A checkpoint of its own lies beside the log and serves this pserver alone: it keeps the log short while the coordinator
+names no round (ADR 22).
 """
 
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +31,7 @@ from services.runtime.sealed import DamagedFile, seal, unseal
 from ..history import History
 from ..shard import Shard
 from ..shard_state import ShardState
+from .own_checkpoints import OwnCheckpoints
 from .records import Buffer
 from .update_log import Update, UpdateLog
 
@@ -42,6 +47,7 @@ class Restored:
     shard: Shard
     history: History
     is_short: bool = False  # there were later rounds
+    num_bytes: int = 0  # of the checkpoint
 
     @property
     def round(self) -> Round:
@@ -55,12 +61,20 @@ class RunStorage:
     def __init__(self, install: InstallRun, index: PserverIndex, log_path: Path, place: Place) -> None:
         self.plan = SlicePlan.from_json(install.plan)
         self.checkpoints: dict[Round, ShardFile] = {}  # those of ours that are whole, as far as we know
+        self.own = OwnCheckpoints(log_path)
+        self.is_over = False  # the run is finished: its last checkpoint is all that will be needed
         self._install = install
         self._index = index
         self._place = place
         self._keep = install.keep_checkpoints
         self._name = shard_name(index, self.plan.num_pservers)
         self._log = UpdateLog(log_path, install.durability)
+        self._pruning = threading.Lock()
+
+    @property
+    def rounds(self) -> list[Round]:
+        """The rounds of all checkpoints from which this pserver can restore its shard, newest first."""
+        return sorted({*self.checkpoints, *self.own.rounds}, reverse=True)
 
     @property
     def log_bytes(self) -> int:
@@ -79,15 +93,15 @@ class RunStorage:
         if self.has_log:
             self._log.append(update, gradient)
 
-    def snapshot(self, shard: Shard, history: History) -> Callable[[], ShardFile]:
+    def snapshot(self, shard: Shard, history: History, *, is_own: bool = False) -> Callable[[], object]:
         """Copy the shard between two updates; the result writes the copy, on any thread, and may raise OSError."""
-        return self._snapshot(shard.copy_state(), history)
+        return self._snapshot(shard.copy_state(), history, is_own=is_own)
 
-    def snapshot_standing(self, shard: Shard, history: History) -> Callable[[], ShardFile]:
+    def snapshot_standing(self, shard: Shard, history: History) -> Callable[[], object]:
         """The same without a copy, of a shard that does not change before it is written."""
-        return self._snapshot(shard.view_state(), history)
+        return self._snapshot(shard.view_state(), history, is_own=False)
 
-    def _snapshot(self, state: ShardState, history: History) -> Callable[[], ShardFile]:
+    def _snapshot(self, state: ShardState, history: History, *, is_own: bool) -> Callable[[], object]:
         if self.has_log:
             self._log.begin_segment(state.version)
         metadata = {
@@ -97,6 +111,8 @@ class RunStorage:
             "plan": self.plan.digest,
             "history": history.to_json(),
         }
+        if is_own:
+            return lambda: self.own.write(state.version, state.encode(self.plan, metadata))
         steps = {rank: step for rank, (_, step) in history.steps.items()}
         return lambda: self.checkpoints.get(state.version) or self._write(state, metadata, steps)
 
@@ -128,19 +144,31 @@ class RunStorage:
         self.checkpoints[state.version] = file
         return file
 
-    def prune(self, complete: Sequence[Round]) -> None:
-        """Delete what is neither of the newest complete checkpoints nor newer than them.
+    def prune_place(self, complete: Sequence[Round] | None) -> None:
+        """Delete the checkpoints that are older than the newest complete one, and not of the complete ones that stay.
 
-        While nobody says which are complete, as many as are kept are kept.
+        Nothing is deleted while it is not known which are complete. Raises OSError.
         """
-        mine = sorted(self.checkpoints, reverse=True)
-        kept = {round_ for round_ in mine if round_ in complete} | set(mine[: self._keep])
-        for round_ in mine:
-            if round_ not in kept:
-                del self.checkpoints[round_]
-                self._delete(round_)
-        if kept:
-            self._log.prune(min(kept))
+        if not complete:
+            return
+        for round_ in [round_ for round_ in self.checkpoints if round_ < max(complete) and round_ not in complete]:
+            self._delete(round_)
+            del self.checkpoints[round_]
+
+    def prune_folder(self, complete: Sequence[Round] | None) -> None:
+        """Delete what no restart needs: the log reaches back over as many checkpoints as are kept, own ones included.
+
+        A run that is over needs its last checkpoint only. Raises OSError.
+        """
+        with self._pruning:
+            rounds = self.rounds[: self._keep]
+            if not rounds:
+                return
+            is_over = self.is_over and complete is not None and rounds[0] in complete
+            self.own.keep([] if is_over else rounds)
+            self._log.prune(rounds[0 if is_over else -1])
+            if is_over:
+                self._log.shrink()
 
     def _delete(self, round_: Round) -> None:
         folder = round_folder(self._install.run, round_)
@@ -183,7 +211,7 @@ class RunStorage:
 
         With `newest` it is that round or None.
         """
-        for round_ in sorted(self.checkpoints, reverse=True):
+        for round_ in self.rounds:
             if newest is not None and round_ > newest:
                 continue
             began = perf_counter()
@@ -195,7 +223,7 @@ class RunStorage:
             if newest is None or restored.round == newest:
                 log.info(
                     "restored from disk", run=self._install.run, round=restored.round, checkpoint=round_,
-                    bytes=self.checkpoints[round_].num_bytes, load_seconds=round(loaded - began, 3),
+                    bytes=restored.num_bytes, load_seconds=round(loaded - began, 3),
                     updates=restored.round - round_, replay_seconds=round(perf_counter() - loaded, 3),
                 )  # fmt: skip
                 return restored
@@ -203,16 +231,20 @@ class RunStorage:
 
     def _load(self, round_: Round) -> Restored | None:
         try:
-            data = read_shard_file(self._place, self._install.run, self.checkpoints[round_])
+            if round_ in self.own.rounds:
+                data = self.own.read(round_)
+            else:
+                data = read_shard_file(self._place, self._install.run, self.checkpoints[round_])
             state, metadata = ShardState.decode(data)
             history = History.from_json(metadata["history"])
         except (DamagedFile, GradpostError, KeyError, ValueError) as error:
             log.warning("a checkpoint is damaged; trying an older one", round=round_, error=str(error))
-            del self.checkpoints[round_]
+            self.own.forget(round_)
+            self.checkpoints.pop(round_, None)
             return None
         shard = Shard(self.plan, self._index)
         shard.load_state(state)
-        return Restored(shard, history)
+        return Restored(shard, history, num_bytes=len(data))
 
     def _replay(self, restored: Restored, newest: Round | None) -> None:
         keep = self._install.consistency.max_delay + 1
@@ -236,7 +268,7 @@ class RunStorage:
     def restorable(self) -> list[tuple[Round, Round]]:
         """Ranges of rounds, first and last, that can be restored as far as the log's digests tell; newest first."""
         ranges: list[tuple[Round, Round]] = []
-        for round_ in sorted(self.checkpoints, reverse=True):
+        for round_ in self.rounds:
             last = round_
             for update, _ in self._log.read_after(round_):
                 last = update.round
@@ -250,8 +282,9 @@ class RunStorage:
         """Write on after this round; what lies behind it, of an attempt that was rolled back, is deleted."""
         self._install = install
         for later in [later for later in self.checkpoints if later > round_]:
-            del self.checkpoints[later]
             self._delete(later)
+            del self.checkpoints[later]
+        self.own.resume(round_)
         if self.has_log:
             self._log.resume(round_)
         try:

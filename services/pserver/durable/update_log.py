@@ -25,7 +25,7 @@ from services.runtime.logs import get_logger
 from services.runtime.places import map_file
 
 from .records import Buffer, Ending, Record, append_record, read_records
-from .segments import Segment, create_segment, list_segments, retire_segment
+from .segments import Segment, create_segment, delete_spare, list_segments, retire_segment
 
 log = get_logger()
 
@@ -193,6 +193,12 @@ class UpdateLog:
         for segment, following in itertools.pairwise(list_segments(self._folder)):
             if following.base <= oldest:
                 retire_segment(segment)
+
+    def shrink(self) -> None:
+        """Delete what holds no records, since none will be written any more."""
+        delete_spare(self._folder)
+        if self._newest is not None:
+            os.ftruncate(self._newest[1], self.num_bytes)
 
     def close(self) -> None:
         """Close the file; what was appended stays."""

@@ -6,7 +6,7 @@ import asyncio
 import json
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -61,21 +61,30 @@ class FakePservers:
         return [(type(m).__name__, m.run, m.number) for m in self.taken[index]]
 
 
-@asynccontextmanager
-async def coordinating(pservers: FakePservers, **settings: Any) -> AsyncIterator[Coordinator]:
+def answering(pservers: FakePservers) -> Callable[[httpx.Request], Coroutine[Any, Any, httpx.Response]]:
+    """What they raise as the answer that it is."""
+
     async def handle(request: httpx.Request) -> httpx.Response:
         try:
             return await pservers(request)
         except GradpostError as error:
             return httpx.Response(error.status, content=json.dumps(error.to_problem()))
 
+    return handle
+
+
+@asynccontextmanager
+async def coordinating(pservers: FakePservers, **settings: Any) -> AsyncIterator[Coordinator]:
     folder = tempfile.mkdtemp()
     stop = asyncio.Event()
     options = {
         "num_pservers": 2, "num_trainers": 2, "lease_seconds": 0.4, "state_dir": Path(folder),
         "on_trainer_loss": "fail", "durability": "none", **settings,
     }  # fmt: skip
-    async with httpx.AsyncClient(transport=httpx.MockTransport(handle)) as http, asyncio.TaskGroup() as tasks:
+    async with (
+        httpx.AsyncClient(transport=httpx.MockTransport(answering(pservers))) as http,
+        asyncio.TaskGroup() as tasks,
+    ):
         coordinator = Coordinator(CoordinatorSettings(**options), http)
         tasks.create_task(coordinator.run(stop))
         try:

@@ -9,10 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import Conflict, NotFound, TryAgain
-from ps_protocol.messages import CheckpointCreated
 from services.coordinator import administration
 from services.coordinator.administration import Administration
-from services.coordinator.coordinator import Coordinator
 from services.coordinator.metrics import measure_cluster
 
 from .coordinating import FakePservers, begin, coordinating, eventually
@@ -115,25 +113,18 @@ async def test_a_rollback_to_a_checkpoint_that_pservers_cannot_restore_fails() -
         assert [entry.outcome for entry in coordinator.audit.entries()] == ["requested", "failed"]
 
 
-async def test_a_checkpoint_that_takes_its_time_keeps_nobody_from_going_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    has_begun, goes_on = asyncio.Event(), asyncio.Event()
-
-    async def create_checkpoint(coordinator: Coordinator) -> CheckpointCreated:
-        has_begun.set()
-        await goes_on.wait()
-        return CheckpointCreated(run=coordinator.cluster.run.name, round=4, place="")
-
-    monkeypatch.setattr(administration, "create_checkpoint", create_checkpoint)
+async def test_a_checkpoint_that_takes_its_time_keeps_nobody_from_going_on() -> None:
     async with coordinating(FakePservers(), lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
         [first, _] = begin(coordinator)
         await coordinator.wait_for_plan(*first, 5)
         administrator = Administration(coordinator)
         await administrator.pause("me")
         made = asyncio.create_task(administrator.checkpoint("me"))
-        await has_begun.wait()
+        await eventually(lambda: coordinator.audit.entries()[-1].action == "checkpoint")
         async with asyncio.timeout(10):
             await administrator.resume("me")
-        goes_on.set()
+        coordinator.cluster.complete_checkpoints[:] = [4]
+        await eventually(made.done)
         assert (await made).round == 4
         done = [(entry.number, entry.action) for entry in coordinator.audit.entries() if entry.outcome == "done"]
         assert sorted(done) == [(1, "pause"), (2, "checkpoint"), (3, "resume")]

@@ -4,50 +4,181 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
+import httpx
 import pytest
 
-from ps_protocol.errors import NotReady, StaleRound
-from services.coordinator.checkpointing import create_checkpoint
+from ps_protocol.errors import NotReady, StaleRound, TryAgain
+from ps_protocol.messages import WantCheckpoint
+from ps_protocol.routes import WANT_CHECKPOINT
+from services.coordinator import checkpointing
+from services.coordinator.administration import Administration
+from services.coordinator.checkpointing import CheckpointSchedule
+from services.coordinator.cluster import Cluster
 from services.coordinator.run import Run
 
-from .coordinating import FakePservers, begin, coordinating, eventually
-from .support import beat, join_all, leaving, registration
+from .coordinating import FakePservers, answering, begin, coordinating, eventually
+from .support import beat, leaving, make_cluster, shard_file, train
 
 pytestmark = pytest.mark.asyncio
 
 
+class Writers(FakePservers):
+    """Pservers that are asked for checkpoints, and may be past the round that is named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.named: list[int] = []  # rounds that pserver 0 was asked for
+        self.rounds = [0, 0]
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path != WANT_CHECKPOINT:
+            return await super().__call__(request)
+        index, message = int(request.url.host), WantCheckpoint.model_validate_json(request.content)
+        if index == 0:
+            self.named.append(message.round)
+        if message.round < self.rounds[index]:
+            raise StaleRound("it is over", current=self.rounds[index])
+        return httpx.Response(204)
+
+    def tell(self, cluster: Cluster, *, written: Sequence[Sequence[int]], coming: Sequence[Sequence[int]]) -> None:
+        """Heartbeats of both pservers: the shards that they have written, and those that they are about to write."""
+        for index in (0, 1):
+            cluster.pserver_heartbeat(
+                index,
+                beat(
+                    run=cluster.run.name, round_=self.rounds[index], coming_checkpoints=tuple(coming[index]),
+                    checkpoints=tuple(shard_file(index, round_) for round_ in written[index]),
+                ),
+                1.0,
+            )  # fmt: skip
+
+
+@asynccontextmanager
+async def scheduling(**settings: Any) -> AsyncIterator[tuple[Cluster, Writers, CheckpointSchedule]]:
+    """A run that trains, with a checkpoint of round 0 and an interval of 5 rounds; the clock stands at 1."""
+    cluster = make_cluster(**{"durability": "log", "on_trainer_loss": "wait", "checkpoint_rounds": 5, **settings})
+    train(cluster)
+    cluster.complete_checkpoints[:], cluster.checkpoints_known_for = [0], (cluster.run.name, 0)
+    writers = Writers()
+    writers.tell(cluster, written=[[0], [0]], coming=[[], []])
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answering(writers))) as http:
+        yield cluster, writers, CheckpointSchedule(cluster, http, lambda: 1.0)
+
+
+async def test_a_round_is_named_when_the_one_before_is_complete_and_not_earlier():
+    async with scheduling() as (cluster, writers, schedule):
+        await schedule.advance()
+        await schedule.advance()
+        assert writers.named == [5]
+        writers.rounds = [13, 14]
+        writers.tell(cluster, written=[[0, 5], [0]], coming=[[], [5]])  # one of the disks is slow
+        await schedule.advance()
+        assert writers.named == [5]
+        writers.tell(cluster, written=[[0, 5], [0, 5]], coming=[[], []])  # the manifest is missing
+        await schedule.advance()
+        assert writers.named == [5]
+        cluster.complete_checkpoints[:] = [5, 0]
+        await schedule.advance()
+        assert writers.named == [5, 15]
+
+
+async def test_a_coordinator_that_was_restarted_waits_for_the_checkpoint_that_is_open():
+    async with scheduling() as (cluster, writers, schedule):
+        writers.tell(cluster, written=[[0], [0]], coming=[[5], [5]])
+        await schedule.advance()
+        assert writers.named == []
+
+
+async def test_a_pserver_that_cannot_write_makes_all_try_a_later_round(monkeypatch):
+    monkeypatch.setattr(checkpointing, "RETRY_SECONDS", 0.0)
+    async with scheduling() as (cluster, writers, schedule):
+        await schedule.advance()
+        writers.rounds = [5, 5]
+        writers.tell(cluster, written=[[0, 5], [0]], coming=[[], []])
+        await schedule.advance()
+        assert writers.named == [5, 10]
+        assert schedule.num_failures == 1
+
+
+async def test_a_later_round_is_named_if_a_pserver_has_passed_the_one_that_was_named():
+    async with scheduling() as (_, writers, schedule):
+        writers.rounds = [4, 12]  # as of after the heartbeats
+        await schedule.advance()
+        assert writers.named == [5, 15]
+
+
+async def test_without_an_interval_none_is_made_until_one_is_asked_for():
+    async with scheduling(durability="none", checkpoint_rounds=None) as (cluster, writers, schedule):
+        writers.rounds = [7, 7]
+        writers.tell(cluster, written=[[0], [0]], coming=[[], []])
+        await schedule.advance()
+        assert writers.named == []
+        assert schedule.ask() == 7
+        await schedule.advance()
+        assert writers.named == [7]
+
+
+async def test_one_that_is_asked_for_does_not_wait_for_the_round_of_the_next():
+    async with scheduling() as (cluster, writers, schedule):
+        writers.rounds = [7, 6]
+        writers.tell(cluster, written=[[0], [0]], coming=[[10], [10]])
+        schedule.ask()
+        await schedule.advance()
+        assert writers.named == [7]
+
+
+async def test_what_was_asked_for_in_a_run_is_not_made_in_the_next_attempt():
+    async with scheduling() as (cluster, writers, schedule):
+        writers.rounds = [7, 7]
+        writers.tell(cluster, written=[[0], [0]], coming=[[], []])
+        schedule.ask()
+        cluster.run.attempt, cluster.checkpoints_known_for = 1, (cluster.run.name, 1)
+        for member in cluster.registry.members.values():
+            member.attempt = 1
+        await schedule.advance()
+        assert writers.named == [10]
+
+
 async def test_a_checkpoint_needs_every_pserver():
-    async with coordinating(FakePservers()) as coordinator:
-        cluster = coordinator.cluster
-        for index in range(2):
-            cluster.register_pserver(registration(str(index), index=index), coordinator.now())
-        join_all(cluster, coordinator.now())
-        coordinator.changed()
-        await coordinator.wait_until(lambda: cluster.run.state == "training", 5)
-        assert cluster.run.state == "training"
-        cluster.registry.members.clear()
+    async with coordinating(FakePservers(), lease_seconds=30) as coordinator:
+        [trainer, _] = begin(coordinator)
+        await coordinator.wait_for_plan(*trainer, 5)
+        coordinator.cluster.registry.members.clear()
         with pytest.raises(NotReady, match="needs every pserver"):
-            await create_checkpoint(coordinator)
+            await Administration(coordinator).checkpoint("me")
 
 
-async def test_who_wants_a_checkpoint_of_a_run_that_fails_meanwhile_hears_of_it_at_once(monkeypatch):
-    is_asked = asyncio.Event()
-
-    async def want(http: object, member: object, run: str, round_: int) -> None:
-        is_asked.set()
-
-    monkeypatch.setattr("services.coordinator.checkpointing.want_checkpoint", want)
+async def test_who_wants_a_checkpoint_of_a_run_that_fails_meanwhile_hears_of_it_at_once():
     async with coordinating(FakePservers(), lease_seconds=30) as coordinator:
         [_, trainer] = begin(coordinator)
         await coordinator.wait_for_plan(*trainer, 5)
-        made = asyncio.create_task(create_checkpoint(coordinator))
-        await is_asked.wait()
+        made = asyncio.create_task(Administration(coordinator).checkpoint("me"))
+        await asyncio.sleep(0.05)
         rank, run, incarnation = trainer
         coordinator.cluster.leave_trainer(rank, leaving("failed", run=run, incarnation=incarnation), coordinator.now())
         coordinator.changed()
         with pytest.raises(NotReady, match="no run is training"):
             await asyncio.wait_for(made, 5)
+
+
+async def test_a_checkpoint_that_never_comes_about_is_given_up(monkeypatch):
+    monkeypatch.setattr(checkpointing, "RETRY_SECONDS", 0.0)
+    writers = Writers()
+    async with coordinating(writers, lease_seconds=30) as coordinator:
+        [trainer, _] = begin(coordinator)
+        await coordinator.wait_for_plan(*trainer, 5)
+        cluster, made = coordinator.cluster, asyncio.create_task(Administration(coordinator).checkpoint("me"))
+        while not made.done():
+            writers.tell(cluster, written=[[], []], coming=[[], []])  # they could not write it
+            coordinator.changed()
+            await asyncio.sleep(0.005)
+        with pytest.raises(TryAgain, match="no checkpoint of round 0 or later is complete"):
+            await made
+        assert 12 <= len(writers.named) <= 20
 
 
 async def test_the_last_checkpoint_holds_what_pservers_have_taken_meanwhile(monkeypatch):

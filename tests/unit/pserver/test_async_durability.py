@@ -121,7 +121,8 @@ async def test_what_was_staged_in_part_has_to_come_again(tmp_path: Path) -> None
 
 @pytest.mark.asyncio
 async def test_without_a_log_trainers_go_on_with_their_own_steps(tmp_path: Path) -> None:
-    async with life(tmp_path, durability="none", checkpoint_rounds=4) as pserver:
+    async with life(tmp_path, durability="none") as pserver:
+        await pserver.run.want_checkpoint(4)
         await steps(pserver, 1, 3)
         await until(lambda: 4 in pserver.run.storage.checkpoints)
     async with life(tmp_path, 2, durability="none") as pserver:
@@ -164,8 +165,9 @@ async def test_a_disk_that_stays_full_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("durability", ["none", "log"])
 async def test_a_checkpoint_holds_the_first_contributions_and_nothing_else(tmp_path: Path, durability: str) -> None:
-    async with life(tmp_path, durability=durability, checkpoint_rounds=3) as pserver:
+    async with life(tmp_path, durability=durability) as pserver:
         await steps(pserver, 1, 1)
+        await pserver.run.want_checkpoint(3)
         with busy(pserver) as release:
             await pserver.push(0, 2)  # number 3: a checkpoint is due, and it is not applied yet
             later = asyncio.create_task(pserver.push(1, 2))

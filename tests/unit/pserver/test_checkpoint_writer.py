@@ -1,4 +1,4 @@
-"""Checkpoints are written one after another, and none that was asked for is passed over in silence."""
+"""Checkpoints of named rounds go to the place, one after another; others of its own keep a pserver's log short."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from ps_protocol.errors import StorageFailed, TryAgain
-from ps_protocol.messages import WantCheckpoint
+from ps_protocol.messages import PserverHeartbeatReply, WantCheckpoint
+from services.pserver.durable.segments import list_segments
 from services.runtime.places import Place
 
 from .support import Bench, bench
@@ -50,6 +51,7 @@ def want(b: Bench, round_: int, *, is_over: bool = False) -> asyncio.Task[None]:
 async def test_the_last_one_waits_for_the_one_that_is_being_written(tmp_path, monkeypatch):
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=2) as b:
         place = SlowPlace(b, monkeypatch)
+        await want(b, 2)
         for round_ in (1, 2, 3):
             await b.play_round(round_)
         last = want(b, 3, is_over=True)
@@ -72,16 +74,19 @@ async def test_a_last_one_that_cannot_be_written_is_no_success(tmp_path, monkeyp
             await want(b, 1, is_over=True)
 
 
-async def test_two_requests_at_once_write_one_after_another_and_a_third_comes_again(tmp_path, monkeypatch):
+async def test_a_request_that_is_repeated_writes_once_and_another_one_comes_again(tmp_path, monkeypatch):
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=100) as b:
         place = SlowPlace(b, monkeypatch)
         await b.play_round(1)
-        answers = await asyncio.gather(*(want(b, 1) for _ in range(3)), return_exceptions=True)
-        assert [type(answer) for answer in answers] == [type(None), type(None), TryAgain]
+        await asyncio.gather(*(want(b, 1) for _ in range(3)))
+        with pytest.raises(TryAgain, match="the checkpoint of round 1 is being written"):
+            await want(b, 2)
+        assert b.pserver.heartbeat().coming_checkpoints == (1,)
         place.may_write.set()
         await b.run.settle()
         assert (place.most, place.twice) == (1, [])
         assert 1 in b.run.storage.checkpoints
+        assert b.pserver.heartbeat().coming_checkpoints == ()
         assert b.metric("gradpost_checkpoint_failures_total") == 0
 
 
@@ -106,29 +111,81 @@ async def test_one_that_is_wanted_after_the_round_that_is_being_applied_is_made(
         assert 1 in b.run.storage.checkpoints
 
 
-async def test_as_many_are_promised_as_there_is_room_for(tmp_path: Path, monkeypatch):
+async def test_of_several_rounds_that_are_named_the_last_one_counts(tmp_path: Path):
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=100) as b:
-        place = SlowPlace(b, monkeypatch)
-        await asyncio.gather(*(want(b, round_) for round_ in (1, 2, 2)))
-        with pytest.raises(TryAgain):
-            await want(b, 3)
-        for round_ in (1, 2, 3):
+        for named in (2, 5, 3):
+            await want(b, named)
+        assert b.pserver.heartbeat().coming_checkpoints == (3,)
+        for round_ in range(1, 6):
             await b.play_round(round_)
-        with pytest.raises(TryAgain):
-            await want(b, 4)
-        place.may_write.set()
         await b.run.settle()
-        assert {1, 2} <= b.run.storage.checkpoints.keys()
-        assert 3 not in b.run.storage.checkpoints
+        assert sorted(b.run.storage.checkpoints) == [0, 3]
+        assert b.pserver.heartbeat().coming_checkpoints == ()
 
 
-async def test_one_that_is_asked_for_by_its_round_is_made_beside_another(tmp_path: Path, monkeypatch):
+async def test_a_checkpoint_that_failed_is_not_coming_any_more(tmp_path: Path, monkeypatch):
+    async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=100) as b:
+        await want(b, 1)
+
+        def refuse(*_: object) -> None:
+            raise OSError("no space left on device")
+
+        monkeypatch.setattr(b.run.storage._place, "write", refuse)
+        b.pserver.has_news.clear()
+        await b.play_round(1)
+        await b.run.settle()
+        assert b.pserver.has_news.is_set()
+        assert b.pserver.heartbeat().coming_checkpoints == ()
+
+
+@pytest.mark.parametrize("place_hangs", [False, True])
+async def test_without_named_rounds_and_beside_a_place_that_hangs_the_log_stays_short(
+    tmp_path: Path, monkeypatch, place_hangs: bool
+):
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=2) as b:
         place = SlowPlace(b, monkeypatch)
-        await want(b, 3)
-        for round_ in (1, 2, 3, 4):
+        if place_hangs:
+            await want(b, 2)
+        for round_ in range(1, 31):
             await b.play_round(round_)
+            await b.run.writer.finish("folder")
+        assert sorted(b.run.storage.checkpoints) == [0]
+        assert sorted(b.run.storage.own.rounds) == [28, 30]
+        assert [segment.base for segment in list_segments(tmp_path / "pserver-0" / "log")] == [28, 30]
+        digest = b.run.shard.digest()
         place.may_write.set()
         await b.run.settle()
-        assert {2, 3} <= b.run.storage.checkpoints.keys()
-        assert 4 not in b.run.storage.checkpoints  # the disk is slower than the rounds
+    async with bench(state_dir=tmp_path, durability="log", incarnation=2) as b:
+        assert (b.run.round, b.run.shard.digest()) == (30, digest)
+
+
+async def test_a_pserver_deletes_what_the_coordinator_does_not_need_any_more(tmp_path: Path):
+    async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=2) as b:
+        for round_ in (1, 2, 3, 4):
+            if round_ % 2 == 0:
+                await want(b, round_)
+            await b.play_round(round_)
+            await b.run.settle()
+        assert sorted(b.run.storage.checkpoints) == [0, 2, 4]
+        heartbeat = b.pserver.heartbeat()
+        b.pserver.heard(PserverHeartbeatReply(complete=None), heartbeat)
+        b.pserver.heard(PserverHeartbeatReply(complete=(4, 2)), heartbeat.model_copy(update={"attempt": 1}))
+        await b.run.settle()
+        assert sorted(b.run.storage.checkpoints) == [0, 2, 4]
+        b.pserver.heard(PserverHeartbeatReply(complete=(4, 2)), heartbeat)
+        await b.run.settle()
+        assert sorted(b.run.storage.checkpoints) == [2, 4]
+
+
+async def test_a_run_that_is_over_keeps_no_log(tmp_path: Path):
+    async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=2) as b:
+        for round_ in (1, 2, 3):
+            await b.play_round(round_)
+        await want(b, 3, is_over=True)
+        b.pserver.heard(PserverHeartbeatReply(complete=(3, 0)), b.pserver.heartbeat())
+        await b.run.settle()
+        log = tmp_path / "pserver-0" / "log"
+        assert sum(path.stat().st_size for path in log.iterdir()) == 0
+        digest = b.run.shard.digest()
+    async with bench(state_dir=tmp_path, durability="log", incarnation=2) as b:
+        assert (b.run.round, b.run.shard.digest()) == (3, digest)

@@ -13,7 +13,7 @@ import pytest
 import structlog
 
 from ps_protocol.errors import StorageFailed
-from ps_protocol.messages import PserverRegistered
+from ps_protocol.messages import PserverRegistered, WantCheckpoint
 from services.pserver import registration
 from services.pserver.registration import Registration
 from services.pserver.settings import PserverSettings
@@ -89,6 +89,7 @@ async def test_a_place_that_hangs_does_not_keep_a_pserver_from_stopping(
     ):
         await one.play_round(1)
         monkeypatch.setattr(one.run.storage._place, "write", lambda *_: is_let_go.wait(20))
+        await one.pserver.want_checkpoint(WantCheckpoint(run=one.install.run, round=1))
         monkeypatch.setattr(registration, "LAST_CHECKPOINT_SECONDS", 0.2)
         staying = Registration(one.pserver, PserverSettings(state_dir=tmp_path), http)
         with structlog.testing.capture_logs() as logs:

@@ -193,14 +193,104 @@ def test_without_a_log_a_checkpoint_is_what_there_is(tmp_path):
     assert sorted(storage.restorable()) == [(0, 0), (4, 4), (8, 8)]
 
 
-def test_the_newest_checkpoints_are_kept_and_the_log_reaches_back_to_the_oldest_of_them(tmp_path):
+def test_the_log_reaches_back_over_as_many_checkpoints_as_are_kept(tmp_path):
     storage = train(tmp_path, 11)
-    storage.prune(complete=())
-    assert sorted(storage.checkpoints) == [4, 8]
+    storage.prune_folder(complete=None)
+    assert sorted(storage.checkpoints) == [0, 4, 8]
     assert [segment.base for segment in list_segments(tmp_path / "log-0")] == [4, 8]
-    assert reopen(tmp_path).restorable() == [(4, 11)]
-    storage.prune(complete=(4,))
-    assert sorted(storage.checkpoints) == [4, 8]  # 8 may become complete
+    assert reopen(tmp_path).restorable() == [(4, 11), (0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("complete", "kept"),
+    [
+        (None, [0, 2, 4, 6, 8]),
+        ((), [0, 2, 4, 6, 8]),
+        ((0,), [0, 2, 4, 6, 8]),
+        ((2, 0), [0, 2, 4, 6, 8]),
+        ((6, 2), [2, 6, 8]),  # other pservers may be writing theirs of round 8
+        ((8, 6), [6, 8]),
+    ],
+)
+def test_only_what_is_older_than_a_complete_checkpoint_is_deleted_from_the_place(tmp_path, complete, kept):
+    storage = train(tmp_path, 11, checkpoints=(2, 4, 6, 8))
+    storage.prune_place(complete)
+    assert sorted(storage.checkpoints) == kept
+    again = reopen(tmp_path)
+    assert sorted(again.checkpoints) == kept
+
+
+def test_a_checkpoint_that_cannot_be_deleted_now_is_deleted_later(tmp_path, monkeypatch):
+    storage = train(tmp_path, 11)
+
+    def refuse(_: str) -> None:
+        raise PermissionError("read-only")
+
+    with monkeypatch.context() as patch, pytest.raises(PermissionError):
+        patch.setattr(storage._place, "delete", refuse)
+        storage.prune_place((8, 4))
+    storage.prune_place((8, 4))
+    assert sorted(reopen(tmp_path).checkpoints) == [4, 8]
+
+
+def train_alone(folder: Path, rounds: int) -> RunStorage:
+    """Nobody names a round: checkpoint 0, and one of its own after every fourth round."""
+    storage, shard = open_storage(folder, PLAN), new_shard(PLAN)
+    storage.snapshot(shard, History())()
+    for round_ in range(1, rounds + 1):
+        step(shard, round_, storage)
+        if round_ % 4 == 0:
+            storage.snapshot(shard, History({round_: (0,)}), is_own=True)()
+            storage.prune_folder(complete=None)
+    storage.close()
+    return storage
+
+
+def test_a_pserver_that_is_named_no_round_keeps_its_log_short_by_itself(tmp_path):
+    storage = train_alone(tmp_path, 30)
+    assert [segment.base for segment in list_segments(tmp_path / "log-0")] == [24, 28]
+    assert list(storage.checkpoints) == [0]  # of which others may have their part
+    again = reopen(tmp_path)
+    assert again.restorable() == [(24, 30), (0, 0)]
+    restored = again.restore()
+    assert restored is not None
+    assert (restored.round, restored.shard.digest()) == (30, digest_after(PLAN, 30))
+    assert restored.history.participants[30] == (0,)
+
+
+def test_a_damaged_checkpoint_of_its_own_costs_replay_and_no_rounds(tmp_path):
+    train_alone(tmp_path, 30)
+    flip(tmp_path / "log-0" / f"{28:012}.checkpoint", 0.5)
+    restored = reopen(tmp_path).restore()
+    assert restored is not None
+    assert (restored.round, restored.shard.digest()) == (30, digest_after(PLAN, 30))
+
+
+def test_going_back_deletes_checkpoints_of_its_own_that_lie_behind(tmp_path):
+    train_alone(tmp_path, 30)
+    (tmp_path / "log-0" / f".{28:012}.checkpoint.123").write_bytes(b"half")
+    storage = reopen(tmp_path)
+    assert storage.restore(26) is not None
+    storage.resume(26, storage._install.model_copy(update={"attempt": 1}))
+    assert reopen(tmp_path).restorable() == [(24, 26), (0, 0)]
+    assert [path.name for path in (tmp_path / "log-0").glob("*.checkpoint*")] == [f"{24:012}.checkpoint"]
+
+
+def test_a_run_that_is_over_keeps_its_last_checkpoint_and_no_log(tmp_path):
+    storage = train_alone(tmp_path, 30)
+    shard = new_shard(PLAN)
+    for round_ in range(1, 31):
+        step(shard, round_)
+    storage.snapshot(shard, History())()
+    storage.is_over = True
+    storage.prune_folder(complete=(0,))
+    assert reopen(tmp_path).restorable() == [(28, 30), (0, 0)]  # until the coordinator says that it is complete
+    storage.prune_folder(complete=(30, 0))
+    assert sum(path.stat().st_size for path in (tmp_path / "log-0").iterdir()) == 0
+    again = reopen(tmp_path)
+    restored = again.restore()
+    assert restored is not None
+    assert (restored.round, restored.is_short, restored.shard.digest()) == (30, False, shard.digest())
 
 
 def test_a_segment_that_is_not_needed_any_more_is_written_over(tmp_path):
@@ -211,7 +301,7 @@ def test_a_segment_that_is_not_needed_any_more_is_written_over(tmp_path):
             step(shard, round_, storage)
         if round_ % 2 == 0:
             storage.snapshot(shard, History())()
-            storage.prune(complete=())
+            storage.prune_folder(complete=None)
             files |= {path.stat().st_ino for path in (tmp_path / "log-0").iterdir()}
     assert len(files) == 3  # two for the checkpoints that are kept
     step(shard, 13, storage)
@@ -230,15 +320,9 @@ def test_a_segment_that_was_long_once_does_not_stay_so(tmp_path):
     long = storage.log_bytes
     for round_ in range(20, 26):
         storage.snapshot(shard, History())()
-        storage.prune(complete=())
+        storage.prune_folder(complete=None)
         step(shard, round_, storage)
     assert max(path.stat().st_size for path in (tmp_path / "log-0").iterdir()) < long / 9
-
-
-def test_a_complete_checkpoint_stays_until_a_newer_one_is_complete(tmp_path):
-    storage = train(tmp_path, 11, checkpoints=(2, 4, 6, 8))
-    storage.prune(complete=(2,))
-    assert sorted(storage.checkpoints) == [2, 6, 8]
 
 
 def test_going_back_deletes_what_lies_behind(tmp_path):
