@@ -1,6 +1,7 @@
 """The coordinator's own durable state: small, written whole at every decision, read once at the start.
 
-What trainers and pservers report all the time (progress, results) is not in it: they report it again.
+What trainers and pservers report all the time (progress, results) is not in it: they report it again. Trainers that
+are done do not, so their rounds are.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+
+from pydantic import Field
 
 from ps_protocol.errors import error_from_problem
 from ps_protocol.messages import Controls, DeclareModel, Message, PserverInfo, RunState
@@ -41,6 +44,7 @@ class TrainerRecord(Message):
     why: str
     is_awaited: bool
     is_resumed: bool = False
+    round: Round = Field(default=0, description="of a trainer that is done: the newest round that it has completed")
 
 
 class RunRecord(Message):
@@ -142,6 +146,7 @@ def _describe_run(cluster: Cluster) -> RunRecord | None:
                 why=t.why,
                 is_awaited=t.is_awaited,
                 is_resumed=t.is_resumed,
+                round=t.round if t.state == "done" else 0,
             )
             for _, t in sorted(run.trainers.items())
         ),
@@ -239,8 +244,8 @@ def _recall_run(cluster: Cluster, record: RunRecord, now: float) -> None:
 def _recall_trainer(t: TrainerRecord, record: RunRecord, now: float) -> TrainerMember:
     return TrainerMember(
         t.rank, t.incarnation, t.instance, now, t.metrics_address, t.state,
-        declaration=_declaration_of(t, record), joined_at=now, gone_at=now, why=t.why, is_awaited=t.is_awaited,
-        is_resumed=t.is_resumed,
+        declaration=_declaration_of(t, record), joined_at=now, round=t.round, gone_at=now, why=t.why,
+        is_awaited=t.is_awaited, is_resumed=t.is_resumed,
     )  # fmt: skip
 
 

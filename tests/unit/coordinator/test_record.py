@@ -67,6 +67,16 @@ def test_what_was_written_is_what_is_recalled(tmp_path):
     )
 
 
+def test_rounds_of_a_trainer_that_is_done_are_not_taken_again_after_a_restart(tmp_path):
+    """It sends no heartbeats any more, so that nothing else says how far it had got."""
+    before, after = make_cluster(on_trainer_loss="wait", durability="log"), make_cluster(on_trainer_loss="wait")
+    train(before)
+    before.leave_trainer(1, leaving("done", round=40), 1.0)
+    recall_cluster(after, through_the_disk(before, tmp_path), 100.0)
+    assert after.run.find_done_after(20) == [1]
+    assert after.run.find_done_after(40) == []
+
+
 def test_everybodys_lease_begins_anew_and_then_counts(tmp_path):
     after = make_cluster(on_trainer_loss="wait", durability="log")
     recall_cluster(after, through_the_disk(training(), tmp_path), 100.0)
