@@ -366,6 +366,9 @@ class InstallRun(Message):
     )
     keep_checkpoints: int = Field(default=2, ge=1)
     restore: Round | None = None
+    began: dict[int, Round | None] = Field(
+        default={}, description="the round after which each attempt has begun; null: with initial values"
+    )
     source: str | None = Field(default=None, description="run whose checkpoint is restored, if it is another")
     uploader: Rank
     number: int

@@ -410,6 +410,7 @@ class Cluster:
             checkpoint_rounds=defaults.checkpoint_interval(run.plan),
             keep_checkpoints=defaults.keep_checkpoints,
             restore=restore,
+            began=run.began,
             source=run.source,
             uploader=run.uploader,
             number=number,

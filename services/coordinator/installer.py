@@ -198,6 +198,10 @@ class Installer:
             # It has missed the rollback that this attempt began with; it will be told where that was.
             return FrozenRounds(applied=run.resume or 0, is_readable=run.resume is not None)
         except NotReady:
+            if (
+                not self._cluster.knows_checkpoints
+            ):  # it names all that are complete, so none may be left that is undone
+                raise
             return await self._find_checkpoint(run, member) if run.defaults.consistency.is_async else None
         return FrozenRounds.model_validate_json(body)
 
@@ -219,7 +223,15 @@ class Installer:
         newest: Round,
         answers: list[FrozenRounds | None],
     ) -> bool:
-        """Go back to `newest`, or to the newest round before it that all can restore; False if they do not say that."""
+        """Go back to `newest`, or to the newest round before it that all can restore; False if they do not say that.
+
+        A pserver that holds nothing names all complete checkpoints, so none may be left that was undone.
+        """
+        if None in answers and not self._cluster.knows_checkpoints:
+            self._say(
+                "the place of the checkpoints has to be read first", NotReady("a pserver holds nothing of the run")
+            )
+            return False
         try:
             ranges = await asyncio.gather(*(self._restorable(run, member) for member in members))
         except (httpx.HTTPError, GradpostError, ValueError) as error:

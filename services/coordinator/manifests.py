@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 
 from ps_protocol.messages import ShardFile
@@ -12,6 +12,7 @@ from services.runtime.checkpoints import (
     Manifest,
     complete_checkpoints,
     delete_manifest,
+    is_undone,
     round_folder,
     write_manifest,
 )
@@ -39,11 +40,9 @@ class Manifests:
         One at a time. Takes as long as the place does, during which run and attempt may have become others.
         """
         cluster, before = self._cluster, list(self._cluster.complete_checkpoints)
-        while (shards := self._written_shards()) is not None:
-            if not cluster.knows_checkpoints:
-                if not await self._look():
-                    break
-                continue
+        if not cluster.knows_checkpoints and cluster.run.plan is not None and cluster.registry.num_pservers:
+            await self._look()
+        while cluster.knows_checkpoints and (shards := self._written_shards()) is not None:
             newest = max(cluster.complete_checkpoints, default=-1)
             ready = max(set(shards[0]).intersection(*shards[1:]), default=-1)
             if ready <= newest or not await self._complete([one[ready] for one in shards]):
@@ -62,20 +61,19 @@ class Manifests:
             return None
         return [member.checkpoints for member in members]
 
-    async def _look(self) -> bool:
-        """Learn which checkpoints of the run there are, and take back those of rounds that this attempt has undone."""
+    async def _look(self) -> None:
+        """Learn which checkpoints of the run there are, and take back those of rounds that were undone."""
         cluster, run = self._cluster, self._cluster.run
-        attempt, resume = run.attempt, -1 if run.resume is None else run.resume
+        attempt = run.attempt
         try:
-            found = await asyncio.to_thread(_take_back, self._place, run.name, attempt, resume)
+            found = await asyncio.to_thread(_take_back, self._place, run.name, dict(run.began))
         except OSError as error:
             self._say(log.warning, "the place of the checkpoints cannot be used", error, place=self._place.url)
-            return False
+            return
         self._trouble = ""
         if cluster.run is run and run.attempt == attempt:
             cluster.complete_checkpoints[:] = found
             cluster.checkpoints_known_for = run.name, attempt
-        return True
 
     def _say(self, write: Callable[..., object], text: str, error: OSError, **facts: object) -> None:
         """Log what is wrong with the place, once: it is tried again with each heartbeat."""
@@ -117,14 +115,14 @@ class Manifests:
         return True
 
 
-def _take_back(place: Place, run: str, attempt: int, resume: Round) -> list[Round]:
-    """Delete the manifests of rounds after the one that an attempt began with, if they are of another; list the rest.
+def _take_back(place: Place, run: str, began: Mapping[int, Round | None]) -> list[Round]:
+    """Delete the manifests of rounds that a later attempt has undone; list the rest.
 
-    A pserver has deleted its shards of those when it went back.
+    A pserver deletes its shards of those when it goes back.
     """
     rounds = []
     for manifest in complete_checkpoints(place, run):
-        if manifest.attempt < attempt and manifest.round > resume:
+        if is_undone(manifest.round, manifest.attempt, began):
             delete_manifest(place, manifest)
         else:
             rounds.append(manifest.round)

@@ -59,6 +59,7 @@ class RunRecord(Message):
     uploader: Rank
     attempt: int
     resume: Round | None
+    began: dict[int, Round | None] = Field(default={}, description="the round after which each attempt has begun")
     source: str | None
     has_begun: bool = True
     has_trained: bool = True
@@ -126,6 +127,7 @@ def _describe_run(cluster: Cluster) -> RunRecord | None:
         uploader=decision.uploader,
         attempt=decision.attempt,
         resume=decision.resume,
+        began={**run.began, decision.attempt: decision.resume} if decision.attempt else {},
         source=run.source,
         has_begun=run.has_begun,
         has_trained=run.has_trained,
@@ -233,6 +235,7 @@ def _recall_run(cluster: Cluster, record: RunRecord, now: float) -> None:
         run.plan, run.declaration, run.uploader = SlicePlan.from_json(record.plan), record.declaration, record.uploader
         run.started_at = now
     run.attempt, run.resume, run.source, run.number = record.attempt, record.resume, record.source, record.number + 1
+    run.began = dict(record.began) or ({record.attempt: record.resume} if record.attempt else {})
     run.has_begun, run.has_trained = record.has_begun, record.has_trained
     run.membership = Membership(dict(record.members), dict(record.starts), dict(record.sets), dict(record.verdicts))
     run.controls = record.controls

@@ -51,6 +51,7 @@ class Run:
         self.membership = Membership()  # as decided last
         self.attempt = 0  # goes up when the run is rolled back
         self.resume: Round | None = None  # the round that this attempt began with; None: with initial values
+        self.began: dict[int, Round | None] = {}  # the same of every attempt since the first
         self.pending: Decision | None = None  # takes effect once it is durable; nobody hears of it before
         self.rollback_to: Round | None = None  # pservers have lost what trainers have pulled: back to here at least
         self.pulled: Round = 0  # the newest round that a trainer has ended in this attempt, as far as was heard
@@ -156,6 +157,7 @@ class Run:
         if decision.attempt != self.attempt:
             self.source = self.rollback_to = None
             self.pulled = 0
+            self.began[decision.attempt] = decision.resume
         self.attempt, self.resume = decision.attempt, decision.resume
         self.uploader, self.membership, self.controls = decision.uploader, decision.membership, decision.controls
 

@@ -114,7 +114,8 @@ class Pserver:
     async def look_into_folder(self, index: PserverIndex | None) -> HeldRun | None:
         """Before a registration: end what is served, take the folder, and restore what it holds.
 
-        Raises FolderTaken if another process holds it, StorageFailed if the disk cannot be used.
+        Raises FolderTaken if another process holds it, StorageFailed if it cannot be used, and TryAgain if what it
+        holds cannot be read now: only what is damaged is passed over.
         """
         async with self._installing:
             await self._replace_run(None, StalePserver("this pserver is registered anew"))
@@ -124,6 +125,8 @@ class Pserver:
             try:
                 await asyncio.to_thread(self.disk.open, self.index if index is None else index)
             except OSError as error:
+                if self.disk.folder is not None:
+                    raise TryAgain(f"what this pserver holds cannot be read: {error}") from error
                 text = f"the folder for the pserver's state cannot be used: {error} (state_dir)"
                 raise StorageFailed(text) from error
             self._has_looked = True

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import httpx
 
-from ps_protocol.errors import GradpostError, StalePserver
+from ps_protocol.errors import GradpostError, StalePserver, TryAgain
 from ps_protocol.messages import (
     Message,
     PserverHeartbeatReply,
@@ -62,7 +62,15 @@ class Registration:
                 await asyncio.wait_for(self._post(path, self._pserver.heartbeat()), GOODBYE_SECONDS)
 
     async def _register(self, address: str, stop: asyncio.Event) -> PserverRegistered | None:
-        held = await self._pserver.look_into_folder(self._settings.pserver_index)
+        while True:
+            try:
+                held = await self._pserver.look_into_folder(self._settings.pserver_index)
+                break
+            except TryAgain as error:
+                log.error(str(error))
+            await _wait(RETRY_SECONDS, stop)
+            if stop.is_set():
+                return None
         disk = self._pserver.disk
         request = RegisterPserver(
             protocol=PROTOCOL_VERSION,

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import xxhash
@@ -100,12 +100,26 @@ def read_manifest(place: Place, run: str, round_: Round) -> Manifest | None:
     return unseal(data, Manifest, f"{name} in {place.url}")
 
 
-def _warn(run: str, round_: Round, error: OSError) -> None:
+def is_undone(round_: Round, attempt: int, began: Mapping[int, Round | None]) -> bool:
+    """Return whether a later attempt than this one has begun before this round.
+
+    `began` has the round after which each attempt has begun, None for one that has begun with initial values.
+
+    >>> is_undone(10, 0, {1: 12, 2: 7}), is_undone(10, 1, {1: 12, 2: 10}), is_undone(0, 0, {1: None})
+    (True, False, True)
+    """
+    return any(later > attempt and (start is None or start < round_) for later, start in began.items())
+
+
+def _pass_over_damage(run: str, round_: Round, error: OSError) -> None:
+    """A manifest that cannot be read now may be whole: what rests on an older one would be lost rounds."""
+    if not isinstance(error, DamagedFile):
+        raise error
     log.warning("the manifest of a checkpoint cannot be used", run=run, round=round_, error=str(error))
 
 
-def complete_checkpoints(place: Place, run: str, pass_over: PassOver = _warn) -> list[Manifest]:
-    """The manifests of a run, newest first; `pass_over` hears of those that cannot be read. Raises OSError.
+def complete_checkpoints(place: Place, run: str, pass_over: PassOver = _pass_over_damage) -> list[Manifest]:
+    """The manifests of a run, newest first; `pass_over` is called with errors, by default it raises all but damage.
 
     Those of a later attempt come before those of rounds that it has undone.
     """
@@ -121,7 +135,7 @@ def complete_checkpoints(place: Place, run: str, pass_over: PassOver = _warn) ->
     return sorted(found, key=lambda manifest: (manifest.attempt, manifest.round), reverse=True)
 
 
-def all_checkpoints(place: Place, pass_over: PassOver = _warn) -> list[Manifest]:
+def all_checkpoints(place: Place, pass_over: PassOver = _pass_over_damage) -> list[Manifest]:
     """The manifests of all runs, newest first: what `--resume` goes on with, and what `export` writes, is the first.
 
     Runs stand in the order of the dates of their newest ones, and dates order nothing within a run: a clock that jumps

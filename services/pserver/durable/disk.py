@@ -156,7 +156,7 @@ class Disk:
         if taken is not None:
             restored = taken
         elif before is not None and restored is not None and restored.round == install.restore:
-            storage.checkpoints = dict(before.checkpoints)
+            storage.checkpoints, storage.undone = dict(before.checkpoints), list(before.undone)
         else:
             storage.find_checkpoints()
             restored = storage.restore(install.restore)

@@ -22,7 +22,7 @@ from ps_protocol.errors import GradpostError
 from ps_protocol.messages import InstallRun, ShardFile
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
-from services.runtime.checkpoints import list_rounds, read_shard_file, round_folder, shard_name
+from services.runtime.checkpoints import is_undone, list_rounds, read_shard_file, round_folder, shard_name
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 from services.runtime.places import Place
@@ -61,6 +61,7 @@ class RunStorage:
     def __init__(self, install: InstallRun, index: PserverIndex, log_path: Path, place: Place) -> None:
         self.plan = SlicePlan.from_json(install.plan)
         self.checkpoints: dict[Round, ShardFile] = {}  # those of ours that are whole, as far as we know
+        self.undone: list[Round] = []  # of those that were found, by a later attempt than theirs
         self.own = OwnCheckpoints(log_path)
         self.is_over = False  # the run is finished: its last checkpoint is all that will be needed
         self._install = install
@@ -178,26 +179,37 @@ class RunStorage:
     # ------------------------------------------------------------------ reading
 
     def find_checkpoints(self) -> None:
-        """Look which checkpoints of this shard are there; their contents are checked when they are read."""
+        """Look which checkpoints of this shard are there; their contents are checked when they are read.
+
+        Those of rounds that a later attempt has undone are none. Raises OSError if it cannot be known which are there.
+        """
         self.checkpoints.clear()
+        self.undone.clear()
         for round_ in list_rounds(self._place, self._install.run):
             name = f"{round_folder(self._install.run, round_)}/{self._name}.json"
             try:
-                self.checkpoints[round_] = unseal(self._place.read(name), ShardFile, name)
+                file = unseal(self._place.read(name), ShardFile, name)
             except FileNotFoundError:
                 continue
-            except OSError as error:
+            except DamagedFile as error:
                 log.warning("a checkpoint is damaged", round=round_, error=str(error))
+                continue
+            if is_undone(round_, file.attempt, self._install.began):
+                self.undone.append(round_)
+            else:
+                self.checkpoints[round_] = file
 
     def forget_checkpoints(self) -> None:
         """Delete those of this shard: the run begins anew."""
         self.find_checkpoints()
-        for round_ in self.checkpoints:
+        for round_ in [*self.checkpoints, *self.undone]:
             self._delete(round_)
         self.checkpoints.clear()
 
     def _delete_leftovers(self) -> None:
-        """Delete what an earlier life of this pserver had begun to write, and what nobody would find again."""
+        """Delete what an earlier life of this pserver had begun to write, and checkpoints that were undone."""
+        for round_ in self.undone:
+            self._delete(round_)
         for round_ in list_rounds(self._place, self._install.run):
             folder = round_folder(self._install.run, round_)
             names = self._place.list(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,12 @@ def forget(cluster: Cluster) -> None:
     """The coordinator dies and comes back."""
     cluster.complete_checkpoints.clear()
     cluster.checkpoints_known_for = None
+
+
+def go_back(cluster: Cluster, round_: int) -> None:
+    """The next attempt is decided."""
+    run = cluster.run
+    run.adopt(replace(run.decision, attempt=run.attempt + 1, resume=round_))
 
 
 def found(place: Place) -> list[int]:
@@ -176,7 +183,7 @@ async def test_a_run_that_went_back_takes_back_what_it_has_undone(cluster, place
         for pserver in (0, 1):
             tell(cluster, pserver, round_)
         await manifests.update()
-    cluster.run.attempt, cluster.run.resume = 1, 4
+    go_back(cluster, 4)
     for pserver in (0, 1):  # they have deleted their shards of rounds 8 and 12
         tell(cluster, pserver, 4, attempt=1)
     await manifests.update()
@@ -188,11 +195,42 @@ async def test_a_run_that_went_back_takes_back_what_it_has_undone(cluster, place
     assert cluster.complete_checkpoints == [8, 4]
 
 
+async def test_what_an_attempt_has_undone_is_taken_back_after_later_attempts_too(cluster, place, monkeypatch):
+    """The place did not delete it at once, and the next attempt began behind it."""
+    manifests = Manifests(cluster, place, keep=3)
+    for round_ in (4, 8):
+        for pserver in (0, 1):
+            tell(cluster, pserver, round_)
+        await manifests.update()
+    go_back(cluster, 4)
+    go_back(cluster, 12)
+    await manifests.update()
+    assert found(place) == cluster.complete_checkpoints == [4]
+
+
+async def test_a_place_that_cannot_be_read_is_not_one_without_checkpoints(cluster, place, monkeypatch):
+    await complete_round_4(cluster, place)
+    forget(cluster)
+    read, errors = place.read, [OSError("Input/output error")]
+
+    def read_badly(name: str) -> memoryview:
+        if errors:
+            raise errors.pop()
+        return read(name)
+
+    monkeypatch.setattr(place, "read", read_badly)
+    manifests = Manifests(cluster, place, keep=2)
+    await manifests.update()
+    assert not cluster.knows_checkpoints
+    await manifests.update()
+    assert cluster.complete_checkpoints == [4]
+
+
 async def test_a_manifest_of_a_round_that_was_undone_meanwhile_does_not_stay(cluster, place, monkeypatch):
     manifests, write = Manifests(cluster, place, keep=3), place.write
 
     def write_slowly(name: str, chunks: list[bytes]) -> None:
-        cluster.run.attempt, cluster.run.resume = 1, 0  # the run goes back while the disk writes
+        go_back(cluster, 0)  # while the disk writes
         write(name, chunks)
 
     for pserver in (0, 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,25 @@ def test_rounds_of_a_trainer_that_is_done_are_not_taken_again_after_a_restart(tm
     recall_cluster(after, through_the_disk(before, tmp_path), 100.0)
     assert after.run.find_done_after(20) == [1]
     assert after.run.find_done_after(40) == []
+
+
+def test_it_is_known_which_rounds_every_attempt_has_undone(tmp_path):
+    before, after = make_cluster(durability="log"), make_cluster(durability="log")
+    train(before)
+    before.run.adopt(replace(before.run.decision, attempt=1, resume=None))
+    before.run.adopt(replace(before.run.decision, attempt=2, resume=7))
+    before.run.pending = replace(before.run.decision, attempt=3, resume=5)
+    recall_cluster(after, through_the_disk(before, tmp_path), 100.0)
+    assert after.installation(0, 9, 5).began == {1: None, 2: 7, 3: 5}
+
+
+def test_of_a_record_from_before_that_was_written_the_newest_attempt_is_known(tmp_path):
+    record = through_the_disk(training(), tmp_path)
+    assert record.run is not None
+    old = record.model_copy(update={"run": record.run.model_copy(update={"began": {}})})
+    after = make_cluster(durability="log")
+    recall_cluster(after, old, 100.0)
+    assert after.run.began == {1: 7}
 
 
 def test_everybodys_lease_begins_anew_and_then_counts(tmp_path):

@@ -11,14 +11,20 @@ from pathlib import Path
 import httpx
 import pytest
 import structlog
+from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import StorageFailed
-from ps_protocol.messages import PserverRegistered, WantCheckpoint
+from ps_protocol.messages import PserverRegistered, RegisterPserver, WantCheckpoint
 from services.pserver import registration
+from services.pserver.durable.disk import Disk
+from services.pserver.metrics import PserverMetrics
+from services.pserver.pserver import Pserver
 from services.pserver.registration import Registration
 from services.pserver.settings import PserverSettings
+from services.runtime.compute import ComputeExecutor
+from services.runtime.places import LocalPlace
 
-from .support import bench
+from .support import LIMITS, bench
 
 pytestmark = pytest.mark.asyncio
 
@@ -97,6 +103,42 @@ async def test_a_place_that_hangs_does_not_keep_a_pserver_from_stopping(
         assert "the last checkpoint was not written in time" in [line["event"] for line in logs]
         assert not is_let_go.is_set()
         is_let_go.set()
+
+
+async def test_a_place_that_fails_to_read_is_asked_again_before_a_pserver_registers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the pserver would go on from an older checkpoint, and everybody with it."""
+    async with bench(state_dir=tmp_path) as one:
+        await one.play_round(1)
+        await one.pserver.want_checkpoint(WantCheckpoint(run=one.install.run, round=1))
+        await one.run.settle()
+    read, errors, stop = LocalPlace.read, [OSError("Input/output error")], asyncio.Event()
+    registered: list[RegisterPserver] = []
+
+    def read_badly(place: LocalPlace, name: str) -> memoryview:
+        if errors:
+            raise errors.pop()
+        return read(place, name)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        registered.append(RegisterPserver.model_validate_json(request.content))
+        stop.set()
+        return httpx.Response(200, json={"index": 0, "incarnation": 2, "lease_seconds": 10})
+
+    monkeypatch.setattr(LocalPlace, "read", read_badly)
+    monkeypatch.setattr(registration, "RETRY_SECONDS", 0.01)
+    compute = ComputeExecutor()
+    pserver = Pserver(compute, PserverMetrics(CollectorRegistry(), compute), LIMITS, disk=Disk(tmp_path))
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        staying = Registration(pserver, PserverSettings(state_dir=tmp_path), http)
+        with structlog.testing.capture_logs() as logs:
+            await asyncio.wait_for(staying.run("http://pserver:1", stop), 10)
+    compute.close()
+    assert "what this pserver holds cannot be read: Input/output error" in [line["event"] for line in logs]
+    [message] = registered
+    assert message.held is not None
+    assert message.held.rounds.applied == 1
 
 
 @pytest.mark.parametrize("exits", [True, False])

@@ -15,7 +15,7 @@ from services.pserver.durable.update_log import Update
 from services.pserver.history import History
 from services.pserver.shard import Shard
 
-from .support import digest_after, new_shard, open_storage, plan_for, step
+from .support import digest_after, install_for, new_shard, open_storage, place_in, plan_for, step
 
 PLAN = plan_for(2)
 
@@ -181,6 +181,39 @@ def test_a_damaged_checkpoint_costs_replay_and_no_rounds(tmp_path, name, acciden
     assert restored is not None
     assert restored.round == 11
     assert restored.shard.digest() == digest_after(PLAN, 11)
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path, monkeypatch):
+    """An older one would be lost rounds, and while a run goes back this one would stay, though it was undone."""
+    train(tmp_path, 11)
+    storage = open_storage(tmp_path, PLAN)
+    read, errors = storage._place.read, [OSError("Input/output error")]
+
+    def read_badly(name: str) -> memoryview:
+        if errors:
+            raise errors.pop()
+        return read(name)
+
+    monkeypatch.setattr(storage._place, "read", read_badly)
+    with pytest.raises(OSError, match="Input/output error"):
+        storage.find_checkpoints()
+    storage.find_checkpoints()
+    assert sorted(storage.checkpoints) == [0, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("began", "expected"),
+    [({}, [0, 4, 8]), ({1: 8}, [0, 4, 8]), ({1: 6}, [0, 4]), ({1: 6, 2: 9}, [0, 4]), ({1: None}, [])],
+)
+def test_checkpoints_of_rounds_that_a_later_attempt_has_undone_are_not_believed(tmp_path, began, expected):
+    """A life that was paused may have written one after its successor went back."""
+    train(tmp_path, 11)
+    install = install_for(PLAN, attempt=len(began), began=began)
+    storage = RunStorage(install, 0, tmp_path / "log-0", place_in(tmp_path))
+    storage.find_checkpoints()
+    assert sorted(storage.checkpoints) == expected
+    storage.resume(11, install)
+    assert sorted(reopen(tmp_path).checkpoints) == expected
 
 
 def test_without_a_log_a_checkpoint_is_what_there_is(tmp_path):
