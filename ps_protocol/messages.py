@@ -182,7 +182,7 @@ class PserverHeartbeat(Message):
     coming_checkpoints: tuple[Round, ...] = Field(
         default=(), description="rounds that were named for checkpoints, and of which its shards are not written yet"
     )
-    is_stopping: bool = Field(default=False, description="it has written down what it holds, and will be back")
+    is_stopping: bool = Field(default=False, description="it writes down what it holds, ends, and will be back")
     load: PserverLoad | None = Field(default=None, description="for those who watch; nothing is decided by it")
     software: Software | None = None
 

@@ -81,7 +81,7 @@ class Pserver:
         self._run: PserverRun | None = None
         self._changes = Changes()  # of the run that is served, or was asked for last
         self._installing = asyncio.Lock()
-        self._is_stopping = False
+        self.is_stopping = False  # it writes down what it holds, and ends
         self._searching: tuple[Any, asyncio.Task[Ranges]] | None = None
         self._has_looked = disk is None  # into the folder: before that it cannot say what it holds
         self.has_news = asyncio.Event()  # for the next heartbeat, which should come at once
@@ -370,14 +370,13 @@ class Pserver:
             failure=run.failure.to_problem() if run and isinstance(run.failure, Ended) else None,
             checkpoints=tuple(run.storage.checkpoints.values()) if run and run.storage else (),
             coming_checkpoints=run.writer.find_coming(run.round) if run else (),
-            is_stopping=self._is_stopping,
+            is_stopping=self.is_stopping,
             load=run.describe_load() if run else None,
             software=this_software(),
         )
 
     async def stop(self) -> None:
         """Before the process ends: answer whoever waits, and write down what is held."""
-        self._is_stopping = True
         if self._run is not None:
             await self._run.stop()
 

@@ -52,14 +52,28 @@ class Registration:
             answer = await self._register(address, stop)
             if answer is not None:
                 await self._send_heartbeats(answer, stop)
+        await self._leave(answer)
+
+    async def _leave(self, registered: PserverRegistered | None) -> None:
+        """Write down what is held. Heartbeats go on until that is done, and say that this pserver will be back."""
+        self._pserver.is_stopping = True
+        stopping, has_stopped = asyncio.create_task(self._stop_pserver(), name="stop"), asyncio.Event()
+        stopping.add_done_callback(lambda _: has_stopped.set())
+        while registered is not None:
+            is_last = has_stopped.is_set()
+            with contextlib.suppress(httpx.TransportError, GradpostError, TimeoutError):  # its lease ends anyhow
+                path = PSERVER_HEARTBEAT.format(index=registered.index)
+                await asyncio.wait_for(self._post(path, self._pserver.heartbeat()), GOODBYE_SECONDS)
+            if is_last:
+                break
+            await _wait(heartbeat_period(registered.lease_seconds), has_stopped)
+        await stopping
+
+    async def _stop_pserver(self) -> None:
         try:
             await asyncio.wait_for(self._pserver.stop(), LAST_CHECKPOINT_SECONDS)
         except TimeoutError:
             log.error("the last checkpoint was not written in time", seconds=LAST_CHECKPOINT_SECONDS)
-        if answer is not None:
-            with contextlib.suppress(httpx.TransportError, GradpostError, TimeoutError):  # its lease ends anyhow
-                path = PSERVER_HEARTBEAT.format(index=answer.index)
-                await asyncio.wait_for(self._post(path, self._pserver.heartbeat()), GOODBYE_SECONDS)
 
     async def _register(self, address: str, stop: asyncio.Event) -> PserverRegistered | None:
         while True:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -16,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from ps_protocol.errors import StorageFailed
 from ps_protocol.messages import PserverRegistered, RegisterPserver, WantCheckpoint
 from services.pserver import registration
+from services.pserver.durable import own_checkpoints
 from services.pserver.durable.disk import Disk
 from services.pserver.metrics import PserverMetrics
 from services.pserver.pserver import Pserver
@@ -139,6 +141,43 @@ async def test_a_place_that_fails_to_read_is_asked_again_before_a_pserver_regist
     [message] = registered
     assert message.held is not None
     assert message.held.rounds.applied == 1
+
+
+async def test_heartbeats_say_that_a_pserver_stops_while_it_writes_its_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a log the coordinator would take the silence for a shard that is lost, which ends the run."""
+    may_write, stop = threading.Event(), asyncio.Event()
+    said: list[tuple[bool, bool]] = []
+    write = own_checkpoints.write_file
+
+    def write_slowly(*arguments: Any) -> None:
+        assert may_write.wait(10)
+        write(*arguments)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if not request.url.path.endswith("heartbeat"):
+            return httpx.Response(200, json={"index": 0, "incarnation": 1, "lease_seconds": 0.03})
+        is_written = 1 in one.run.storage.rounds
+        said.append((json.loads(request.content)["is_stopping"], is_written))
+        stop.set()
+        if len(said) == 4:
+            may_write.set()
+        return httpx.Response(200, json={"complete": None, "notice": "", "stop": False, "exit_code": 0})
+
+    monkeypatch.setattr(own_checkpoints, "write_file", write_slowly)
+    async with (
+        bench(state_dir=tmp_path, incarnation=1) as one,
+        httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http,
+    ):
+        await one.play_round(1)
+        staying = Registration(one.pserver, PserverSettings(state_dir=tmp_path), http)
+        registered = PserverRegistered(index=0, incarnation=1, lease_seconds=0.03)
+        await staying._send_heartbeats(registered, stop)
+        await asyncio.wait_for(staying._leave(registered), 10)
+    assert said[0] == (False, False)
+    assert set(said[1:4]) == {(True, False)}
+    assert said[-1] == (True, True)
 
 
 @pytest.mark.parametrize("exits", [True, False])
