@@ -17,7 +17,7 @@ import httpx
 from pydantic import TypeAdapter
 
 from ps_protocol.controls import succeed
-from ps_protocol.errors import Conflict, GradpostError, NotReady, PserverLost, StaleRun
+from ps_protocol.errors import Conflict, GradpostError, NotReady, PserverLost, StaleRun, StorageFailed
 from ps_protocol.messages import Controls, Freeze, FrozenRounds, Message
 from ps_protocol.routes import FREEZE, MEMBERS, RESTORABLE, RUN
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
@@ -310,7 +310,8 @@ class Installer:
             self._say("a pserver refused an installation", problem, pserver=index)
             # A conflict is over soon: such as that it has not read yet who it is now.
             if not problem.may_be_retried and not isinstance(problem, Conflict):
-                run.fail(PserverLost(f"pserver {index} cannot serve the run: {problem}", pserver=index), self._now())
+                kind = StorageFailed if isinstance(problem, StorageFailed) else PserverLost
+                run.fail(kind(f"pserver {index} cannot serve the run: {problem}", pserver=index), self._now())
             return False
         self._taken[index] = state
         return True

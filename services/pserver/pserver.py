@@ -39,6 +39,7 @@ from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import bind_facts, get_logger
+from services.runtime.sealed import DamagedFile
 
 from .async_run import AsyncRun
 from .bodies import BufferPool
@@ -228,6 +229,8 @@ class Pserver:
             return None, None
         try:
             return await asyncio.to_thread(self.disk.open_run, message)
+        except DamagedFile as error:
+            raise StorageFailed(f"pserver {self.index} cannot restore its shard: {error}") from error
         except OSError as error:
             # A place that is busy, a disk that is full: the coordinator tries again, and ends that after some time.
             self._has_looked = self.disk.held is not None  # a run that was served until now has to be found again

@@ -5,6 +5,7 @@ What a damaged log or checkpoint costs is in tests/unit/pserver/durable and, for
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,20 @@ def test_a_coordinator_does_not_believe_a_damaged_state(tmp_path: Path) -> None:
     assert code == 0, output
     assert output.count(f"begin {ROUNDS}") == 2, output
     assert output.count(f"result {expected_result(2 * ROUNDS)}") == 2, output
+
+
+def test_others_do_not_go_on_from_a_damaged_checkpoint(tmp_path: Path) -> None:
+    """It is said at once which file it is: to read it again and again would not help."""
+    code, output = train(tmp_path, *PATIENT, "--checkpoint-rounds", 20)
+    assert code == 0, output
+    [shard] = tmp_path.glob(f".gradpost/*/checkpoints/*/{ROUNDS:012}/pserver-1-of-2.safetensors")
+    flip(shard)
+    onto_three = (*PATIENT, "--resume", "--pservers", 3)
+    code, output = train(tmp_path, *onto_three)
+    assert code == 1
+    assert "StorageFailed: pserver " in output
+    assert f"{shard.name} in {shard.parent.parent.parent} is damaged" in output
+    shutil.rmtree(shard.parent)
+    code, output = train(tmp_path, *onto_three)
+    assert code == 0, output
+    assert output.count(f"result {expected_result(ROUNDS)}") == 2, output

@@ -93,17 +93,24 @@ async def test_a_pserver_that_cannot_be_changed_for_long_ends_the_run_though_it_
     assert tries > 1
 
 
-async def test_a_pserver_that_cannot_serve_the_run_ends_it():
+@pytest.mark.parametrize(
+    ("refusal", "failure"),
+    [
+        (BadModel("the shard does not fit into memory"), PserverLost),
+        (StorageFailed("pserver-1-of-2.safetensors is damaged"), StorageFailed),
+    ],
+)
+async def test_a_pserver_that_cannot_serve_the_run_ends_it(refusal, failure):
     pservers = FakePservers()
 
     async def refuse(message: object) -> None:
         if isinstance(message, InstallRun):
-            raise BadModel("the shard does not fit into memory")
+            raise refusal
 
     pservers.answer["1"] = refuse
     async with coordinating(pservers, lease_seconds=30) as coordinator:
         [trainer, _] = begin(coordinator)
-        with pytest.raises(PserverLost, match=r"pserver 1 cannot serve the run: the shard does not fit"):
+        with pytest.raises(failure, match=f"pserver 1 cannot serve the run: {refusal.detail}"):
             await asyncio.wait_for(coordinator.wait_for_plan(*trainer, 20), 5)
 
 
