@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import Match, Route
 from starlette.types import Message, Receive, Scope, Send
 
-from ps_protocol.routes import DECLARE_MODEL, RUN
+from ps_protocol.routes import DECLARE_MODEL, MEMBERS, RUN
 
 RawEndpoint: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -20,7 +20,7 @@ MAX_PLAN_BYTES = 64 * 1024 * 1024  # what names all parameters or blocks of a mo
 MAX_MESSAGE_ITEMS = 4 * 1024 * 1024  # members and elements; each takes up some 60 bytes when it is parsed
 MAX_MESSAGES_BYTES = 2 * MAX_PLAN_BYTES  # of all messages that are being received or worked on
 
-_LARGE = frozenset({DECLARE_MODEL, RUN})
+_LARGE = frozenset({DECLARE_MODEL, MEMBERS, RUN})
 
 
 class MessageRoute(APIRoute):

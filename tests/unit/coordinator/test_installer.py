@@ -7,7 +7,7 @@ import asyncio
 import httpx
 import pytest
 
-from ps_protocol.errors import BadModel, NotReady, PserverLost, StalePserver, TrainerLost, TryAgain
+from ps_protocol.errors import BadModel, NotReady, PserverLost, StalePserver, StorageFailed, TrainerLost, TryAgain
 from ps_protocol.messages import InstallMembers, InstallRun
 
 from .coordinating import FakePservers, begin, coordinating, eventually

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx
 import pytest
 import structlog
 import torch
@@ -28,9 +29,11 @@ from ps_protocol.errors import (
     TrainerLost,
     UnknownBlock,
 )
-from ps_protocol.messages import PserverRegistered
-from ps_protocol.routes import WAIT_HEADER
+from ps_protocol.messages import Controls, InstallMembers, PserverRegistered
+from ps_protocol.routes import MEMBERS, WAIT_HEADER
 from services.pserver import endpoints as endpoints_module
+from services.pserver.app import make_pserver_app
+from services.runtime.metrics import ServiceMetrics
 
 from .oracle import TorchOracle, assert_same_bits, average, make_options
 from .refusals import begin_push, keep_busy, refused, unchanged
@@ -47,6 +50,8 @@ from .support import (
 )
 
 pytestmark = pytest.mark.asyncio
+
+JSON = {"content-type": "application/json"}
 
 
 async def test_fence_again_after_the_last_byte_round_applied_meanwhile():
@@ -376,3 +381,16 @@ async def test_a_body_that_no_honest_push_could_fill_is_refused_before_it_is_rec
 async def test_a_get_waits_no_longer_than_the_server_allows():
     async with bench() as b:
         await unchanged(b, BadHeader, b.get(0, 1, wait_seconds=endpoints_module.MAX_WAIT_SECONDS + 1))
+
+
+async def test_controls_may_name_as_many_parameters_as_a_plan():
+    """They travel with every change of members, and a refusal of one would end the run."""
+    async with bench() as b:
+        frozen = tuple(f"layers.{i}.{'x' * 40}.weight" for i in range(20_000))
+        controls = Controls(since=1, frozen=frozen), Controls(since=2, frozen=frozen)
+        message = InstallMembers(run="run1", number=2, members=b.install.members, controls=controls)
+        app = make_pserver_app(b.pserver, ServiceMetrics("pserver"))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            answer = await http.put(MEMBERS, content=message.model_dump_json(), headers=JSON)
+        assert (answer.status_code, b.run.controls) == (204, controls)
