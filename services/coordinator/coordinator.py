@@ -31,7 +31,16 @@ from .installer import Installer
 from .manifests import Manifests
 from .model import plan_model
 from .pservers import PserverMember
-from .record import ClusterRecord, RecordFile, RunRecord, describe_cluster, recall_cluster, recall_numbers, resume_run
+from .record import (
+    ClusterRecord,
+    RecordFile,
+    RunRecord,
+    describe_cluster,
+    find_controls,
+    recall_cluster,
+    recall_numbers,
+    resume_run,
+)
 from .run import Run
 from .settings import CoordinatorSettings
 
@@ -117,7 +126,7 @@ class Coordinator:
             manifest = await asyncio.to_thread(read_manifest, self.place, begins.run, begins.round)
             if manifest is None:
                 raise StorageFailed(f"there is no checkpoint of round {begins.round} of run {begins.run} any more")
-            self.cluster.beginning = manifest
+            self.cluster.beginning = manifest.model_copy(update={"controls": find_controls(record, manifest)})
         if run.plan is not None:
             log.info("the coordinator is back", run=run.name, state=run.state, attempt=run.attempt)
 
@@ -145,6 +154,12 @@ class Coordinator:
             return
         self.cluster.beginning = manifest
         log.info("resuming from a checkpoint", run=manifest.run, round=manifest.round)
+        controls = manifest.controls
+        if controls.is_paused or controls.rates or controls.frozen:
+            log.warning(
+                "what an administrator has set stands on",
+                is_paused=controls.is_paused, rates=controls.rates, frozen=controls.frozen,
+            )  # fmt: skip
 
     async def _find_successor(self, record: ClusterRecord) -> Manifest | None:
         """What the next run begins with if this one, which failed, turns out to be served still."""
@@ -167,8 +182,8 @@ class Coordinator:
         if record is not None and record.beginning is not None:
             names.append(record.beginning.run)
         for name in names:
-            if name is not None and (newest := complete_checkpoints(self.place, name)):
-                return newest[0]
+            if record is not None and name is not None and (newest := complete_checkpoints(self.place, name)):
+                return newest[0].model_copy(update={"controls": find_controls(record, newest[0])})
         if run is not None and run.has_trained:
             text = f"run {run.name} has no checkpoint in {self.place.url} with which others could begin"
             raise StorageFailed(f"{text}: resume it with the pservers and settings that it had")

@@ -84,6 +84,7 @@ class Beginning(Message):
 
     run: str
     round: Round
+    controls: Controls | None = Field(default=None, description="what stands; null: what its manifest says")
 
 
 class ClusterRecord(Message):
@@ -105,9 +106,21 @@ def describe_cluster(cluster: Cluster) -> ClusterRecord:
         pserver_incarnations=cluster.registry.incarnations,
         run_incarnations=cluster.run_incarnations,
         pservers=tuple(PserverRecord(info=m.info, instance=m.instance) for _, m in sorted(members.items())),
-        beginning=None if (found := cluster.beginning) is None else Beginning(run=found.run, round=found.round),
+        beginning=None if (found := cluster.beginning) is None else _describe_beginning(found),
         run=_describe_run(cluster),
     )
+
+
+def _describe_beginning(manifest: Manifest) -> Beginning:
+    return Beginning(run=manifest.run, round=manifest.round, controls=manifest.controls)
+
+
+def find_controls(record: ClusterRecord, manifest: Manifest) -> Controls:
+    """Return what an administrator has set, and what stands on in a run that begins with this checkpoint."""
+    if record.run is not None and record.run.controls:
+        return record.run.controls[-1]
+    begins = record.beginning
+    return manifest.controls if begins is None or begins.controls is None else begins.controls
 
 
 def _describe_run(cluster: Cluster) -> RunRecord | None:

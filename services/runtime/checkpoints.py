@@ -15,7 +15,7 @@ import xxhash
 from pydantic import BeforeValidator, Field
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.messages import Message, ShardFile
+from ps_protocol.messages import Controls, Message, ShardFile
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
 
@@ -51,6 +51,7 @@ class Manifest(Message):
     plan: dict[str, Any]
     aliases: dict[str, str] = Field(default={}, description="names of tied parameters, and what they are tied to")
     shards: tuple[ShardFile, ...]
+    controls: Controls = Field(default=Controls(), description="what an administrator had set when it was written")
     created: str = Field(description="date and time in UTC, ISO 8601")
 
     @property

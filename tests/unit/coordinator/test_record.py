@@ -223,7 +223,7 @@ def test_after_a_run_that_failed_and_is_served_still_the_next_begins_with_its_ch
     joined = after.join_trainer(joining("new", 0), 102.0)
     assert joined.run != "run1"
     assert after.beginning == manifest
-    assert describe_cluster(after).beginning == Beginning(run="run1", round=20)
+    assert describe_cluster(after).beginning == Beginning(run="run1", round=20, controls=Controls())
 
 
 @pytest.mark.parametrize("policy", ["wait", "continue"])

@@ -10,6 +10,7 @@ import pytest
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import StorageFailed, TrainerLost
+from ps_protocol.messages import Controls
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.decision import Membership
 from services.coordinator.run import Run
@@ -18,7 +19,7 @@ from services.runtime.checkpoints import Manifest, write_manifest
 from services.runtime.places import open_place
 
 from .coordinating import begin
-from .support import joining, leaving
+from .support import joining, leaving, registration
 
 pytestmark = pytest.mark.asyncio
 
@@ -82,6 +83,33 @@ async def test_those_who_cut_the_model_another_way_begin_with_a_checkpoint(tmp_p
         beginning = coordinator.cluster.beginning
         assert beginning is not None
         assert (beginning.run, beginning.round, coordinator.cluster.run.plan) == ("run0", 7, None)
+
+
+async def test_what_an_administrator_has_set_stands_on_other_pservers(tmp_path):
+    """A paused run would go on, and a frozen layer would be trained again."""
+    run = await planned(tmp_path)
+    coordinator = await recalled(tmp_path)
+    assert run.plan is not None
+    at_first = Controls(since=3, frozen=("w",))
+    manifest = Manifest(
+        run=run.name, attempt=0, round=7, consistency=Consistency(), plan=run.plan.to_json(), shards=(),
+        controls=at_first, created="2026-11-22T05:34:22Z",
+    )  # fmt: skip
+    write_manifest(open_place(str(tmp_path / "checkpoints")), manifest)
+    coordinator.cluster.run.controls = at_first, Controls(since=9, rates={0: 0.5}, is_paused=True)
+    await coordinator.keep()
+    for resume in (True, False, True):
+        coordinator = await recalled(tmp_path, resume=resume, num_pservers=3)
+    begin(coordinator)
+    coordinator.cluster.register_pserver(registration("2", index=2), coordinator.now())
+    assert coordinator.cluster.start_run_if_complete()
+    installed = coordinator.cluster.installation(0, 1, 7).controls
+    assert installed == (Controls(rates={0: 0.5}, is_paused=True),)
+    # With nothing but the place it is what was set when the checkpoint was written.
+    (tmp_path / "coordinator.json").unlink()
+    coordinator = await recalled(tmp_path, resume=True, num_pservers=3)
+    assert coordinator.cluster.beginning is not None
+    assert coordinator.cluster.beginning.controls == at_first
 
 
 async def test_a_resumption_that_has_failed_begins_with_the_same_checkpoint_next_time(tmp_path):
