@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from ps_protocol.errors import StorageFailed, TryAgain
+from ps_protocol.errors import StaleRun, StorageFailed, TryAgain
 from ps_protocol.messages import PserverHeartbeatReply, WantCheckpoint
 from services.pserver.durable.segments import list_segments
 from services.runtime.places import Place
 
-from .support import Bench, bench
+from .support import Bench, bench, encode, initial_values
+from .test_async_run import until
 
 pytestmark = pytest.mark.asyncio
 
@@ -189,3 +190,34 @@ async def test_a_run_that_is_over_keeps_no_log(tmp_path: Path):
         digest = b.run.shard.digest()
     async with bench(state_dir=tmp_path, durability="log", incarnation=2) as b:
         assert (b.run.round, b.run.shard.digest()) == (3, digest)
+
+
+async def test_initial_values_of_an_attempt_that_was_given_up_do_not_stay(tmp_path: Path, monkeypatch):
+    """Their checkpoint 0 is still being written when another trainer is to bring others."""
+    settings: dict[str, Any] = {"state_dir": tmp_path, "durability": "log"}
+    async with bench(initial=False, **settings) as b:
+        place, is_asked = SlowPlace(b, monkeypatch), asyncio.Event()
+        names = {name: f"{name}.block0" for name in initial_values()}
+        first = asyncio.create_task(b.upload_initial())
+        await until(lambda: bool(place.writing))
+        other = b.install.model_copy(update={"attempt": 1, "number": 2, "uploader": 1, "members": {1: 1}})
+
+        async def install() -> None:
+            is_asked.set()
+            await b.pserver.install_run(other)
+
+        installing = asyncio.create_task(install())
+        await is_asked.wait()
+        place.may_write.set()
+        await installing
+        with pytest.raises(StaleRun):
+            await first
+        values = {names[name]: 2 * value for name, value in initial_values().items()}
+        await b.call("initial", b.fence(1, 0, attempt=1), encode(values))
+        await b.push(1, 1, fence=b.fence(1, 1, attempt=1))
+        await b.barrier(1, 1, attempt=1)
+        await b.get(1, 1, attempt=1)
+        digest = b.run.shard.digest()
+    later: dict[str, Any] = {"attempt": 1, "uploader": 1, "members": {1: 1}, "number": 3, "incarnation": 2}
+    async with bench(**settings, **later) as b:
+        assert (b.run.round, b.run.shard.digest()) == (1, digest)

@@ -124,6 +124,8 @@ async def test_a_place_that_fails_to_read_is_asked_again_before_a_pserver_regist
         return read(place, name)
 
     def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("heartbeat"):
+            return httpx.Response(404)
         registered.append(RegisterPserver.model_validate_json(request.content))
         stop.set()
         return httpx.Response(200, json={"index": 0, "incarnation": 2, "lease_seconds": 10})
