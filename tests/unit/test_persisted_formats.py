@@ -1,0 +1,61 @@
+"""What services of November 2026 have written is read by those of today: record, identity, log and checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gradpost.export import export_model
+from services.coordinator.record import RecordFile, recall_cluster
+from services.pserver.durable.disk import Disk
+from services.runtime.checkpoints import complete_checkpoints
+from services.runtime.places import open_place
+
+from .coordinator.support import make_cluster
+from .pserver.durable.support import digest_after, install_for, plan_for
+
+# 6 rounds of the shards in pserver/durable/support.py with checkpoints 0 and 4, and a record of another run.
+WRITTEN = Path(__file__).with_name("formats") / "202611"
+PLAN = plan_for(2)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copytree(WRITTEN, tmp_path / "state")
+    return tmp_path / "state"
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_pserver_goes_on_with_what_it_had_written(folder: Path, index: int) -> None:
+    disk = Disk(folder)
+    disk.open(index)
+    assert disk.held is not None
+    assert (disk.previous, disk.held.run, disk.held.restorable) == (1, "run1", ((0, 6),))
+    disk.register(index, 2)
+    storage, restored = disk.open_run(install_for(PLAN, restore=6, incarnation=2))
+    assert restored is not None
+    assert (restored.round, restored.shard.digest()) == (6, digest_after(PLAN, 6, index))
+    storage.close()
+
+
+def test_a_coordinator_goes_on_with_what_it_had_written(folder: Path) -> None:
+    record = RecordFile(folder).read()
+    assert record is not None
+    cluster = make_cluster(on_trainer_loss="wait", durability="log")
+    recall_cluster(cluster, record, 100.0)
+    run = cluster.run
+    assert (run.name, run.attempt, run.resume, run.began) == ("run1", 1, 7, {1: 7})
+    assert (run.controls[0].rates, run.controls[0].frozen) == ({0: 0.5}, ("b",))
+    assert [trainer.state for trainer in run.trainers.values()] == ["declared", "done"]
+
+
+def test_checkpoints_are_found_and_exported(folder: Path, tmp_path: Path) -> None:
+    place = open_place(str(folder / "checkpoints"))
+    assert [manifest.round for manifest in complete_checkpoints(place, "run1")] == [4, 0]
+    export_model(tmp_path / "model.safetensors", place.url, "run1", 0)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(tensors["a"], torch.arange(130) / 64)
