@@ -19,12 +19,19 @@ from .up.state_folder import named_root, newest_folder
 
 def default_place() -> str:
     """Where checkpoints are if nothing is said: as set, else in the state folder, else in that of the newest `up`."""
-    if named := _named_place():
-        return named
+    return _named_place() or str(_default_folder() / "checkpoints")
+
+
+def find_state_dir(place_url: str | None) -> Path | None:
+    """The folder of the services that write to a place, if it is on this machine; without a place that of `up`."""
+    folder = _default_folder() if place_url is None else Path(place_url).parent
+    return folder if (folder / "coordinator.json").exists() else None
+
+
+def _default_folder() -> Path:
     root = named_root()
     newest = newest_folder(root)
-    folder = root if newest is None or (root / "checkpoints").is_dir() else newest
-    return str(folder / "checkpoints")
+    return root if newest is None or (root / "checkpoints").is_dir() else newest
 
 
 def _named_place() -> str | None:

@@ -1,7 +1,8 @@
-"""`gradpost checkpoint export`: a model file from a checkpoint. Apart, since it needs torch and takes its time."""
+"""`gradpost checkpoint export`: a model file from a checkpoint or logs. Apart, since it needs torch and takes time."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -9,6 +10,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ps_protocol.plan import SlicePlan
+from ps_protocol.vocabulary import PserverIndex, Round
 from services.pserver.shard_state import ShardState, concatenate
 from services.runtime.checkpoints import Manifest, all_checkpoints, read_shard_file
 from services.runtime.places import Place, open_place
@@ -17,48 +20,85 @@ from trainer_client.tensors import TORCH_DTYPES
 
 from .checkpoint import pass_over
 from .output import EXIT_FAILED, CommandError, count, print_line
+from .stopped_run import NotRestorable, open_stopped_run
 from .whole_file import whole_file
 
 
-def export_model(target: Path, place_url: str, run: str | None, round_: int | None) -> None:
-    """Write whole tensors, buffers and tied names of a checkpoint into one safetensors file.
+def export_model(
+    target: Path, place_url: str, run: str | None, round_: int | None, state_dir: Path | None = None
+) -> None:
+    """Write whole tensors, buffers and tied names of a round into one safetensors file.
 
-    Without `run` and `round_` it is the newest one; one with damaged files is passed over, and said. Raises
-    CommandError if there is none.
+    Without `run` and `round_` it is the newest one that can be had: that of a complete checkpoint or, if the services
+    of the run have stopped and left their folders in `state_dir`, one that their logs lead to. What has damaged files
+    is passed over, and said. Raises CommandError if there is none.
     """
     place = open_place(place_url)
-    others = []
-    for manifest in all_checkpoints(place, pass_over):
-        if run not in (None, manifest.run) or round_ not in (None, manifest.round):
-            others.append(f"{manifest.round:,} of run {manifest.run}")
-            continue
+    manifests = all_checkpoints(place, pass_over)
+    wanted = [one for one in manifests if run in (None, one.run) and round_ in (None, one.round)]
+    if (round_ is None or not wanted) and _export_stopped_run(target, place, state_dir, run, round_, manifests):
+        return
+    for manifest in wanted:
         try:
             tensors = read_model(place, manifest)
         except DamagedFile as error:
             print_line(f"passing over round {manifest.round:,}: {error}")
             continue
-        metadata = {"format": "pt", "run": manifest.run, "round": str(manifest.round)}
-        try:
-            with whole_file(target) as partial:
-                save_file(tensors, partial, metadata)
-        except SafetensorError as error:
-            raise CommandError(f"{target} cannot be written: {error}", exit_code=EXIT_FAILED) from None
-        print_line(
-            f"{target}: {count(len(tensors), 'tensor')} of round {manifest.round:,} of run {manifest.run}, "
-            f"{count(target.stat().st_size, 'byte')}"
-        )
+        _write(target, tensors, manifest.run, manifest.round)
         return
-    wanted = ("" if round_ is None else f" of round {round_:,}") + ("" if run is None else f" of run {run}")
+    what = ("" if round_ is None else f" of round {round_:,}") + ("" if run is None else f" of run {run}")
+    others = [f"{one.round:,} of run {one.run}" for one in manifests if one not in wanted]
     there = f"there are those of rounds {', '.join(others)}" if others else "where else, is --checkpoints"
-    raise CommandError(f"there is no complete checkpoint{wanted} in {place.url}; {there}", exit_code=EXIT_FAILED)
+    raise CommandError(f"there is no complete checkpoint{what} in {place.url}; {there}", exit_code=EXIT_FAILED)
+
+
+def _export_stopped_run(
+    target: Path, place: Place, state_dir: Path | None, run: str | None, round_: int | None, manifests: list[Manifest]
+) -> bool:
+    """Write what the pservers' folders give, if that is newer than every complete checkpoint of the run.
+
+    Returns whether it was; else it is said which newer rounds there are.
+    """
+    if state_dir is None:
+        return False
+    try:
+        with open_stopped_run(state_dir, place, run) as stopped:
+            name, found = stopped.record.name, stopped.find_round(round_)
+            complete = max((one.round for one in manifests if one.run == name and round_ is None), default=-1)
+            is_newer = found is not None and found > complete
+            if found is not None and is_newer:
+                _write(target, to_tensors(stopped.read(found), stopped.plan, stopped.aliases), name, found)
+            newest = complete if found is None else max(found, complete)
+            if round_ is None and stopped.newest > newest:
+                print_line(f"round {stopped.newest:,} is newer, but not all pservers have it")
+            return is_newer
+    except (NotRestorable, OSError) as error:
+        print_line(f"only complete checkpoints are looked at, and no logs: {error}")
+        return False
+
+
+def _write(target: Path, tensors: dict[str, Tensor], run: str, round_: Round) -> None:
+    try:
+        with whole_file(target) as partial:
+            save_file(tensors, partial, {"format": "pt", "run": run, "round": str(round_)})
+    except SafetensorError as error:
+        raise CommandError(f"{target} cannot be written: {error}", exit_code=EXIT_FAILED) from None
+    size = count(target.stat().st_size, "byte")
+    print_line(f"{target}: {count(len(tensors), 'tensor')} of round {round_:,} of run {run}, {size}")
 
 
 def read_model(place: Place, manifest: Manifest) -> dict[str, Tensor]:
     """Tensors by the names of the model's state_dict, in their own dtypes and shapes. Raises DamagedFile."""
-    plan = manifest.slice_plan()
     shards = [
         (file.pserver, ShardState.decode(read_shard_file(place, manifest.run, file))[0]) for file in manifest.shards
     ]
+    return to_tensors(shards, manifest.slice_plan(), manifest.aliases)
+
+
+def to_tensors(
+    shards: Sequence[tuple[PserverIndex, ShardState]], plan: SlicePlan, aliases: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """Tensors by the names of the model's state_dict, in their own dtypes and shapes."""
     values = concatenate(shards, plan)
     tensors = {name: value.to(TORCH_DTYPES[plan.parameter[name].dtype]) for name, value in values.items()}
     stored = {name: data for _, shard in shards for name, data in shard.buffers.items()}
@@ -71,4 +111,4 @@ def read_model(place: Place, manifest: Manifest) -> dict[str, Tensor]:
         )
         tensors[spec.name] = flat.reshape(spec.shape)
     # A file holds no tensor twice, so that a tied name gets a copy; load_state_dict ties it again.
-    return tensors | {alias: tensors[name].clone() for alias, name in manifest.aliases.items()}
+    return tensors | {alias: tensors[name].clone() for alias, name in aliases.items()}

@@ -306,14 +306,19 @@ def export(
         int | None, typer.Option("--round", metavar="N", help="Of this round [default: the newest].")
     ] = None,
 ) -> None:
-    """Write the model of a checkpoint for `safetensors.torch.load_file`: whole tensors, buffers and tied names.
+    """Write the model for `safetensors.torch.load_file`: whole tensors, buffers and tied names.
 
-    No service is needed for it. The model of a run that trains, as it is now: gradpost params -o MODEL.safetensors
+    It is that of the newest complete checkpoint, or of a later round if the run has stopped and its pservers' folders
+    are beside the checkpoints. No service is needed for it. The model of a run that trains, as it is now:
+    gradpost params -o MODEL.safetensors
     """
-    from .checkpoint import default_place
+    from services.runtime.logs import configure_logs
+
+    from .checkpoint import default_place, find_state_dir
     from .export import export_model
 
-    export_model(file, checkpoints or default_place(), run, round_)
+    configure_logs("export", level="error")
+    export_model(file, checkpoints or default_place(), run, round_, find_state_dir(checkpoints))
 
 
 @app.command()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from signal import SIGINT
 
 import pytest
 import torch
@@ -76,6 +78,23 @@ def test_a_run_that_failed_is_resumed_and_its_model_exported(tmp_path: Path) -> 
     model = make_model()
     model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
     assert f"{digest_of(model)} {ROUNDS}" == expected_result(ROUNDS)
+
+
+@pytest.mark.extended
+def test_the_newest_round_of_a_run_that_was_interrupted_is_exported(tmp_path: Path) -> None:
+    with RunningUp("--", "python", SCRIPT, 100_000, 0.005, folder=tmp_path) as up:
+        up.wait_for("round 30")
+        up.signal(SIGINT)
+        code, _, _ = up.finish()
+    assert code == 128 + SIGINT
+    said = ask(tmp_path, "checkpoint", "export", "model.safetensors")
+    found = re.search(r"of round (\d+) of run", said)
+    assert found is not None, said
+    round_ = int(found[1])
+    assert round_ >= 30
+    model = make_model()
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
+    assert f"{digest_of(model)} {round_}" == expected_result(round_)
 
 
 @pytest.mark.extended

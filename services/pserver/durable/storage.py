@@ -83,6 +83,11 @@ class RunStorage:
         return self._log.num_bytes
 
     @property
+    def is_async(self) -> bool:
+        """Whether rounds are numbers of this pserver's own contributions."""
+        return self._install.consistency.is_async
+
+    @property
     def has_log(self) -> bool:
         """Whether updates are logged."""
         return self._install.durability != "none"

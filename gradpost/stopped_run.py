@@ -1,0 +1,123 @@
+"""A run whose services have stopped, as their folders have it: checkpoints and logs. Nothing is changed in them.
+
+{state_dir}/coordinator.json    which run, and which of its rounds were undone
+            pserver-0/ …        the folder of every pserver, unless they were on other machines
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ps_protocol.plan import SlicePlan
+from ps_protocol.vocabulary import PserverIndex, Round
+from services.coordinator.decision import newest_common
+from services.coordinator.record import RecordFile, RunRecord
+from services.pserver.durable.folder import IDENTITY, FolderTaken, StateFolder
+from services.pserver.durable.storage import RunStorage
+from services.pserver.shard_state import ShardState
+from services.runtime.places import Place
+from services.runtime.sealed import DamagedFile
+
+
+class NotRestorable(Exception):  # noqa: N818 - the name says what happened
+    """The folders do not give a round of the run; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoppedRun:
+    """The folders of all pservers of a run, and the ranges of rounds, first and last, that each can restore."""
+
+    record: RunRecord
+    plan: SlicePlan
+    storages: tuple[RunStorage, ...]
+    ranges: tuple[list[tuple[Round, Round]], ...]
+
+    @property
+    def newest(self) -> Round:
+        """The newest round that any pserver can restore."""
+        return max(last for one in self.ranges for _, last in one)
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Names of tied tensors."""
+        return {} if self.record.declaration is None else self.record.declaration.aliases
+
+    def find_round(self, wanted: Round | None) -> Round | None:
+        """Return the round that is wanted, by default the newest, if all pservers can restore it.
+
+        In asynchronous modes no round is common to the pservers: it is the number of contributions that all of them
+        have, and each gives its newest.
+        """
+        if self.storages[0].is_async:
+            return min(max(last for _, last in one) for one in self.ranges) if wanted is None else None
+        found = newest_common(self.newest if wanted is None else wanted, self.ranges)
+        return found if wanted in (None, found) else None
+
+    def read(self, round_: Round) -> list[tuple[PserverIndex, ShardState]]:
+        """Return all shards after a round that was found. Raises NotRestorable if a checkpoint is damaged, OSError."""
+        shards = []
+        for index, storage in enumerate(self.storages):
+            restored = storage.restore(None if storage.is_async else round_)
+            if restored is None:
+                raise NotRestorable(f"pserver {index} cannot restore round {round_:,}")
+            shards.append((index, restored.shard.copy_state()))
+        return shards
+
+
+@contextmanager
+def open_stopped_run(state_dir: Path, place: Place, name: str | None) -> Iterator[StoppedRun]:
+    """Take the folders of the newest run, or of this one. Raises NotRestorable if they are not whole, and OSError."""
+    try:
+        record = RecordFile(state_dir).read()
+    except DamagedFile as error:
+        raise NotRestorable(str(error)) from None
+    if record is None or record.run is None or record.run.plan is None:
+        raise NotRestorable(f"{state_dir} has no run that has begun")
+    if name not in (None, record.run.name):
+        raise NotRestorable(f"{state_dir} has run {record.run.name}")
+    run, plan = record.run, SlicePlan.from_json(record.run.plan)
+    with ExitStack() as stack:
+        storages, ranges = [], []
+        for index in range(plan.num_pservers):
+            folder = _open_folder(state_dir, index)
+            stack.callback(folder.close)
+            storage = _open_storage(run, plan, folder, place)
+            stack.callback(storage.close)
+            found = _find_ranges(run, folder, storage)
+            if not found:
+                raise NotRestorable(f"pserver {index} cannot restore anything of run {run.name}")
+            storages.append(storage)
+            ranges.append(found)
+        yield StoppedRun(run, plan, tuple(storages), tuple(ranges))
+
+
+def _open_folder(state_dir: Path, index: PserverIndex) -> StateFolder:
+    if not (state_dir / f"pserver-{index}" / IDENTITY).exists():
+        raise NotRestorable(f"the folder of pserver {index} is not in {state_dir}")
+    try:
+        return StateFolder(state_dir, index)
+    except FolderTaken:
+        raise NotRestorable(f"pserver {index} is running") from None
+    except DamagedFile as error:
+        raise NotRestorable(str(error)) from None
+
+
+def _open_storage(run: RunRecord, plan: SlicePlan, folder: StateFolder, place: Place) -> RunStorage:
+    install = folder.identity.run
+    if install is None or install.run != run.name or SlicePlan.from_json(install.plan).digest != plan.digest:
+        raise NotRestorable(f"the folder of pserver {folder.index} has nothing of run {run.name}")
+    storage = RunStorage(install.model_copy(update={"began": run.began}), folder.index, folder.log_path, place)
+    storage.find_checkpoints()
+    return storage
+
+
+def _find_ranges(run: RunRecord, folder: StateFolder, storage: RunStorage) -> list[tuple[Round, Round]]:
+    """Without rounds that were undone by an attempt which this pserver does not know of."""
+    assert folder.identity.run is not None
+    attempt, ranges = folder.identity.run.attempt, storage.restorable()
+    for start in [-1 if start is None else start for later, start in run.began.items() if later > attempt]:
+        ranges = [(first, min(last, start)) for first, last in ranges if first <= start]
+    return ranges

@@ -1,0 +1,121 @@
+"""What `gradpost checkpoint export` writes of a run that has stopped: the newest round that all pservers have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gradpost.export import export_model
+from gradpost.output import CommandError
+from ps_protocol.consistency import Consistency
+from ps_protocol.messages import ShardFile
+from services.coordinator.record import ClusterRecord, RecordFile, describe_cluster
+from services.pserver.durable.disk import Disk
+from services.pserver.history import History
+from services.pserver.shard_state import concatenate
+from services.runtime.checkpoints import Manifest, write_manifest
+from services.runtime.locks import lock_folder
+from services.runtime.places import open_place
+
+from ..coordinator.support import make_cluster
+from ..coordinator.support import train as begin_training
+from ..pserver.durable.support import install_for, new_shard, plan_for, step
+
+PLAN = plan_for(2)
+
+
+def write_record(folder: Path, began: dict[int, int | None]) -> None:
+    cluster = make_cluster(durability="log")
+    begin_training(cluster)
+    record = describe_cluster(cluster)
+    assert record.run is not None
+    run = record.run.model_copy(update={"plan": PLAN.to_json(), "attempt": len(began), "began": began})
+    RecordFile(folder).write(ClusterRecord(**{**dict(record), "run": run}))
+
+
+def stop_at(folder: Path, *rounds: int, attempts: tuple[int, int] = (0, 0), began: dict[int, int | None] | None = None):
+    """Two pservers that end after these rounds; checkpoints 0 and 4 are complete."""
+    shards: dict[int, list[ShardFile]] = {0: [], 4: []}
+    for index, last in enumerate(rounds):
+        disk = Disk(folder)
+        disk.open(index)
+        disk.register(index, 1)
+        storage, _ = disk.open_run(install_for(PLAN, attempt=attempts[index]))
+        shard = new_shard(PLAN, index)
+        for round_ in range(last + 1):
+            if round_:
+                step(shard, round_, storage)
+            if round_ in shards:
+                file = storage.snapshot(shard, History({round_: (0,)} if round_ else {}))()
+                assert isinstance(file, ShardFile)
+                shards[round_].append(file)
+        storage.close()
+        assert disk.folder is not None
+        disk.folder.close()
+    for round_, files in shards.items():
+        manifest = Manifest(
+            run="run1", attempt=0, round=round_, consistency=Consistency(), plan=PLAN.to_json(), shards=tuple(files),
+            created="2026-11-24T10:00:00+00:00",
+        )  # fmt: skip
+        write_manifest(open_place(str(folder / "checkpoints")), manifest)
+    write_record(folder, began or {})
+
+
+def export(folder: Path, round_: int | None = None) -> dict[str, torch.Tensor]:
+    export_model(folder / "model.safetensors", str(folder / "checkpoints"), None, round_, folder)
+    return load_file(folder / "model.safetensors")
+
+
+def expected(round_: int) -> dict[str, torch.Tensor]:
+    shards = []
+    for index in (0, 1):
+        shard = new_shard(PLAN, index)
+        for number in range(1, round_ + 1):
+            step(shard, number)
+        shards.append((index, shard.copy_state()))
+    return concatenate(shards, PLAN)
+
+
+def assert_is_round(tensors: dict[str, torch.Tensor], round_: int) -> None:
+    for name, value in expected(round_).items():
+        assert torch.equal(tensors[name], value.to(tensors[name].dtype)), name
+
+
+def test_it_is_the_newest_round_that_the_logs_give(tmp_path, capsys):
+    stop_at(tmp_path, 7, 6)
+    assert_is_round(export(tmp_path), 6)
+    said = capsys.readouterr().out
+    assert "of round 6 of run run1" in said
+    assert "round 7 is newer, but not all pservers have it" in said
+
+
+def test_any_round_that_the_logs_give_can_be_asked_for(tmp_path):
+    stop_at(tmp_path, 7, 6)
+    assert_is_round(export(tmp_path, 5), 5)
+    assert_is_round(export(tmp_path, 4), 4)
+    with pytest.raises(
+        CommandError, match=r"no complete checkpoint of round 7 in .* of rounds 4 of run run1, 0 of run"
+    ):
+        export(tmp_path, 7)
+
+
+def test_of_a_run_that_is_under_way_it_is_the_newest_complete_checkpoint(tmp_path, capsys):
+    stop_at(tmp_path, 7, 6)
+    assert lock_folder(tmp_path / "pserver-1") is not None
+    assert_is_round(export(tmp_path), 4)
+    assert "only complete checkpoints are looked at, and no logs: pserver 1 is running" in capsys.readouterr().out
+
+
+def test_rounds_that_were_undone_while_a_pserver_was_away_do_not_count(tmp_path):
+    """Pserver 1 had died before it heard that all went back to round 5; pserver 0 has made rounds 6 and 7 again."""
+    stop_at(tmp_path, 7, 7, attempts=(1, 0), began={1: 5})
+    assert_is_round(export(tmp_path), 5)
+
+
+def test_without_the_folders_it_is_the_newest_complete_checkpoint(tmp_path):
+    stop_at(tmp_path, 7, 6)
+    export_model(tmp_path / "model.safetensors", str(tmp_path / "checkpoints"), None, None)
+    assert_is_round(load_file(tmp_path / "model.safetensors"), 4)
