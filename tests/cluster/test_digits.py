@@ -47,6 +47,8 @@ def test_two_trainers_learn_the_digits(tmp_path: Path, flags: str, local_steps: 
     assert summary["results"]["accuracy"] >= 0.97
     assert stderr.count("accuracy on 360 held-out images: ") == 2
     assert stderr.count(f"] trained: mode={mode} transport=HTTP/2 accuracy=") == 2
+    left = [path.stat().st_size for path in tmp_path.glob(".gradpost/**/*") if path.is_file()]
+    assert sum(left) <= 5_000_000  # of a model of 0.24 MB
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPT.parent.glob("*.py")), ids=lambda script: script.stem)

@@ -83,7 +83,7 @@ def test_a_run_that_failed_is_resumed_and_its_model_exported(tmp_path: Path) -> 
 @pytest.mark.extended
 def test_the_newest_round_of_a_run_that_was_interrupted_is_exported(tmp_path: Path) -> None:
     with RunningUp("--", "python", SCRIPT, 100_000, 0.005, folder=tmp_path) as up:
-        up.wait_for("round 30")
+        up.wait_for("[trainer 0] round 30", "[trainer 1] round 30")
         up.signal(SIGINT)
         code, _, _ = up.finish()
     assert code == 128 + SIGINT
