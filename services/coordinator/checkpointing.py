@@ -102,10 +102,10 @@ class CheckpointSchedule:
             for member, answer in zip(members, answers, strict=True):
                 if answer is None:  # the next heartbeat says so itself
                     member.coming_checkpoints |= {round_}
-                elif not isinstance(answer, GradpostError | httpx.HTTPError):
+                elif not isinstance(answer, GradpostError | httpx.HTTPError | ValueError):  # the last: a proxy's page
                     raise answer
             self._named = round_, self._now()
-            late = [int(answer.facts["current"]) for answer in answers if isinstance(answer, StaleRound)]
+            late = [int(answer.facts.get("current", round_)) for answer in answers if isinstance(answer, StaleRound)]
             if not late:
                 return  # or a pserver cannot now
             newest, ahead = max(late), max(1, 2 * ahead)

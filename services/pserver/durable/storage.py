@@ -157,9 +157,10 @@ class RunStorage:
         """
         if not complete:
             return
-        for round_ in [round_ for round_ in self.checkpoints if round_ < max(complete) and round_ not in complete]:
-            self._delete(round_)
-            del self.checkpoints[round_]
+        for round_ in tuple(self.checkpoints):  # another one may be written meanwhile
+            if round_ < max(complete) and round_ not in complete:
+                self._delete(round_)
+                del self.checkpoints[round_]
 
     def prune_folder(self, complete: Sequence[Round] | None) -> None:
         """Delete what no restart needs: the log reaches back over as many checkpoints as are kept, own ones included.
