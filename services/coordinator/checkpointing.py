@@ -39,7 +39,7 @@ class CheckpointSchedule:
         """Ask for a checkpoint at once, instead of when one is due; returns the round that it is of at least."""
         self._look_at_run()
         self._asked = max(self._cluster.rounds, default=0)
-        self.num_failures = 0
+        self._named, self.num_failures = None, 0
         return self._asked
 
     def withdraw(self) -> None:
@@ -65,17 +65,17 @@ class CheckpointSchedule:
             self._named, self.num_failures = None, 0
         open_ = self._find_open(members, newest)
         is_writing = any(coming <= member.round for member in members for coming in member.coming_checkpoints)
-        if is_writing or (open_ is not None and (self._asked is None or open_ <= round_)):
+        if is_writing or (open_ is not None and (open_ <= round_ or self._asked is None)):
             return
         plan = cluster.run.plan
         assert plan is not None  # it trains
         interval = cluster.run.defaults.checkpoint_interval(plan)
         if self._asked is None and not interval:
             return
-        if self._named is not None and open_ is None:  # it did not come about
+        if self._named is not None:  # it has not come about yet, or will not
             if self._now() < self._named[1] + RETRY_SECONDS:
                 return
-            self.num_failures += 1
+            self.num_failures += open_ is None
         await self._name(members, round_, interval)
 
     def _find_members(self) -> list[PserverMember]:

@@ -108,11 +108,10 @@ class CheckpointWriter:
             self._failed(round_, destination, error)
             return error
         self._ended(round_, destination)
-        if destination == "place":
-            self._metrics.checkpoint_time.set_to_current_time()
-        if destination == "folder":  # not behind a place that hangs
-            await self._prune_folder()
+        if destination == "folder":
+            await self._prune_folder()  # not behind a place that hangs
         else:
+            self._metrics.checkpoint_time.set_to_current_time()
             self._prune()
         return None
 
@@ -120,7 +119,8 @@ class CheckpointWriter:
         # The log goes back to the checkpoint before, so that nothing is lost.
         assert self._storage is not None
         self._ended(round_, destination)
-        self._newest = max(self._storage.rounds, default=0)
+        if destination == "place":  # then one of its own is due; the folder is tried again after an interval
+            self._newest = max(self._storage.rounds, default=0)
         self._metrics.checkpoint_failures.inc()
         log.error("a checkpoint could not be written; training goes on", round=round_, error=str(error))
 

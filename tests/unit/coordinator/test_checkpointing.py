@@ -131,6 +131,16 @@ async def test_one_that_is_asked_for_does_not_wait_for_the_round_of_the_next():
         assert writers.named == [7]
 
 
+async def test_one_that_was_asked_for_is_named_once():
+    """The heartbeats that say how far the pservers are may be a second old."""
+    async with scheduling() as (_, writers, schedule):
+        writers.rounds = [7, 7]  # as of after the heartbeats
+        schedule.ask()
+        await schedule.advance()
+        await schedule.advance()
+        assert writers.named == [0, 8]
+
+
 async def test_what_was_asked_for_in_a_run_is_not_made_in_the_next_attempt():
     async with scheduling() as (cluster, writers, schedule):
         writers.rounds = [7, 7]
@@ -202,21 +212,17 @@ async def test_a_place_that_hangs_holds_up_no_change_of_members(monkeypatch):
     """Neither that of a checkpoint's manifest, nor the end of the process."""
     pservers, is_let_go = FakePservers(), threading.Event()
     async with coordinating(pservers, lease_seconds=30, num_trainers=3, on_trainer_loss="continue") as coordinator:
-        trainers = begin(coordinator)
-        cluster, place = coordinator.cluster, coordinator.place
-        await eventually(lambda: cluster.run.state == "training")
-        is_asked = asyncio.Event()
+        loop, is_asked = asyncio.get_running_loop(), asyncio.Event()
 
         def hang(_: str) -> list[str]:
-            coordinator_loop.call_soon_threadsafe(is_asked.set)
+            loop.call_soon_threadsafe(is_asked.set)
             is_let_go.wait(20)
             return []
 
-        coordinator_loop = asyncio.get_running_loop()
-        monkeypatch.setattr(place, "list", hang)
-        for index in (0, 1):
-            cluster.pserver_heartbeat(index, beat(run=cluster.run.name), coordinator.now())
-        coordinator.changed()
+        monkeypatch.setattr(coordinator.place, "list", hang)
+        trainers = begin(coordinator)
+        cluster = coordinator.cluster
+        await eventually(lambda: cluster.run.state == "training")
         await asyncio.wait_for(is_asked.wait(), 5)
         rank, run, incarnation = trainers[2]
         cluster.leave_trainer(rank, leaving("failed", run=run, incarnation=incarnation), coordinator.now())

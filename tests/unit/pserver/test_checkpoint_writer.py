@@ -12,6 +12,7 @@ import pytest
 
 from ps_protocol.errors import StaleRun, StorageFailed, TryAgain
 from ps_protocol.messages import PserverHeartbeatReply, WantCheckpoint
+from services.pserver.durable import own_checkpoints
 from services.pserver.durable.segments import list_segments
 from services.runtime.places import Place
 
@@ -158,6 +159,27 @@ async def test_without_named_rounds_and_beside_a_place_that_hangs_the_log_stays_
         await b.run.settle()
     async with bench(state_dir=tmp_path, durability="log", incarnation=2) as b:
         assert (b.run.round, b.run.shard.digest()) == (30, digest)
+
+
+async def test_a_folder_that_takes_no_checkpoint_is_tried_again_after_an_interval(tmp_path: Path, monkeypatch):
+    async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=3) as b:
+        tries = 0
+
+        def refuse(*_: object) -> None:
+            nonlocal tries
+            tries += 1
+            raise OSError("Input/output error")
+
+        monkeypatch.setattr(own_checkpoints, "write_file", refuse)
+        for round_ in range(1, 10):
+            await b.play_round(round_)
+            await b.run.writer.finish("folder")
+        assert (tries, b.run.storage.own.rounds) == (3, ())
+        monkeypatch.undo()
+        for round_ in range(10, 13):
+            await b.play_round(round_)
+        await b.run.settle()
+        assert b.run.storage.own.rounds == (12,)
 
 
 async def test_a_pserver_deletes_what_the_coordinator_does_not_need_any_more(tmp_path: Path):
