@@ -68,14 +68,14 @@ class Manifests:
         try:
             found = await asyncio.to_thread(_take_back, self._place, run.name, dict(run.began))
         except OSError as error:
-            self._say(log.warning, "the place of the checkpoints cannot be used", error, place=self._place.url)
+            self._log_once(log.warning, "the place of the checkpoints cannot be used", error, place=self._place.url)
             return
         self._trouble = ""
         if cluster.run is run and run.attempt == attempt:
             cluster.complete_checkpoints[:] = found
             cluster.checkpoints_known_for = run.name, attempt
 
-    def _say(self, write: Callable[..., object], text: str, error: OSError, **facts: object) -> None:
+    def _log_once(self, write: Callable[..., object], text: str, error: OSError, **facts: object) -> None:
         """Log what is wrong with the place, once: it is tried again with each heartbeat."""
         if str(error) != self._trouble:
             write(text, error=str(error), **facts)
@@ -107,7 +107,7 @@ class Manifests:
             reach_failpoint("checkpoint.manifest")
             await asyncio.to_thread(write_manifest, self._place, manifest)
         except OSError as error:
-            self._say(log.error, "the manifest of a checkpoint could not be written", error, round=manifest.round)
+            self._log_once(log.error, "the manifest of a checkpoint could not be written", error, round=manifest.round)
             return False
         self._trouble = ""
         reach_failpoint("checkpoint.manifest.after")
