@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry
 from ps_protocol.errors import Conflict, NotFound, TryAgain
 from services.coordinator import administration
 from services.coordinator.administration import Administration
-from services.coordinator.inspection.reading import current_plan
 from services.coordinator.metrics import measure_cluster
 
 from .coordinating import FakePservers, begin, coordinating, eventually
