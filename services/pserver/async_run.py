@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import copy
 import itertools
-from collections.abc import Coroutine, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NoReturn, TypeVar
@@ -44,6 +44,7 @@ from .durable.update_log import Update as LoggedUpdate
 from .history import History
 from .loaded_slots import LoadedSlots
 from .metrics import PserverMetrics
+from .pauses import Pauses
 from .pulls import Pull, Pulls
 from .pushes import read_blocks, read_completion, read_computed_on, read_num_slots
 from .reading import Reader, make_reader
@@ -89,7 +90,7 @@ class AsyncRun(PserverRun):
             is_short=restored is not None,
         )
         self._pulls = Pulls(self._rules.max_delay, self._as_restored() if restored else None)
-        self._pause: asyncio.Task[None] | None = None  # nothing is taken, and no members change, until it is done
+        self._pauses = Pauses(self._condition)
         self._log_fails_since: float | None = None
         self._queues: dict[str, BlockQueue] = {}  # none before version 0
         self._reader: Reader | None = None
@@ -218,17 +219,18 @@ class AsyncRun(PserverRun):
             try:
                 while self.admit_push(fence) == "open":  # else another try of this push has queued it meanwhile
                     self._check_stopped(blocks)
-                    full = [name for name in blocks if not self._queues[name].has_room]
-                    if not full and self._pause is None and not self.controls.is_paused and self._is_next(blocks):
+                    if self._pauses.may_take and self._is_ready(blocks):
+                        self._pauses.contribution_goes()
                         has_log = self.storage is not None and self.storage.has_log
                         if has_log or self.clocks.staged(fence.rank).slots:
-                            logging = self._begin_pause(self._log_and_take(fence.rank))
+                            logging = self._pauses.begin(self._log_and_take(fence.rank))
                         else:
                             self._take(fence.rank)
                         break
                     if loop.time() >= begin + HOLD_SECONDS:
                         if self.controls.is_paused:
                             raise RoundPending("the run is paused by an administrator; send this again")
+                        full = self._full_queues(blocks)
                         what = f"the queue of block {full[0]!r} is full" if full else "this pserver is busy"
                         raise QueueFull(f"{what}; send this again", blocks=full[:10])
                     with self._metrics.held_pushes.track_inprogress(), contextlib.suppress(TimeoutError):
@@ -240,6 +242,16 @@ class AsyncRun(PserverRun):
         self._metrics.held_seconds.observe(loop.time() - begin)
         if logging is not None:
             await asyncio.shield(logging)  # it belongs to the run: this client may go away
+
+    def _full_queues(self, blocks: Iterable[str]) -> list[str]:
+        return [name for name in blocks if not self._queues[name].has_room]
+
+    def _is_ready(self, blocks: KeysView[str]) -> bool:
+        """Whether a push could be taken if there were no pauses."""
+        return not self.controls.is_paused and not self._full_queues(blocks) and self._is_next(blocks)
+
+    def _has_ready_push(self) -> bool:
+        return any(map(self._is_ready, self._held))
 
     def _is_next(self, blocks: KeysView[str]) -> bool:
         """Whether no push has waited longer for one of these blocks, which would else never find room in all of its."""
@@ -262,25 +274,6 @@ class AsyncRun(PserverRun):
             self._cut(taken.number, destination)
 
     # ------------------------------------------------------------------ log and checkpoints
-
-    def _begin_pause(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Do something during which nothing is taken and no members change; from within another one may be begun."""
-
-        async def pause() -> None:
-            try:
-                await work
-            finally:
-                if self._pause is task:
-                    self._pause = None
-                await self._wake_all()
-
-        self._pause = task = asyncio.create_task(pause(), name="pause")
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # who waited for it may be gone
-        return task
-
-    async def _end_of_pause(self) -> None:
-        while (task := self._pause) is not None:
-            await asyncio.wait([task])
 
     async def _log_and_take(self, rank: Rank) -> None:
         """Write a complete contribution into the log, and only then into the queues, and its slots into the shard."""
@@ -331,7 +324,7 @@ class AsyncRun(PserverRun):
     def _cut(self, number: Round, destination: Destination) -> None:
         """Make a checkpoint of this number."""
         if self.storage is not None:
-            self._begin_pause(self._drain_and_snapshot(self.storage, number, destination))
+            self._pauses.begin(self._drain_and_snapshot(self.storage, number, destination))
 
     async def _drain_and_snapshot(self, storage: RunStorage, number: Round, destination: Destination) -> None:
         await self._drain()
@@ -364,7 +357,7 @@ class AsyncRun(PserverRun):
         storage = self.check_storage()
         if is_over:
             await self.settle()
-        await self._end_of_pause()
+        await self._pauses.wait(self._has_ready_push)
         taken = self.clocks.taken
         if round_ < taken:
             raise StaleRound(f"contribution {round_} was taken before others", current=taken)
@@ -385,12 +378,11 @@ class AsyncRun(PserverRun):
             cut = {APPLIED_KEY: str(self.clocks.applied), HISTORY_KEY: self._history().to_json()}
             found.append(await self.look(make, cut))
 
-        await self._end_of_pause()
-        await asyncio.shield(self._begin_pause(drain_and_look()))
+        await self._pauses.wait_and_pause(self._has_ready_push, drain_and_look)
         return found[0]
 
     async def _finish_apply(self) -> None:
-        await self._end_of_pause()
+        await self._pauses.wait(self._has_ready_push)
         await self._compute.run(lambda: None)  # jobs run in order: those before it are done
 
     async def _come_to_rest(self, reason: GradpostError) -> None:
@@ -400,8 +392,7 @@ class AsyncRun(PserverRun):
             await self._drain()
             await self.end(reason)
 
-        await self._end_of_pause()
-        await self._begin_pause(drain_and_end())
+        await self._pauses.wait_and_pause(self._has_ready_push, drain_and_end)
 
     def _check_stopped(self, names: Iterable[str]) -> None:
         for name in names:
@@ -550,12 +541,12 @@ class AsyncRun(PserverRun):
 
     async def _freeze(self) -> FrozenRounds:
         """Nothing has to stand still but the log: each contribution is applied by itself."""
-        await self._end_of_pause()
+        await self._pauses.wait(self._has_ready_push)
         return FrozenRounds(applied=self.clocks.taken, is_readable=self.is_readable, opens=self.clocks.opens)
 
     async def ready_for_members(self) -> None:
         """See PserverRun; a contribution that is being logged counts for the members before."""
-        await self._end_of_pause()
+        await self._pauses.wait(self._has_ready_push)
 
     def members_changed(self, message: InstallMembers | InstallRun) -> None:
         """Take over a newer set of members: nobody waits any more for those who are gone."""

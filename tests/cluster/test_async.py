@@ -304,3 +304,38 @@ async def test_who_leaves_after_a_step_that_is_queued_everywhere_fails_nobody(ca
         async with httpx.AsyncClient() as http:
             status = (await http.get(f"{address}/v1/status")).json()
         assert status["state"] == "finished", status
+
+
+@pytest.mark.asyncio
+@pytest.mark.extended
+async def test_a_change_does_not_wait_until_no_push_waits_for_the_log(carrier: Carrier) -> None:
+    """Eight trainers push 8 MB as fast as they can, so that at the end of each fsync other pushes wait."""
+    num_trainers, spec = 8, ParameterSpec("w", (2_000_000,))
+    begun, stop = asyncio.Semaphore(0), asyncio.Event()
+
+    async def train(address: str, rank: int) -> None:
+        gradient = torch.ones(spec.shape)
+        async with ParameterClient(address, rank=rank) as client:
+            await client.declare([spec], SGD)
+            if client.uploader == rank:
+                await client.send_initial({"w": torch.zeros(spec.shape)})
+            await client.get(0)
+            step = 0
+            while not stop.is_set():
+                step += 1
+                await client.send(step, {"w": gradient}, NUMBERS)
+                await client.get(step)
+                begun.release()
+
+    with cluster_of(num_trainers, carrier, durability="fsync") as address:
+        trainers = [asyncio.create_task(train(address, rank)) for rank in range(num_trainers)]
+        async with httpx.AsyncClient(base_url=address, timeout=30) as http, asyncio.timeout(120):
+            for _ in range(3 * num_trainers):
+                await begun.acquire()
+            for number in range(1, 5):
+                began = time.monotonic()
+                answer = await http.put("/v1/controls/rate", json={"rate": 1e-6 * number})
+                assert answer.status_code == 200, answer.text
+                assert time.monotonic() - began < 5
+            stop.set()
+            await asyncio.gather(*trainers)

@@ -1,0 +1,153 @@
+"""Contributions that are logged, and what waits for a moment between them: neither keeps the other waiting for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ps_protocol.errors import TryAgain
+
+from .support import Bench
+from .test_async_durability import life
+from .test_async_run import until
+
+pytestmark = pytest.mark.asyncio
+
+NUM_TRAINERS = 2  # of `life`
+TURNS = 40  # of the event loop: more than any request needs
+
+
+class SlowLog:
+    """Writes an update when it is told to."""
+
+    def __init__(self) -> None:
+        self.num_begun = 0
+        self._go = threading.Semaphore(0)
+        self._done = threading.Semaphore(0)
+
+    async def write_one(self) -> None:
+        """Let the update that is being written, or the next one, get to the disk."""
+        self._go.release()
+        await asyncio.to_thread(self._done.acquire)
+        await turns()
+
+    def open_up(self) -> None:
+        self._go.release(1000)
+
+    @contextmanager
+    def of(self, pserver: Bench) -> Iterator[SlowLog]:
+        append = pserver.run.storage.append
+
+        def slow(*arguments: Any) -> None:
+            self.num_begun += 1
+            self._go.acquire()
+            append(*arguments)
+            self._done.release()
+
+        pserver.run.storage.append = slow
+        try:
+            yield self
+        finally:
+            self.open_up()
+
+
+async def turns(count: int = TURNS) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def train(pserver: Bench, rank: int, steps: int) -> None:
+    """Always the next push, as soon as the one before is acknowledged."""
+    for step in range(1, steps + 1):
+        await pserver.push(rank, step)
+        await pserver.get(rank, step)
+
+
+@pytest.mark.parametrize("what", ["freeze", "model", "checkpoint", "stop"])
+async def test_what_waits_for_a_pause_waits_for_that_one_only(tmp_path: Path, what: str) -> None:
+    async with life(tmp_path) as pserver:
+        for rank in range(NUM_TRAINERS):
+            await pserver.get(rank, 0)
+        with SlowLog().of(pserver) as log:
+            trainers = [asyncio.create_task(train(pserver, rank, 6)) for rank in range(NUM_TRAINERS)]
+            await until(lambda: log.num_begun)
+            asked = asyncio.create_task(
+                {
+                    "freeze": lambda: pserver.freeze(2),
+                    "model": lambda: pserver.run.look_after(None, dict, 0),
+                    "checkpoint": lambda: pserver.run.want_checkpoint(1),
+                    "stop": lambda: pserver.pserver.stop(),
+                }[what]()
+            )
+            await turns()
+            assert log.num_begun == 1
+            assert not asked.done()
+            await log.write_one()
+            async with asyncio.timeout(10):
+                await asked
+            assert pserver.run.clocks.taken == 1
+        for trainer in trainers:
+            with suppress(TryAgain):  # after the stop
+                await trainer
+
+
+@settings(max_examples=25, deadline=None)
+@given(script=st.lists(st.sampled_from(["write", "freeze", "model", "members", "cancel"]), max_size=40))
+async def test_in_any_order_everything_has_its_turn(script: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        await play(Path(folder), script)
+
+
+async def play(folder: Path, script: list[str]) -> None:
+    async with life(folder, checkpoint_rounds=5) as pserver:
+        run, pauses = pserver.run, pserver.run._pauses
+        for rank in range(NUM_TRAINERS):
+            await pserver.get(rank, 0)
+        begun: list[str] = []
+        begin = pauses.begin
+
+        def watched(work: Any) -> Any:
+            name = work.__name__
+            assert pauses._task is None or name == "_drain_and_snapshot", "two at once"
+            if name == "_log_and_take":
+                waiting = [task for task in moments if not task.done()]
+                assert not waiting or begun[-1:] == ["drain_and_look"], "a contribution overtook a freeze"
+            elif begun[-1:] == [name] == ["drain_and_look"]:
+                assert not run._has_ready_push(), "contributions are held back for ever"
+            begun.append(name)
+            return begin(work)
+
+        pauses.begin = watched
+        moments: list[asyncio.Task[Any]] = []
+        looks: list[asyncio.Task[Any]] = []
+        with SlowLog().of(pserver) as log:
+            trainers = [asyncio.create_task(train(pserver, rank, 12)) for rank in range(NUM_TRAINERS)]
+            await turns()
+            number = 1
+            for action in script:
+                if action == "write" and pauses._task is not None and begun[-1] == "_log_and_take":
+                    await log.write_one()
+                elif action == "freeze":
+                    number += 1
+                    moments.append(asyncio.create_task(pserver.freeze(number)))
+                elif action == "members":
+                    number += 1
+                    moments.append(asyncio.create_task(pserver.change_members(number, dict(run.members))))
+                elif action == "model":
+                    looks.append(asyncio.create_task(run.look_after(None, dict, 0)))
+                elif action == "cancel" and looks:
+                    looks.pop().cancel()
+                await turns()
+            log.open_up()
+            async with asyncio.timeout(20):
+                await asyncio.gather(*trainers, *moments, *looks)
+        assert run.clocks.taken == NUM_TRAINERS * 12
