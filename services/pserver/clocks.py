@@ -32,7 +32,7 @@ class TrainerSteps(Generic[Payload]):
     open: Round = 1  # the step that pushes are for
     clock: Round = 0  # every block of every step up to this one is applied
     is_back: bool = False  # this pserver has come back, without what was staged
-    may_skip: bool = False  # and perhaps without steps that the trainer has taken
+    may_skip: bool = False  # and perhaps without steps that the trainer has taken, until it has taken one here
     staged: Contribution[Payload] = field(default_factory=Contribution)  # of the open step
     unapplied: dict[Round, int] = field(default_factory=dict)  # blocks that each taken step still waits for
 
@@ -52,7 +52,7 @@ class Clocks(Generic[Payload]):
     """Staging and clocks of one pserver. `applied` counts the contributions of which every block is applied.
 
     One that has come back begins with `applied` contributions, and for each rank the newest `steps` in them and the
-    life that they came from. A trainer that is further than that goes on with its own step: the others are lost.
+    life that they came from. The first step that a trainer takes then may be a later one: those before it are lost.
     """
 
     def __init__(
@@ -101,10 +101,11 @@ class Clocks(Generic[Payload]):
         """Say where a push belongs, or raise StaleTrainer or FutureRound. Changes nothing."""
         check_member(self.members, rank, incarnation)
         steps = self._steps[rank]
-        return admit(step, steps.open, max(step, steps.open) if steps.may_skip else steps.open)
+        may_skip = steps.may_skip and not steps.staged.is_complete  # else it is about to be taken
+        return admit(step, steps.open, max(step, steps.open) if may_skip else steps.open)
 
     def catch_up(self, rank: Rank, step: Round) -> int:
-        """A trainer is at this step; returns how many steps before it this pserver has lost with an earlier life."""
+        """Open the step of an admitted push; returns how many before it this pserver has lost with an earlier life."""
         steps = self._steps[rank]
         num_lost = step - steps.open
         if num_lost <= 0 or not steps.may_skip:
@@ -153,6 +154,7 @@ class Clocks(Generic[Payload]):
         self.taken += 1
         taken = Taken(rank, steps.open, steps.staged, steps, self.taken)
         steps.open += 1
+        steps.may_skip = False  # from here on the trainer's steps come one after another
         steps.staged = Contribution()
         steps.unapplied[taken.step] = len(taken.contribution.blocks)
         self._advance(steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -217,17 +218,70 @@ def take(clocks: Clocks[str], step: int) -> None:
     clocks.take(0)
 
 
-def test_a_pserver_that_has_lost_steps_takes_whatever_comes_next() -> None:
+def test_a_pserver_that_has_lost_steps_begins_with_whatever_comes_first() -> None:
     """Several may be missing, and the trainer sends again those that it still has."""
     clocks = restored(is_short=True)
-    for step in (3, 4):
-        with pytest.raises(ContributionMissing):
-            clocks.waits_for(0, step)
-        take(clocks, step)
-    assert clocks.admit(0, 1, 6) == "open"  # before step 5 was sent again
-    take(clocks, 6)
-    assert clocks.admit(0, 1, 5) == "already_applied"
-    assert clocks.waits_for(0, 5) == []
+    with pytest.raises(ContributionMissing):
+        clocks.waits_for(0, 3)
+    assert clocks.admit(0, 1, 5) == "open"
+    take(clocks, 4)  # of step 3 it has got the parameters, and forgotten the gradient
+    assert clocks.admit(0, 1, 3) == "already_applied"
+    with pytest.raises(FutureRound):
+        clocks.admit(0, 1, 6)  # before step 5 was sent again
+    take(clocks, 5)
+    assert clocks.admit(0, 1, 6) == "open"
+    assert clocks.waits_for(0, 4) == [0]
+
+
+class LostStepsMachine(RuleBasedStateMachine):
+    """A pserver has come back with steps 1 and 2 of a trainer, whose pushes of later steps arrive in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clocks = restored(is_short=True)
+        self.open, self.has_taken, self.num_taken = 3, False, 2
+        self.queued: list[tuple[Taken[str], str]] = []
+
+    @rule(ahead=st.integers(0, 3), blocks=st.sets(st.sampled_from(BLOCKS), min_size=1), last=st.booleans())
+    def push(self, ahead: int, blocks: set[str], last: bool) -> None:
+        step = self.open + ahead
+        if ahead and (self.has_taken or self.clocks.staged(0).is_complete):
+            with pytest.raises(FutureRound):
+                self.clocks.admit(0, 1, step)
+            return
+        assert self.clocks.admit(0, 1, step) == "open"
+        assert self.clocks.catch_up(0, step) == ahead
+        self.open = step
+        number = len(self.clocks.staged(0).blocks.keys() | blocks) if last else None
+        with suppress(ContributionConflict):
+            self.clocks.blocks_arrived(0, {name: f"{step} {name}" for name in blocks}, number, NUMBERS, 2)
+
+    @precondition(lambda self: self.clocks.staged(0).is_complete)
+    @rule()
+    def take(self) -> None:
+        taken = self.clocks.take(0)
+        self.num_taken += 1
+        assert (taken.step, taken.number) == (self.open, self.num_taken)
+        assert taken.contribution.blocks == {name: f"{self.open} {name}" for name in taken.contribution.blocks}
+        self.queued += [(taken, name) for name in taken.contribution.blocks]
+        self.open, self.has_taken = self.open + 1, True
+
+    @precondition(lambda self: self.queued)
+    @rule(data=st.data())
+    def apply(self, data: st.DataObject) -> None:
+        self.clocks.block_applied(self.queued.pop(data.draw(st.integers(0, len(self.queued) - 1)))[0])
+
+    @invariant()
+    def what_is_taken_is_applied_or_queued(self) -> None:
+        assert self.clocks.opens == {0: self.open}
+        assert self.clocks.taken == self.num_taken
+        if not self.queued:
+            assert self.clocks.applied == self.num_taken
+            assert self.clocks.clocks == {0: self.open - 1} or not self.has_taken
+
+
+TestLostSteps = LostStepsMachine.TestCase
+TestLostSteps.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 
 def test_a_pserver_that_has_lost_nothing_but_what_was_staged_skips_no_step() -> None:
