@@ -568,6 +568,11 @@ class AsyncRun(PserverRun):
         if self._reader is not None:
             self._reader.close(reason)
 
+    async def finish(self) -> None:
+        """Let go of the queues, too: their workers refer to this run, and with it to its shard."""
+        await super().finish()
+        self._queues.clear()
+
     def _digest_staged(self, digest: xxhash.xxh3_128) -> None:
         digest.update(repr((self.clocks.clocks, [queue.num_updates for queue in self._queues.values()])).encode())
         for rank in sorted(self.clocks.members):

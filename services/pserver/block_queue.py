@@ -58,7 +58,7 @@ class BlockQueue:
         self._max_queued = max_queued
         self._apply = apply
         self._changed = changed
-        self._task = asyncio.create_task(self._work(), name=f"block {name}")
+        self._task: asyncio.Task[None] | None = asyncio.create_task(self._work(), name=f"block {name}")
 
     def __repr__(self) -> str:
         state = "stopped" if self.failure else f"{self.num_updates} of {self._max_queued} queued"
@@ -80,7 +80,9 @@ class BlockQueue:
 
     def close(self) -> None:
         """End the task; what is queued is dropped."""
-        self._task.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None  # a cancelled task keeps its frames, and these refer to this queue
 
     async def _work(self) -> None:
         while self.failure is None:

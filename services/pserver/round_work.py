@@ -6,7 +6,7 @@ otherwise:  step, which aggregates
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import xxhash
@@ -50,15 +50,16 @@ class RoundWork:
         self,
         shard: Shard,
         storage: RunStorage | None,
-        metadata: Callable[[Round], Mapping[str, str]],
+        identity: Mapping[str, str],
         *,
         lends: bool,
     ) -> None:
-        """`metadata` is a reply's; `lends`: it may consist of views of the values, which are called back in time."""
+        """`identity` is in a reply's metadata; `lends`: a reply may consist of views of the values, which are called
+        back in time."""
         self.captures = Captures()
         self._shard = shard
         self._storage = storage
-        self._metadata = metadata
+        self._identity = identity
         self._lends = lends
         self._changed = dict.fromkeys(shard.layout.place, shard.version)  # in which round each block did last
 
@@ -115,7 +116,7 @@ class RoundWork:
         blocks: list[tuple[WireTensor, bytes | memoryview]] = [*self._shard.lend()]
         if not self._lends:
             blocks = [(tensor, bytes(data)) for tensor, data in blocks]
-        metadata = {**self._metadata(round_), **outcome}
+        metadata = {**self._identity, "round": str(round_), **outcome}
         versioned = VersionedBlocks(blocks, dict(self._changed), metadata, round_ - 1, self._shard.lend_differences())
         versioned.parts(round_ - 1)  # what most will ask for, while we are on this thread
         return Reply(round_, versioned.parts(), versioned)

@@ -78,6 +78,7 @@ class PserverRun(ABC):
         self.install = install
         self.index = index
         self.plan = SlicePlan.from_json(install.plan)
+        self._identity = {"run": install.run, "attempt": str(install.attempt)}  # in the metadata of each reply
         self.shard = restored.shard if restored else Shard(self.plan, index)
         self.storage = storage
         self.failure: GradpostError | None = None
@@ -305,7 +306,7 @@ class PserverRun(ABC):
         return Reply(round_, self.shard.encode(metadata=self._metadata(round_), pulled=True))
 
     def _metadata(self, round_: Round) -> dict[str, str]:
-        return {"run": self.install.run, "attempt": str(self.install.attempt), "round": str(round_)}
+        return {**self._identity, "round": str(round_)}
 
     # ------------------------------------------------------------------ pushes
 
@@ -358,7 +359,7 @@ class PserverRun(ABC):
     async def end(self, reason: GradpostError) -> None:
         """End every wait with `reason`, and refuse with it whatever comes later; the first reason stands."""
         if self.failure is None:
-            self.failure = reason
+            self.failure = copy.copy(reason)  # its traceback would keep this run and its shard
         async with self._condition:
             self._condition.notify_all()
 

@@ -69,7 +69,7 @@ class SyncRun(PserverRun):
         )
         self.controls: tuple[Controls, ...] = ()
         # With `max_delay` a member's push of a later round says nothing of what it still reads.
-        self._work = RoundWork(self.shard, storage, self._metadata, lends=not self.rounds.max_delay)
+        self._work = RoundWork(self.shard, storage, self._identity, lends=not self.rounds.max_delay)
         self._reply: Reply | None = None  # of the applied round, once it may be read
         self._measured: Measured | None = None  # waits for its global norm, or is being applied
         self._apply_task: asyncio.Task[None] | None = None

@@ -79,6 +79,7 @@ class Disk:
             return
         storage = RunStorage(install, self.folder.index, self.folder.log_path, self._place)
         storage.find_checkpoints()
+        self._restored = None  # one shard at a time
         self._restored = storage.restore()
         if self._restored is None:
             log.warning("nothing of the run can be restored here", run=install.run)
@@ -132,9 +133,10 @@ class Disk:
         if self.held is None or self.held.run != install.run:
             self.held = self._storage = self._restored = None
         known = self.folder.identity.run
-        taken = (
-            self._restore_from(install, install.source) if install.source is not None else None
-        )  # or nothing changes
+        taken = None
+        if install.source is not None:
+            self._restored = None  # one shard at a time
+            taken = self._restore_from(install, install.source)  # or nothing changes
         if install.restore is None or install.source is not None or known is None or known.run != install.run:
             self.folder.forget_log()  # it is another run's
         storage = RunStorage(install, self.folder.index, self.folder.log_path, self._place)
@@ -158,6 +160,7 @@ class Disk:
         elif before is not None and restored is not None and restored.round == install.restore:
             storage.checkpoints, storage.undone = dict(before.checkpoints), list(before.undone)
         else:
+            restored = self._restored = None  # one shard at a time
             storage.find_checkpoints()
             restored = storage.restore(install.restore)
             if restored is None:
