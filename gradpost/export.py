@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -89,19 +89,25 @@ def _write(target: Path, tensors: dict[str, Tensor], run: str, round_: Round) ->
 
 def read_model(place: Place, manifest: Manifest) -> dict[str, Tensor]:
     """Tensors by the names of the model's state_dict, in their own dtypes and shapes. Raises DamagedFile."""
-    shards = [
+    shards = (
         (file.pserver, ShardState.decode(read_shard_file(place, manifest.run, file))[0]) for file in manifest.shards
-    ]
+    )  # one after another: they may be large
     return to_tensors(shards, manifest.slice_plan(), manifest.aliases)
 
 
 def to_tensors(
-    shards: Sequence[tuple[PserverIndex, ShardState]], plan: SlicePlan, aliases: Mapping[str, str]
+    shards: Iterable[tuple[PserverIndex, ShardState]], plan: SlicePlan, aliases: Mapping[str, str]
 ) -> dict[str, Tensor]:
     """Tensors by the names of the model's state_dict, in their own dtypes and shapes."""
-    values = concatenate(shards, plan)
+    stored: dict[str, bytes] = {}
+
+    def take_buffers() -> Iterable[tuple[PserverIndex, ShardState]]:
+        for index, shard in shards:
+            stored.update(shard.buffers)
+            yield index, shard
+
+    values = concatenate(take_buffers(), plan)
     tensors = {name: value.to(TORCH_DTYPES[plan.parameter[name].dtype]) for name, value in values.items()}
-    stored = {name: data for _, shard in shards for name, data in shard.buffers.items()}
     for spec in plan.buffers:
         dtype = TORCH_DTYPES[spec.dtype]
         flat = (

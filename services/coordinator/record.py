@@ -19,7 +19,7 @@ from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest
 from services.runtime.locks import lock_folder
 from services.runtime.logs import get_logger
-from services.runtime.places import map_file, write_file
+from services.runtime.places import write_file
 from services.runtime.sealed import seal, unseal
 
 from .cluster import Cluster, Resumption
@@ -297,8 +297,8 @@ class RecordFile:
         """What was written last; None if nothing was. Raises DamagedFile, OSError."""
         if not self._path.exists():
             return None
-        self._written = bytes(map_file(self._path))
-        return unseal(memoryview(self._written), ClusterRecord, str(self._path))
+        self._written = self._path.read_bytes()
+        return unseal(self._written, ClusterRecord, str(self._path))
 
     def write(self, record: ClusterRecord) -> None:
         """Write it, unless it is what was written last."""

@@ -7,7 +7,7 @@ pull differences, `slot.exp_avg`, …), the buffers in their own dtypes, and in 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,8 +141,8 @@ def _copy(
                 state.counted[counter, target.name] = shard.counted[counter, source.name]
 
 
-def concatenate(shards: Sequence[tuple[PserverIndex, ShardState]], plan: SlicePlan) -> dict[str, Tensor]:
-    """Whole parameters by name, float32 in their own shapes, from all shards of a plan."""
+def concatenate(shards: Iterable[tuple[PserverIndex, ShardState]], plan: SlicePlan) -> dict[str, Tensor]:
+    """Whole parameters by name, float32 in their own shapes, from all shards of a plan, in any order."""
     whole: dict[str, Any] = {spec.name: torch.empty(spec.num_elements) for spec in plan.parameters}
     for index, shard in shards:
         for place in ShardLayout(plan, index).places:

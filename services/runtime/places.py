@@ -6,7 +6,6 @@ Elsewhere it appears when it is closed, as object stores have it.
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
 from abc import ABC, abstractmethod
@@ -38,7 +37,7 @@ class Place(ABC):
 
     @abstractmethod
     def read(self, name: str) -> memoryview:
-        """The bytes of a file, private to the caller and writable; local ones are mapped. Raises FileNotFoundError."""
+        """Return the bytes of a file, private to the caller and writable. Raises FileNotFoundError."""
 
     @abstractmethod
     def list(self, folder: str) -> list[str]:
@@ -62,7 +61,7 @@ class LocalPlace(Place):
 
     def read(self, name: str) -> memoryview:
         """See Place."""
-        return map_file(self._folder / name)
+        return read_file(self._folder / name)
 
     def list(self, folder: str) -> list[str]:
         """See Place."""
@@ -167,9 +166,14 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def map_file(path: Path) -> memoryview:
-    """The bytes of a file as they are now, private to us and writable as torch wants them; nothing is read yet."""
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            return memoryview(b"")
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+def read_file(path: Path) -> memoryview:
+    """Return the bytes of a file as they are now, writable as torch wants them. Raises OSError.
+
+    They are not mapped: a sector that cannot be read, or a file that is gone from a server, would end the process.
+    """
+    with path.open("rb", buffering=0) as file:
+        data = memoryview(bytearray(os.fstat(file.fileno()).st_size))
+        done = 0
+        while done < len(data) and (got := file.readinto(data[done:])):
+            done += got
+    return data[:done]

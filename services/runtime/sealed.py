@@ -29,7 +29,7 @@ def seal(message: Message) -> bytes:
     return b'{"xxh3_128":"%s","content":%s}\n' % (xxhash.xxh3_128_hexdigest(content).encode(), content)
 
 
-def unseal(data: memoryview, kind: type[_MessageT], name: str) -> _MessageT:
+def unseal(data: bytes | memoryview, kind: type[_MessageT], name: str) -> _MessageT:
     """What a file of this name says. Raises DamagedFile."""
     found = _SEALED.fullmatch(data)
     if found is None or xxhash.xxh3_128_hexdigest(found[2]).encode() != found[1]:

@@ -16,7 +16,6 @@ import torch
 from services.pserver.durable.records import Record, read_records
 from services.pserver.durable.segments import list_segments
 from services.pserver.durable.update_log import Update
-from services.runtime.places import map_file
 from trainer_client.testing import LocalCluster
 
 from .faulty_run import SCRIPT, FaultyRun
@@ -32,8 +31,9 @@ def lose_the_log_after(round_: int, state_dir: Path) -> None:
         if segment.base >= round_:
             segment.path.unlink()
             continue
-        records = (item for item in read_records(map_file(segment.path), segment.mark) if isinstance(item, Record))
-        ends = {Update.from_record(record).round: record.end for record in records}
+        with segment.path.open("rb") as file:
+            records = (item for item in read_records(file.fileno(), segment.mark) if isinstance(item, Record))
+            ends = {Update.from_record(record).round: record.end for record in records}
         os.truncate(segment.path, ends[round_])
 
 

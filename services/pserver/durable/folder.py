@@ -19,7 +19,7 @@ from ps_protocol.messages import InstallRun, Message
 from ps_protocol.vocabulary import Incarnation, PserverIndex
 from services.runtime.checkpoints import leave_out_removed
 from services.runtime.locks import lock_folder
-from services.runtime.places import map_file, write_file
+from services.runtime.places import write_file
 from services.runtime.sealed import DamagedFile, seal, unseal
 
 IDENTITY = "identity.json"
@@ -79,7 +79,7 @@ class StateFolder:
         if not path.exists():
             return Identity()
         try:
-            return unseal(map_file(path), Identity, str(path))
+            return unseal(path.read_bytes(), Identity, str(path))
         except DamagedFile as error:
             raise DamagedFile(f"{error}; delete it, and the run goes back to the newest checkpoint") from None
 

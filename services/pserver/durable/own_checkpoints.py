@@ -12,7 +12,7 @@ from pathlib import Path
 import xxhash
 
 from ps_protocol.vocabulary import Round
-from services.runtime.places import map_file, write_file
+from services.runtime.places import read_file, write_file
 from services.runtime.sealed import DamagedFile
 
 from .records import Buffer
@@ -45,7 +45,7 @@ class OwnCheckpoints:
     def read(self, round_: Round) -> memoryview:
         """Return the bytes of a shard. Raises DamagedFile."""
         path = self._path(round_)
-        data = map_file(path)
+        data = read_file(path)
         if xxhash.xxh3_128_digest(data[_DIGEST_BYTES:]) != data[:_DIGEST_BYTES]:
             raise DamagedFile(f"{path} is damaged: it does not have the digest that was written for it")
         return data[_DIGEST_BYTES:]

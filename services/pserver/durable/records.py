@@ -29,6 +29,7 @@ Buffer: TypeAlias = bytes | memoryview
 MARK_BYTES = 8
 _PREFIX = struct.Struct("<8sQ16s")
 _MAX_VECTORS = 512  # of one writev; the kernel takes 1,024
+_WINDOW_BYTES = 1 << 20  # in which a mark is looked for
 _LIMITS = FrameLimits(max_body_bytes=1 << 62, max_header_bytes=1 << 30, max_tensors=1 << 30)  # our own files
 
 
@@ -80,27 +81,54 @@ def _write_all(fd: int, at: int, chunks: Sequence[Buffer]) -> int:
     return at
 
 
-def read_records(data: memoryview, mark: bytes) -> Iterator[Record | Ending]:
-    """The records of a file in order, and last its ending. Reads every byte once; the caller keeps `data` alive."""
-    at = 0
-    while (record := _read_record(data, at, mark)) is not None:
+def read_records(fd: int, mark: bytes) -> Iterator[Record | Ending]:
+    """Yield the records of an open file in order, and last its ending. Raises OSError.
+
+    A record's body holds until the next record is asked for: its memory is used again. Every byte is read once.
+    """
+    file, at = _File(fd), 0
+    while (record := _read_record(file, at, mark)) is not None:
         yield record
         at = record.end
-    if _has_record_after(data, at, mark):
+    if _has_record_after(file, at, mark):
         yield Ending("damaged", at)
     else:
-        yield Ending("torn" if data[at : at + MARK_BYTES] == mark else "clean", at)
+        yield Ending("torn" if os.pread(fd, MARK_BYTES, at) == mark else "clean", at)
 
 
-def _read_record(data: memoryview, begin: int, mark: bytes) -> Record | None:
-    if len(data) - begin < _PREFIX.size:
+class _File:
+    """Reads of a file at given places, into memory that is kept.
+
+    Unlike in a mapping an unreadable sector is an OSError, and a file that is cut meanwhile ends there.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._memory = bytearray()
+
+    def read(self, at: int, count: int) -> memoryview | None:
+        """Return so many bytes, which hold until the next call; None if the file ends before."""
+        if at + count > os.fstat(self.fd).st_size:
+            return None
+        if count > len(self._memory):
+            self._memory = bytearray(count)
+        view = memoryview(self._memory)[:count]
+        done = 0
+        while done < count:
+            got = os.preadv(self.fd, [view[done:]], at + done)
+            if not got:
+                return None
+            done += got
+        return view
+
+
+def _read_record(file: _File, begin: int, mark: bytes) -> Record | None:
+    prefix = os.pread(file.fd, _PREFIX.size, begin)
+    if len(prefix) < _PREFIX.size:
         return None
-    found, length, digest = _PREFIX.unpack_from(data, begin)
+    found, length, digest = _PREFIX.unpack(prefix)
     body_begin = begin + _PREFIX.size
-    if found != mark or length > len(data) - body_begin:
-        return None
-    body = data[body_begin : body_begin + length]
-    if _digest(mark, [body]) != digest:
+    if found != mark or (body := file.read(body_begin, length)) is None or _digest(mark, [body]) != digest:
         return None
     try:
         frame = parse_frame(body, _LIMITS)
@@ -117,18 +145,19 @@ def _digest(mark: bytes, frame: Sequence[Buffer]) -> bytes:
     return digest.digest()
 
 
-def _has_record_after(data: memoryview, begin: int, mark: bytes) -> bool:
+def _has_record_after(file: _File, begin: int, mark: bytes) -> bool:
     at = begin
-    while (at := _find(mark, data, at + 1)) >= 0:
-        if _read_record(data, at, mark) is not None:
+    while (at := _find(file.fd, mark, at + 1)) >= 0:
+        if _read_record(file, at, mark) is not None:
             return True
     return False
 
 
-def _find(mark: bytes, data: memoryview, begin: int) -> int:
-    step = 1 << 20
-    for at in range(begin, len(data), step):
-        found = bytes(data[at : at + step + MARK_BYTES - 1]).find(mark)
+def _find(fd: int, mark: bytes, begin: int) -> int:
+    at = begin
+    while window := os.pread(fd, _WINDOW_BYTES + MARK_BYTES - 1, at):
+        found = window.find(mark)
         if found >= 0:
             return at + found
+        at += _WINDOW_BYTES
     return -1

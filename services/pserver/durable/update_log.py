@@ -22,7 +22,6 @@ from ps_protocol.routes import GRAD_SCALER_KEY
 from ps_protocol.vocabulary import Durability, Incarnation, Rank, Round
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
-from services.runtime.places import map_file
 
 from .records import Buffer, Ending, Record, append_record, read_records
 from .segments import Segment, create_segment, delete_spare, list_segments, retire_segment
@@ -163,7 +162,8 @@ class UpdateLog:
     def read_after(self, round_: Round) -> Iterator[tuple[Update, memoryview]]:
         """The updates behind a round with their gradients, without a gap; ends where the log does, or is damaged.
 
-        The latter, or that there is no file where one must be, sets `is_short`. A torn tail was never acknowledged.
+        Damage, or that there is no file where one must be, sets `is_short`. A torn tail was never acknowledged. A
+        gradient holds until the next update is asked for.
         """
         segments = list_segments(self._folder)
         newest_start = max((segment.base for segment in segments if segment.base <= round_), default=None)
@@ -209,12 +209,13 @@ class UpdateLog:
 
 def _read_segment(segment: Segment) -> Iterator[Record | Ending]:
     """The records of a segment and its ending; a record that this version cannot replay counts as damage."""
-    for item in read_records(map_file(segment.path), segment.mark):
-        if isinstance(item, Record) and item.frame.metadata.get("replaced", "[]") != "[]":
-            log.warning(
-                "the log ends where an earlier version has set a parameter's values; this one cannot repeat that",
-                file=segment.path.name, at=item.begin,
-            )  # fmt: skip
-            yield Ending("damaged", item.begin)
-            return
-        yield item
+    with segment.path.open("rb", buffering=0) as file:
+        for item in read_records(file.fileno(), segment.mark):
+            if isinstance(item, Record) and item.frame.metadata.get("replaced", "[]") != "[]":
+                log.warning(
+                    "the log ends where an earlier version has set a parameter's values; this one cannot repeat that",
+                    file=segment.path.name, at=item.begin,
+                )  # fmt: skip
+                yield Ending("damaged", item.begin)
+                return
+            yield item

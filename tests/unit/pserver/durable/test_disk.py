@@ -98,6 +98,19 @@ def test_an_identity_that_is_damaged_is_not_believed(tmp_path, accident):
     assert (disk.index, disk.previous, disk.held) == (0, 0, None)
 
 
+def test_an_identity_that_cannot_be_read_is_not_damaged(tmp_path):
+    train(tmp_path, 2, (0,))
+    path = tmp_path / "state" / "pserver-0" / IDENTITY
+    path.rename(path.with_suffix(".whole"))
+    path.symlink_to("/proc/self/mem")  # reads of it are input/output errors
+    with pytest.raises(OSError, match="Input/output error"):
+        Disk(tmp_path / "state").open(0)
+    path.with_suffix(".whole").rename(path)
+    disk = Disk(tmp_path / "state")
+    disk.open(0)
+    assert disk.previous == 1
+
+
 @pytest.mark.parametrize("lost", ["identity", "folder"])
 @pytest.mark.parametrize("url", ["{}/shared", "memory://{}"])
 def test_without_its_disk_it_goes_back_to_a_complete_checkpoint(tmp_path, lost, url):

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from ps_protocol.frames import encode_header
 from services.pserver.durable.records import MARK_BYTES, Ending, Record, append_record, read_records
-from services.runtime.places import map_file
 
 MARK = b"\x00mark\xff\x01\x02"
 
@@ -29,12 +28,15 @@ def write(path: Path, bodies: list[bytes], mark: bytes = MARK) -> list[int]:
 
 
 def read(path: Path) -> tuple[list[bytes], Ending]:
-    *records, ending = read_records(map_file(path), MARK)
+    with path.open("rb") as file:
+        # A record's memory is used again for the next one.
+        *records, ending = (
+            (r.frame.metadata["number"], bytes(r.data)) if isinstance(r, Record) else r
+            for r in read_records(file.fileno(), MARK)
+        )
     assert isinstance(ending, Ending)
-    assert [r.frame.metadata["number"] for r in records if isinstance(r, Record)] == [
-        str(i) for i in range(len(records))
-    ]
-    return [bytes(r.data) for r in records if isinstance(r, Record)], ending
+    assert [number for number, _ in records] == [str(i) for i in range(len(records))]
+    return [data for _, data in records], ending
 
 
 bodies = st.lists(st.binary(max_size=300), min_size=1, max_size=5)
@@ -115,3 +117,18 @@ def test_a_record_that_does_not_fit_ends_the_file_where_it_began(tmp_path, monke
     append_record(fd, end, MARK, [encode_header([], {"number": "1"})])
     os.close(fd)
     assert read(path)[1].kind == "clean"
+
+
+def test_a_file_that_is_cut_while_it_is_read_ends_there(tmp_path):
+    path = tmp_path / "log"
+    ends = write(path, [bytes(100_000)] * 3)
+    with path.open("rb") as file:
+        records = read_records(file.fileno(), MARK)
+        assert next(records).end == ends[1]
+        os.truncate(path, ends[1])
+        assert list(records) == [Ending("clean", ends[1])]
+
+
+def test_a_file_that_cannot_be_read_has_no_ending():
+    with open("/proc/self/mem", "rb") as file, pytest.raises(OSError, match="Input/output error"):  # at 0 nothing is
+        list(read_records(file.fileno(), MARK))

@@ -11,7 +11,7 @@ import pytest
 
 from services.pserver.durable.segments import list_segments
 from services.pserver.durable.storage import RunStorage
-from services.pserver.durable.update_log import Update
+from services.pserver.durable.update_log import Update, UpdateLog
 from services.pserver.history import History
 from services.pserver.shard import Shard
 
@@ -357,6 +357,29 @@ def test_a_segment_that_was_long_once_does_not_stay_so(tmp_path):
         storage.prune_folder(complete=None)
         step(shard, round_, storage)
     assert max(path.stat().st_size for path in (tmp_path / "log-0").iterdir()) < long / 9
+
+
+def test_a_log_is_read_to_its_end_while_a_checkpoint_begins_another_file(tmp_path):
+    """The newest file may be longer than its records: it was a longer one before. Then it is cut."""
+    log = UpdateLog(tmp_path, "log")
+    gradient = memoryview(bytes(100_000))
+
+    def append(first: int, last: int) -> None:
+        for round_ in range(first, last + 1):
+            log.append(Update(round_, (0,), [], None), [gradient])
+
+    log.begin_segment(0)
+    append(1, 8)
+    log.begin_segment(8)
+    log.prune(8)
+    append(9, 9)
+    log.begin_segment(9)  # into the file of rounds 1 to 8
+    append(10, 10)
+    updates = UpdateLog(tmp_path, "log").read_after(8)
+    assert [next(updates)[0].round, next(updates)[0].round] == [9, 10]
+    log.begin_segment(10)
+    assert list(updates) == []
+    log.close()
 
 
 def test_going_back_deletes_what_lies_behind(tmp_path):
