@@ -17,6 +17,8 @@ from .contribution import Contribution
 from .finite import is_finite
 from .parts import Part, QuantisedPart, SparsePart
 
+_PIECE_BYTES = 1 << 18  # that are compared at once
+
 TORCH_DTYPES = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8, "I32": torch.int32,
 }  # fmt: skip
@@ -77,7 +79,20 @@ class StagedBlock:
         return [self.body.view(entry) for entry in self.entries]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, StagedBlock) and self.bytes() == other.bytes()
+        """Whether the very same bytes were pushed; a NaN is equal to itself then, and 0 is not -0."""
+        return (
+            isinstance(other, StagedBlock)
+            and len(self.entries) == len(other.entries)
+            and all(map(_are_equal, self.bytes(), other.bytes()))
+        )
+
+
+def _are_equal(one: memoryview, other: memoryview) -> bool:
+    # Memoryviews are compared element by element, which takes thirteen times as long.
+    return len(one) == len(other) and all(
+        bytes(one[at : at + _PIECE_BYTES]) == bytes(other[at : at + _PIECE_BYTES])
+        for at in range(0, len(one), _PIECE_BYTES)
+    )
 
 
 def digest_contribution(
