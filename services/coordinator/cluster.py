@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -83,6 +84,7 @@ class Cluster:
         self.beginning: Manifest | None = None  # what the next run begins with, instead of initial values
         self.resumption: Resumption | None = None  # until it is clear who is there
         self._recorded_run = ""
+        self._incomplete_at = -math.inf  # when some pserver was last seen not to serve the run
         self._asked_to_stop: set[PserverIndex] = set()
         self._told_to_stop: set[PserverIndex] = set()
         self.run = self._new_run()
@@ -136,14 +138,14 @@ class Cluster:
     def pserver_heartbeat(self, index: PserverIndex, message: PserverHeartbeat, now: float) -> PserverHeartbeatReply:
         """Renew a pserver's lease; those for whom its barrier has waited beyond the round time-out count as lost."""
         self.registry.heartbeat(index, message, now)
+        self._look_for_missing_pservers(now)
         if self.registry.members[index].is_recalled:
             self._meet_again(now, is_trainer=False)
         if message.run == self.run.name and message.failure is not None:
             self.run.fail(error_from_problem(message.failure), now)
         if message.run == self.run.name:
             self.run.unstuck({rank for member in self.registry.members.values() for rank in member.missing})
-            if message.waiting_seconds > self._defaults.round_timeout_seconds:
-                self._time_out(message.round + 1, message.missing, now)
+            self._time_out(message.round + 1, message.missing, message.waiting_seconds, now)
         stop = self.exit_when_done and self.run.is_deserted and self._recorded_run == self.run.name
         if stop:
             self._tell_to_stop(index, message)
@@ -160,17 +162,30 @@ class Cluster:
             self._told_to_stop.add(index)
         self._asked_to_stop.add(index)
 
-    def _time_out(self, round_: Round, missing: Sequence[Rank], now: float) -> None:
-        if missing:
-            names = ", ".join(f"trainer {rank}" for rank in missing)
-            limit = self._defaults.round_timeout_seconds
+    def _look_for_missing_pservers(self, now: float) -> None:
+        """Note when a pserver is away, or does not serve the run yet: meanwhile no trainer can reach a barrier."""
+        run = (self.run.name, self.run.attempt)
+        serving = [member for member in self.registry.members.values() if (member.run, member.attempt) == run]
+        if len(serving) < self.registry.num_pservers:
+            self._incomplete_at = now
+
+    def _time_out(self, round_: Round, missing: Sequence[Rank], waiting_seconds: float, now: float) -> None:
+        """Give up the trainers that others have waited for during the round time-out.
+
+        It counts for a trainer only as long as all pservers serve the run, and it can reach them.
+        """
+        limit = self._defaults.round_timeout_seconds
+        trainers, since = self.run.trainers, max(now - waiting_seconds, self._incomplete_at)
+        late = [rank for rank in missing if rank in trainers and now - max(since, trainers[rank].cut_off_at) > limit]
+        if late:
+            names = ", ".join(f"trainer {rank}" for rank in late)
             owed = f"reach the batch barrier of round {round_}"
             if self._defaults.consistency.is_async:
                 owed = "take the step that others wait for"
             elif self._defaults.consistency.is_ring:
                 owed = f"bring gradients into the ring for round {round_}"
             text = f"{names} did not {owed} within the round time-out of {limit:g} s, though alive"
-            self.run.stuck(list(missing), RoundTimeout(text, missing=list(missing)), now)
+            self.run.stuck(late, RoundTimeout(text, missing=late), now)
 
     @property
     def knows_checkpoints(self) -> bool:
@@ -258,7 +273,7 @@ class Cluster:
             run.fail(TrainerLeft(f"{text}: with strategy ring nobody goes on without it", ranks=gone), now)
         elif message.waiting_seconds > self._defaults.round_timeout_seconds:
             missing = [trainer.rank for trainer in here if not (trainer.waiting_seconds or trainer.is_done)]
-            self._time_out(round_, missing, now)
+            self._time_out(round_, missing, message.waiting_seconds, now)
             if not missing:
                 limit = self._defaults.round_timeout_seconds
                 text = f"all trainers wait for each other in round {round_} beyond the round time-out of {limit:g} s"
@@ -288,8 +303,8 @@ class Cluster:
                 waits = pserver.run == self.run.name and pserver.waiting_seconds > 0 and rank not in pserver.missing
                 waited = pserver.waiting_seconds + now - pserver.seen_at  # less than it was by what a heartbeat takes
                 says_so = message.reason.startswith(RoundTimeout.__name__)
-                if waits and (says_so or waited > self._defaults.round_timeout_seconds):
-                    self._time_out(pserver.round + 1, pserver.missing, now)
+                if waits:
+                    self._time_out(pserver.round + 1, pserver.missing, math.inf if says_so else waited, now)
         self.run.leave(rank, message, now)
 
     # ------------------------------------------------------------------ the start of a run
@@ -489,6 +504,7 @@ class Cluster:
         """Act on leases that have run out."""
         run = self.run
         self.registry.expire(now)
+        self._look_for_missing_pservers(now)
         for lost in self.registry.lost.values():
             if run.plan is None or run.is_over:
                 break

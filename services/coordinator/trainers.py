@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -36,6 +37,7 @@ class TrainerMember:
     software: Software | None = None
     links: Mapping[PserverIndex, Link] = field(default_factory=dict)
     unreachable: Mapping[PserverIndex, float] = field(default_factory=dict)  # for how many seconds
+    cut_off_at: float = -math.inf  # when it last said that a pserver is unreachable
     waiting_seconds: float = 0.0  # strategy ring: for the others, in its next round
     is_done: bool = False  # strategy ring: it has no batches left, and accompanies the others
     is_stuck: bool = False  # lost although it lives: it does not progress

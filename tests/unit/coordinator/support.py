@@ -105,10 +105,12 @@ def join_all(cluster: Cluster, now: float = 0.0, life: str = "") -> list[Trainer
 
 
 def train(cluster: Cluster, now: float = 0.0) -> None:
-    """Everybody is here and the run is installed."""
+    """Everybody is here, the run is installed, and every pserver has said so."""
     for index in range(cluster.registry.num_pservers):
         cluster.register_pserver(registration(str(index), index=index), now)
     join_all(cluster, now)
     assert cluster.start_run_if_complete()
     cluster.run.installed(now)
     cluster.members_installed(cluster.run.number)
+    for index in range(cluster.registry.num_pservers):
+        cluster.pserver_heartbeat(index, beat(run=cluster.run.name), now)

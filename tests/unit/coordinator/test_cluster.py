@@ -173,22 +173,22 @@ def test_a_trainer_whose_lease_ends_ends_the_run_for_all():
 def test_round_timeout_is_told_by_a_heartbeat():
     cluster = make_cluster()
     train(cluster)
-    cluster.pserver_heartbeat(0, beat(run="run1", round_=4, missing=(1,), waiting_seconds=59), 1)
-    cluster.pserver_heartbeat(0, beat(run="run0", round_=4, missing=(1,), waiting_seconds=61), 1)  # of an old run
-    cluster.pserver_heartbeat(0, beat(run="run1", round_=4, missing=(), waiting_seconds=61), 1)  # it is applying
+    cluster.pserver_heartbeat(0, beat(run="run1", round_=4, missing=(1,), waiting_seconds=59), 62)
+    cluster.pserver_heartbeat(0, beat(run="run0", round_=4, missing=(1,), waiting_seconds=61), 62)  # of an old run
+    cluster.pserver_heartbeat(0, beat(run="run1", round_=4, missing=(), waiting_seconds=61), 62)  # it is applying
     assert cluster.run.failure is None
-    cluster.pserver_heartbeat(0, beat(run="run1", round_=4, missing=(0, 1), waiting_seconds=61), 1)
+    cluster.pserver_heartbeat(0, beat(run="run1", round_=4, missing=(0, 1), waiting_seconds=61), 62)
     assert isinstance(cluster.run.failure, RoundTimeout)
     assert cluster.run.failure.facts == {"missing": [0, 1]}
     assert "trainer 0, trainer 1 did not reach the batch barrier of round 5" in str(cluster.run.failure)
 
 
-@pytest.mark.parametrize(("reason", "now"), [("RoundTimeout: …", 12.5), ("RoundTimeout: …", 11.9), ("gave up", 12.5)])
+@pytest.mark.parametrize(("reason", "now"), [("RoundTimeout: …", 72.5), ("RoundTimeout: …", 71.9), ("gave up", 72.5)])
 def test_who_waited_too_long_and_leaves_is_not_to_blame(reason, now):
     """The pserver tells a waiting trainer of the time-out before its next heartbeat tells the coordinator."""
     cluster = make_cluster()
     train(cluster)
-    cluster.pserver_heartbeat(0, beat(run="run1", round_=4, missing=(1,), waiting_seconds=58), 10)
+    cluster.pserver_heartbeat(0, beat(run="run1", round_=4, missing=(1,), waiting_seconds=58), 70)
     cluster.leave_trainer(0, leaving("failed", reason=reason), now)
     assert isinstance(cluster.run.failure, RoundTimeout)
     assert cluster.run.failure.facts == {"missing": [1]}
