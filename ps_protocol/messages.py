@@ -285,14 +285,18 @@ class TrainerHeartbeat(Message):
 
     run: str
     incarnation: Incarnation
-    round: Round
-    attempt: int = 0
+    round: Round = Field(
+        description="the newest round whose version this trainer has received from every pserver, 0 before the first; "
+        "in asynchronous modes its newest step whose parameters it has received"
+    )
+    attempt: int = Field(default=0, description="the attempt that `round` belongs to: the one this trainer acts on")
     results: dict[str, float] = Field(default_factory=dict)
     unreachable: dict[PserverIndex, tuple[Incarnation, float]] = Field(
         default={}, description="pservers that do not answer this trainer, and for how many seconds"
     )
     ahead_of: dict[PserverIndex, Incarnation] = Field(
-        default={}, description="pservers that have lost a round which this trainer has pulled"
+        default={},
+        description="pservers, with their incarnation, that have lost a round which this trainer has received",
     )
     software: Software | None = None
     links: dict[PserverIndex, Link] = {}
@@ -322,7 +326,7 @@ class Leave(Message):
     run: str
     incarnation: Incarnation
     outcome: Literal["done", "failed"]
-    round: Round = 0
+    round: Round = Field(default=0, description="as in `TrainerHeartbeat`")
     reason: str = Field(default="", max_length=2000)
 
 

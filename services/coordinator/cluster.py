@@ -42,7 +42,7 @@ from .decision import Membership
 from .defaults import RunDefaults
 from .model import check_same_tensors
 from .pservers import PserverRegistry
-from .run import Run
+from .run import LostRounds, Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +119,14 @@ class Cluster:
         if self._defaults.consistency.is_ring:
             raise ModeMismatch("strategy ring has no pservers", expected="no pserver", actual=request.address)
         answer = self.registry.register(request, now)
-        run = self.run
+        run, held = self.run, request.held
+        if held is not None and (held.run, held.attempt) == (run.name, run.attempt):
+            self.registry.members[answer.index].restored = held.rounds.applied
         is_known = answer.incarnation == self.run_incarnations.get(answer.index)
         if run.plan is None or is_known or not self.serves_run:
             return answer
         run.number += 1  # all agree anew on who is how far
-        if not self._may_come_back(request.held):
+        if not self._may_come_back(held):
             run.fail(PserverLost(f"pserver {answer.index} was restarted and lost its shard", pserver=answer.index), now)
         return answer
 
@@ -144,6 +146,8 @@ class Cluster:
         if message.run == self.run.name and message.failure is not None:
             self.run.fail(error_from_problem(message.failure), now)
         if message.run == self.run.name:
+            if message.attempt == self.run.attempt:
+                self.run.applied = max(self.run.applied, message.round)
             self.run.unstuck({rank for member in self.registry.members.values() for rank in member.missing})
             self._time_out(message.round + 1, message.missing, message.waiting_seconds, now)
         stop = self.exit_when_done and self.run.is_deserted and self._recorded_run == self.run.name
@@ -240,7 +244,7 @@ class Cluster:
             self._meet_again(now)
         run.heartbeat(rank, message, now)
         if run.state == "training":
-            self._go_back_for(message)
+            self._note_lost_rounds(rank, message)
             if self._defaults.consistency.is_ring:
                 self._look_at_ring(message, now)
             for index, (incarnation, seconds) in message.unreachable.items():
@@ -279,19 +283,26 @@ class Cluster:
                 text = f"all trainers wait for each other in round {round_} beyond the round time-out of {limit:g} s"
                 run.fail(RoundTimeout(f"{text}: they do not reach each other", missing=[]), now)
 
-    def _go_back_for(self, message: TrainerHeartbeat) -> None:
-        """A pserver that came back has lost a round which a trainer has pulled: only going back helps.
+    def _note_lost_rounds(self, rank: Rank, message: TrainerHeartbeat) -> None:
+        """Note which pservers have lost a round that this trainer has received, and ask all pservers for their rounds.
 
-        In asynchronous modes nobody goes back: the trainers' own steps make up for it.
+        A report counts only for a pserver that has registered during this attempt with an earlier round from its disk
+        and has applied nothing since: a trainer's word alone takes no healthy run back. In asynchronous modes no run
+        is rolled back, since the trainers' own steps make up for what was lost.
         """
-        if self._defaults.consistency.is_async:
+        run = self.run
+        if self._defaults.consistency.is_async or message.attempt != run.attempt:
             return
         for index, incarnation in message.ahead_of.items():
             member = self.registry.members.get(index)
-            is_news = message.attempt == self.run.attempt and self.run.rollback_to is None
-            if is_news and member is not None and member.info.incarnation == incarnation:
-                self.run.rollback_to = message.round
-                self.run.number += 1
+            if member is None or member.info.incarnation != incarnation or member.restored is None:
+                continue
+            report = LostRounds(incarnation, member.restored, rank, message.round)
+            known = run.lost_rounds.get(index)
+            is_new = known is None or known.incarnation != incarnation
+            if is_new and member.round <= report.restored < report.received:
+                run.lost_rounds[index] = report
+                run.number += 1
 
     def leave_trainer(self, rank: Rank, message: Leave, now: float) -> None:
         """A trainer goes. If it fails because it waited too long for others, it is those who ended the run."""

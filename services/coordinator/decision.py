@@ -53,9 +53,10 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """All go back to this round, or to the newest before it that everybody can restore."""
+    """All go back to this round, or to the newest before it that everybody can restore; `reason` is for people."""
 
     newest: Round
+    reason: str = field(default="", compare=False, repr=False)
 
 
 def decide(
@@ -82,7 +83,8 @@ def decide(
     newest_applied = max(answer.applied for answer in answers)
     first, last = min(answer.applied for answer in answers) + 1, newest_applied + 1 + max_delay
     if last - first > 2 * max_delay + 1:
-        return Rollback(first - 1)  # a pserver has lost rounds that no trainer holds any more
+        text = f"a pserver is at round {first - 1} and another at round {newest_applied}"
+        return Rollback(first - 1, f"{text}: no trainer holds the contributions in between any more")
     stay = {rank for rank, incarnation in members.items() if before.members.get(rank) == incarnation}
     come = members.keys() - stay
     sets: dict[Round, set[Rank]] = {}
@@ -94,7 +96,7 @@ def decide(
             if _is_in(rank, round_, answers):
                 sets[round_].add(rank)
             elif rank in stay or any(_has_applied_with(rank, round_, answer) for answer in answers):
-                return Rollback(round_ - 1)
+                return Rollback(round_ - 1, f"the contribution of trainer {rank} to round {round_} is lost")
     if not members:  # then all end where somebody is, or somebody has put something; no round is passed over for nobody
         newest = max([last - 1 - max_delay, *(round_ for round_, ranks in sets.items() if ranks)])
         sets = {round_: ranks for round_, ranks in sets.items() if round_ <= newest}

@@ -89,8 +89,9 @@ class Events:
         if run.attempt != self._attempt:
             self._attempt = run.attempt
             where = "with initial values" if run.resume is None else f"after round {run.resume}"
-            text = f"all go back and begin again {where} (attempt {run.attempt})"
-            yield "rollback", text, {"resume": run.resume, "attempt": run.attempt}
+            why = f": {run.rollback_reason}" if run.rollback_reason else ""
+            text = f"all go back and begin again {where} (attempt {run.attempt}){why}"
+            yield "rollback", text, {"resume": run.resume, "attempt": run.attempt, "reason": run.rollback_reason}
         checkpoints = set(cluster.complete_checkpoints)
         for round_ in sorted(checkpoints - self._checkpoints):
             yield "checkpoint", f"checkpoint of round {round_} is complete", {"round": round_}

@@ -132,9 +132,9 @@ class Installer:
             return False
         if not self._cluster.serves_run or self._cluster.run is not run:
             return False
-        outcome = self._judge(run, targets, answers)
+        outcome = self._judge(run, targets, members, answers)
         if isinstance(outcome, Rollback):
-            return await self._roll_back(run, members, targets, outcome.newest, answers)
+            return await self._roll_back(run, members, targets, outcome)
         restore = {
             member.info.index: answer.applied if answer is not None and answer.is_readable else None
             for member, answer in zip(members, answers, strict=True)
@@ -151,22 +151,46 @@ class Installer:
         return succeed(run.controls, run.wanted.model_copy(update={"since": newest + 1}), first)
 
     def _judge(
-        self, run: Run, targets: dict[Rank, Incarnation], answers: list[FrozenRounds | None]
+        self,
+        run: Run,
+        targets: dict[Rank, Incarnation],
+        members: list[PserverMember],
+        answers: list[FrozenRounds | None],
     ) -> Membership | Rollback:
         rounds = [answer for answer in answers if answer is not None]
         lowest = min((answer.applied for answer in rounds), default=0)
+        run.applied = max([run.applied, *(answer.applied for answer in rounds)])
         if run.rollback_to is not None:
-            return Rollback(min(lowest, run.rollback_to))
-        has_same_uploader = targets.get(run.uploader) == run.membership.members.get(run.uploader)
-        begins_anew = any(not answer.is_readable for answer in rounds) and not has_same_uploader
+            return Rollback(min(lowest, run.rollback_to), "an administrator has asked for it")
         rules = run.defaults.consistency
-        # Who has seen what was lost may be gone by now, so that no trainer would complain.
-        is_short = not rules.is_async and (lowest < run.pulled or any(answer.is_short for answer in rounds))
-        if len(rounds) < len(answers) or begins_anew or is_short:
-            return Rollback(lowest)
+        has_same_uploader = targets.get(run.uploader) == run.membership.members.get(run.uploader)
+        for member, answer in zip(members, answers, strict=True):
+            if reason := self._find_loss(run, member, answer, has_same_uploader=has_same_uploader):
+                return Rollback(lowest, f"pserver {member.info.index} {reason}")
         decide_mode = decide_steps if rules.is_async else decide
         take_over = {trainer.rank for trainer in run.trainers.values() if trainer.is_awaited}
         return decide_mode(run.membership, targets, rounds, max_delay=rules.max_delay, take_over=take_over)
+
+    def _find_loss(
+        self, run: Run, member: PserverMember, answer: FrozenRounds | None, *, has_same_uploader: bool
+    ) -> str:
+        """Say what a pserver has lost that the run cannot go on without; an empty text: nothing."""
+        if answer is None:
+            return "holds nothing of the run"
+        if not answer.is_readable and not has_same_uploader:
+            return "has not got all initial values, and the trainer that uploads them is gone"
+        if run.defaults.consistency.is_async:
+            return ""
+        if answer.is_short:
+            return f"has lost what it had logged after round {answer.applied}"
+        # The trainers that have received what was lost may be gone by now, so that none of them reports it.
+        if answer.applied < run.received:
+            return f"is at round {answer.applied}, and a trainer has received round {run.received}"
+        report = run.lost_rounds.get(member.info.index)
+        if report and report.incarnation == member.info.incarnation and answer.applied <= report.restored:
+            received = f"trainer {report.rank} has received round {report.received}"
+            return f"came back with round {answer.applied}, and {received}"
+        return ""
 
     async def _adopt(
         self, run: Run, members: list[PserverMember], decision: Decision, restore: dict[PserverIndex, Round | None]
@@ -198,9 +222,8 @@ class Installer:
             # It has missed the rollback that this attempt began with; it will be told where that was.
             return FrozenRounds(applied=run.resume or 0, is_readable=run.resume is not None)
         except NotReady:
-            if (
-                not self._cluster.knows_checkpoints
-            ):  # it names all that are complete, so none may be left that is undone
+            # It names all complete checkpoints as restorable, so that none may be left which was undone.
+            if not self._cluster.knows_checkpoints:
                 raise
             return await self._find_checkpoint(run, member) if run.defaults.consistency.is_async else None
         return FrozenRounds.model_validate_json(body)
@@ -216,31 +239,17 @@ class Installer:
         return _RANGES.validate_json(body)
 
     async def _roll_back(
-        self,
-        run: Run,
-        members: list[PserverMember],
-        targets: dict[Rank, Incarnation],
-        newest: Round,
-        answers: list[FrozenRounds | None],
+        self, run: Run, members: list[PserverMember], targets: dict[Rank, Incarnation], wanted: Rollback
     ) -> bool:
-        """Go back to `newest`, or to the newest round before it that all can restore; False if they do not say that.
-
-        A pserver that holds nothing names all complete checkpoints, so none may be left that was undone.
-        """
-        if None in answers and not self._cluster.knows_checkpoints:
-            self._say(
-                "the place of the checkpoints has to be read first", NotReady("a pserver holds nothing of the run")
-            )
-            return False
+        """Go back to the wanted round, or the newest before it that all can restore; False if they do not say that."""
         try:
             ranges = await asyncio.gather(*(self._restorable(run, member) for member in members))
         except (httpx.HTTPError, GradpostError, ValueError) as error:
             self._say("a pserver did not say what it can restore", error)
             run.number += 1
             return False
-        applied = max((answer.applied for answer in answers if answer is not None), default=0)
-        applied = max(applied, run.pulled)  # all of them may have lost it
-        round_ = newest_common(newest, ranges)
+        applied = run.applied  # all pservers may have lost it
+        round_ = newest_common(wanted.newest, ranges)
         if round_ is None and (applied > 0 or run.has_trained or run.resume is not None):
             empty = [member.info.index for member, one in zip(members, ranges, strict=True) if not one]
             text = f"pservers {empty} have lost their shards" if empty else "no round can be restored by all pservers"
@@ -258,9 +267,11 @@ class Installer:
         controls = tuple(now.model_copy(update={"since": since}) for now in standing)
         decision = Decision(run.attempt + 1, round_, uploader, Membership(targets), controls)
         await self._adopt(run, members, decision, {member.info.index: round_ for member in members})
+        run.rollback_reason = wanted.reason
         self._cluster.forget_checkpoints_after(round_ or 0)
         log.warning(
             "the run is rolled back",
+            reason=wanted.reason,
             round=round_ or 0,
             applied=applied,
             attempt=run.attempt,

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from ps_protocol.errors import IndexTaken, StalePserver, WorldMismatch
 from ps_protocol.messages import (
-    HeldRun,
     PserverHeartbeat,
     PserverInfo,
     PserverRegistered,
@@ -32,7 +31,7 @@ class PserverMember:
     checkpoints: dict[Round, ShardFile] = field(default_factory=dict)
     coming_checkpoints: frozenset[Round] = frozenset()  # that it was asked for, and has not written yet
     is_stopping: bool = False  # it has said that it will be back
-    held: HeldRun | None = None  # what it brought along when it registered
+    restored: Round | None = None  # the round that it found on its disk when it registered during the run's attempt
     here_since: float = 0.0
     software: Software | None = None
     is_recalled: bool = False  # known from the coordinator's record, and not registered since
@@ -70,7 +69,7 @@ class PserverRegistry:
             http2=request.http2,
             local=request.local,
         )
-        self.members[index] = PserverMember(info, request.instance, now, held=request.held, here_since=now)
+        self.members[index] = PserverMember(info, request.instance, now, here_since=now)
         return PserverRegistered(index=index, incarnation=info.incarnation, lease_seconds=self.lease_seconds)
 
     def _choose_index(self, request: RegisterPserver) -> PserverIndex:

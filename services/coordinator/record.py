@@ -77,6 +77,7 @@ class PserverRecord(Message):
 
     info: PserverInfo
     instance: str
+    restored: Round | None = None
 
 
 class Beginning(Message):
@@ -105,7 +106,9 @@ def describe_cluster(cluster: Cluster) -> ClusterRecord:
         trainer_incarnations=cluster.trainer_incarnations,
         pserver_incarnations=cluster.registry.incarnations,
         run_incarnations=cluster.run_incarnations,
-        pservers=tuple(PserverRecord(info=m.info, instance=m.instance) for _, m in sorted(members.items())),
+        pservers=tuple(
+            PserverRecord(info=m.info, instance=m.instance, restored=m.restored) for _, m in sorted(members.items())
+        ),
         beginning=None if (found := cluster.beginning) is None else _describe_beginning(found),
         run=_describe_run(cluster),
     )
@@ -231,7 +234,7 @@ def recall_cluster(cluster: Cluster, record: ClusterRecord, now: float) -> None:
     for pserver in record.pservers:
         if pserver.info.index < cluster.registry.num_pservers:
             cluster.registry.members[pserver.info.index] = PserverMember(
-                pserver.info, pserver.instance, now, is_recalled=True
+                pserver.info, pserver.instance, now, restored=pserver.restored, is_recalled=True
             )
     if record.run is not None:
         _recall_run(cluster, record.run, now)

@@ -9,7 +9,7 @@ on without it (`continue`), or the run fails (`fail`). Before the training begin
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from ps_protocol.errors import (
@@ -28,13 +28,23 @@ from ps_protocol.errors import (
 )
 from ps_protocol.messages import Controls, DeclareModel, JoinTrainer, Leave, RunState, TrainerHeartbeat
 from ps_protocol.plan import SlicePlan
-from ps_protocol.vocabulary import Incarnation, Mode, Rank, Round
+from ps_protocol.vocabulary import Incarnation, Mode, PserverIndex, Rank, Round
 
 from .decision import Decision, Membership
 from .defaults import RunDefaults
 from .last_call import end_last_call, settle
 from .model import check_same_model, plan_model
 from .trainers import EVICTED, TrainerMember
+
+
+@dataclass(frozen=True, slots=True)
+class LostRounds:
+    """A trainer's report that a pserver, in this incarnation, has restored less than the trainer has received."""
+
+    incarnation: Incarnation
+    restored: Round
+    rank: Rank
+    received: Round
 
 
 class Run:
@@ -53,8 +63,11 @@ class Run:
         self.resume: Round | None = None  # the round that this attempt began with; None: with initial values
         self.began: dict[int, Round | None] = {}  # the same of every attempt since the first
         self.pending: Decision | None = None  # takes effect once it is durable; nobody hears of it before
-        self.rollback_to: Round | None = None  # pservers have lost what trainers have pulled: back to here at least
-        self.pulled: Round = 0  # the newest round that a trainer has ended in this attempt, as far as was heard
+        self.rollback_to: Round | None = None  # an administrator wants the run to go back to this round
+        self.rollback_reason = ""  # of the newest attempt
+        self.lost_rounds: dict[PserverIndex, LostRounds] = {}  # as reported in this attempt
+        self.applied: Round = 0  # the newest round that a pserver has reported in this attempt
+        self.pulled: Round = 0  # the newest round that a trainer claims to have received in this attempt
         self.has_begun = False  # every pserver had it once
         self.has_trained = False  # a trainer has ended a round: initial values would not do any more
         self.source: str | None = None  # the run whose checkpoint this one has begun with
@@ -118,6 +131,11 @@ class Run:
         return max((trainer.round for trainer in self.trainers.values()), default=0)
 
     @property
+    def received(self) -> Round:
+        """The newest round that a trainer has received in this attempt, and that a pserver has reported as applied."""
+        return min(self.pulled, self.applied)
+
+    @property
     def is_changing(self) -> bool:
         """Whether some pserver may not go by what was decided yet; maybe it has to go back."""
         return self.state == "training" and self.installed_number < self.number
@@ -156,7 +174,8 @@ class Run:
         """It is durable, and takes effect."""
         if decision.attempt != self.attempt:
             self.source = self.rollback_to = None
-            self.pulled = 0
+            self.applied = self.pulled = 0
+            self.lost_rounds = {}
             self.began[decision.attempt] = decision.resume
         self.attempt, self.resume = decision.attempt, decision.resume
         self.uploader, self.membership, self.controls = decision.uploader, decision.membership, decision.controls

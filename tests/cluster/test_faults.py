@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from pathlib import Path
 from signal import SIGCONT, SIGSTOP
 
+import httpx
 import numpy as np  # noqa: F401 - DRAW and SEED use it
 import pytest
 import torch
@@ -176,6 +178,31 @@ def test_a_log_that_was_damaged_takes_everybody_back(tmp_path: Path) -> None:
         assert "damaged" in run.wait_for_line("the log is damaged")
         assert "the run is rolled back" in run.wait_for_line("the run is rolled back")
         assert "have to be taken again" in run.wait_for_line("have to be taken again", 2)
+
+
+@pytest.mark.extended
+def test_a_lost_end_of_a_log_takes_everybody_back(tmp_path: Path) -> None:
+    """As after a power failure: the pserver cannot know of the rounds that its log lacks, the trainers report them."""
+    with FaultyRun(100, pservers=1, state_dir=tmp_path, checkpoint_rounds=1000) as run:
+        run.wait_for_round(30)
+        run.kill(run.cluster.pservers[0])
+        [log] = (tmp_path / "pserver-0" / "log").glob("*.log")
+        os.truncate(log, log.stat().st_size * 2 // 3)
+        run.cluster.start_pserver(0)
+        assert run.results() == [expected_result(100)] * 2
+        assert "has received round" in run.wait_for_line("the run is rolled back")
+
+
+def test_a_trainers_word_alone_takes_no_run_back() -> None:
+    with FaultyRun(60) as run:
+        run.wait_for_round(10)
+        status = run.cluster.status()
+        message = {"run": status.run, "incarnation": status.trainers[0].incarnation, "round": 0}
+        message |= {"ahead_of": {pserver.index: pserver.incarnation for pserver in status.pservers}}
+        answer = httpx.post(f"{run.cluster.address}/v1/trainers/0/heartbeat", json=message, timeout=30)
+        assert answer.json()["attempt"] == 0
+        assert run.results() == [expected_result(60)] * 2
+        assert not [line for line in run.lines if "rolled back" in line]
 
 
 @pytest.mark.extended

@@ -53,6 +53,7 @@ def through_the_disk(cluster: Cluster, folder: Path) -> ClusterRecord:
 
 def test_what_was_written_is_what_is_recalled(tmp_path):
     before, after = training(), make_cluster(on_trainer_loss="wait", durability="log")
+    before.registry.members[0].restored = 8
     recall_cluster(after, through_the_disk(before, tmp_path), 100.0)
     run, old = after.run, before.run
     assert (run.name, run.state, run.attempt, run.resume) == (old.name, "training", 1, 7)
