@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from ps_protocol.environment import SettingsError
 from ps_protocol.errors import BadInput, GradpostError
+from ps_protocol.printable import printable
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -125,14 +126,3 @@ def count(number: int, noun: str) -> str:
     ('1 block', '2,000 blocks')
     """
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def printable(text: str) -> str:
-    r"""Escape what would break a line or command the terminal; a parameter may be called anything.
-
-    >>> print(printable("naïve \x1b[31m\n"))
-    naïve \x1b[31m\n
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -12,9 +12,10 @@ from rich.text import Text
 
 from ps_protocol.errors import Unreachable
 from ps_protocol.messages import ClusterStatus
+from ps_protocol.printable import printable
 from trainer_client.inspection import ClusterView
 
-from .output import printable, warn
+from .output import warn
 from .status import describe_status, print_status
 
 WATCH_SECONDS = 1.0

@@ -9,7 +9,9 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
-from ..output import count, printable
+from ps_protocol.printable import printable
+
+from ..output import count
 
 Level = Literal["ok", "skipped", "warning", "broken"]
 _MARKS: dict[Level, tuple[str, str]] = {

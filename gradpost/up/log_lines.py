@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from ps_protocol.printable import printable
+
 _WARNINGS = ("warning", "error", "critical")
 _LEFT_OUT = ("event", "level", "timestamp", "role", "exception")  # said otherwise, or not worth a place
 _OF_TRAINERS = ("run", "trainer")  # the prefix says which
@@ -41,10 +43,8 @@ def parse_log_line(line: str) -> LogLine | None:
         return None
     left_out = _LEFT_OUT + (_OF_TRAINERS if entry["role"] == "trainer" else (entry["role"],))
     facts = [f"{key}={_show(value)}" for key, value in entry.items() if key not in left_out]
-    lines = [" ".join([entry["event"], *facts])]
-    if exception := entry.get("exception"):
-        lines.append(str(exception))
-    return LogLine(entry["level"], "\n".join(lines))
+    lines = [" ".join([entry["event"], *facts]), *str(entry.get("exception") or "").splitlines()]
+    return LogLine(entry["level"], "\n".join(map(printable, lines)))
 
 
 def _show(value: object) -> str:

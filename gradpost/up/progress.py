@@ -14,9 +14,8 @@ from rich.text import Text
 
 from ps_protocol.errors import GradpostError
 from ps_protocol.messages import ClusterStatus, RunSummary
+from ps_protocol.printable import printable
 from trainer_client.inspection import ClusterView
-
-from ..output import printable
 
 PERIOD_SECONDS = 0.5
 WINDOW_SECONDS = 3.0

@@ -15,7 +15,8 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from ..output import printable
+from ps_protocol.printable import printable
+
 from .log_lines import LogLine, parse_log_line
 
 KEPT_LINES = 20  # hidden ones of each service, for the moment when it dies

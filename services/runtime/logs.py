@@ -9,12 +9,15 @@ with structlog.contextvars.bound_contextvars(trainer=1):     # on the lines of t
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from collections.abc import MutableMapping
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import structlog
+
+from ps_protocol.printable import escape_event, printable
 
 LogFormat = Literal["auto", "console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -40,9 +43,8 @@ def configure_logs(role: str, format: LogFormat = "auto", level: LogLevel = "inf
     rendering: list[structlog.typing.Processor]
     if format == "console" or (format == "auto" and is_terminal):
         time = structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False)
-        # The plain formatter, because the others print local variables, and those hold whole tensors.
-        plain = structlog.dev.plain_traceback
-        rendering = [structlog.dev.ConsoleRenderer(colors=is_terminal, exception_formatter=plain)]
+        console = structlog.dev.ConsoleRenderer(colors=is_terminal, exception_formatter=_print_traceback)
+        rendering = [escape_event, console]
     else:
         time = structlog.processors.TimeStamper(fmt="iso", utc=True)
         rendering = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
@@ -76,6 +78,16 @@ def configure_logs(role: str, format: LogFormat = "auto", level: LogLevel = "inf
     logging.captureWarnings(True)
     _facts.clear()
     _facts["role"] = role
+
+
+def _print_traceback(stream: TextIO, exc_info: structlog.typing.ExcInfo) -> None:
+    """Print a traceback, indented so that no line of an exception's text can pass for a line of the log.
+
+    The plain formatter is used because the others print local variables, and those hold whole tensors.
+    """
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, exc_info)
+    stream.write("\n".join(f"  {printable(line)}" for line in text.getvalue().splitlines()))
 
 
 def bind_facts(**facts: Any) -> None:

@@ -98,3 +98,24 @@ def test_console_elsewhere_has_no_colours(capsys: pytest.CaptureFixture[str]) ->
     line = capsys.readouterr().err
     assert "\x1b[" not in line
     assert "round=7" in line
+
+
+FORGED = "no data\n12:00:00 [info     ] members installed\x1b[2A"
+
+
+@pytest.mark.parametrize("log_format", ["console", "json"])
+def test_text_of_others_makes_no_line_of_its_own_and_moves_no_cursor(
+    log_format: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trainer's reason is logged, and so is what a request was called; either may come from anybody."""
+    configure_logs("coordinator", log_format)
+    get_logger().info(f"trainer 1 failed: {FORGED}", reason=FORGED, parameters=[FORGED])
+    logging.getLogger("httpx").warning("trouble with %s", FORGED)
+    try:
+        raise ValueError(FORGED)
+    except ValueError as error:
+        get_logger().error("unexpected error", exc_info=error)
+    written = capsys.readouterr().err
+    assert written.count("members installed") == 5
+    assert not [line for line in written.splitlines() if line.startswith("12:00:00")]
+    assert "\x1b" not in written

@@ -39,3 +39,9 @@ def test_a_traceback_follows_in_lines_of_its_own() -> None:
     line = parse_log_line(json.dumps(entry))
     assert line == LogLine("error", "it failed\nTraceback:\n  line")
     assert line.is_warning
+
+
+def test_text_of_others_makes_no_line_of_its_own_and_moves_no_cursor() -> None:
+    entry = {"role": "coordinator", "event": "failed: a\nforged\x1b[2A", "level": "info", "exception": "E: a\x1b[2A"}
+    line = parse_log_line(json.dumps(entry))
+    assert line == LogLine("info", "failed: a\\nforged\\x1b[2A\nE: a\\x1b[2A")
