@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import sys
 from dataclasses import asdict, dataclass
 
 from .errors import MalformedFrame
@@ -59,7 +60,7 @@ class ScalerState:
         after, scale, tracker = values["after"], values["scale"], values["growth_tracker"]
         if not all(type(count) is int and 0 <= count < 1 << 63 for count in (after, tracker)):
             raise _malformed(text)
-        if type(scale) not in (int, float) or not math.isfinite(scale) or scale < 0:
+        if type(scale) not in (int, float) or not 0 <= scale <= sys.float_info.max:  # no NaN either
             raise _malformed(text)
         return cls(after, float(scale), tracker)
 

@@ -6,7 +6,7 @@ Both sides have to know which slots there are: pservers keep them, and a trainer
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -109,7 +109,7 @@ def read_states(text: str) -> dict[str, StepState]:
 def _read_state(name: str, value: object) -> StepState:
     match value:
         case [int(steps), bool(has_momentum), int() | float() as mu_product] if (
-            not isinstance(steps, bool) and 0 <= steps <= MAX_STEPS and abs(mu_product) < math.inf
+            not isinstance(steps, bool) and 0 <= steps <= MAX_STEPS and abs(mu_product) <= sys.float_info.max
         ):
             return StepState(steps, has_momentum, float(mu_product))
     raise MalformedFrame(

@@ -296,7 +296,7 @@ class Shard:
         """
         slots = self.optimizer.slots() if self.optimizer else {}
         states = self.optimizer.states() if self.optimizer else {}
-        places = [self.layout.place[name] for name in names]
+        places = [self.layout.place[name] for name in dict.fromkeys(names)]
         entries = [(f"{slot}/{p.name}", "F32", (p.block.num_elements,)) for slot in sorted(slots) for p in places]
         steps = json.dumps({place.name: states[place.name].steps for place in places if place.name in states})
         header = encode_header(entries, {**(metadata or {}), STEPS_KEY: steps})

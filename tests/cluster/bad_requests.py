@@ -75,6 +75,7 @@ from trainer_client.testing import LocalCluster
 from .wire import NUMBERS, WireTrainer, completion, encode_blocks, join_message, model_message
 
 MIB = 1024 * 1024
+LARGE = 10**400  # beyond a float
 LIMITS = {"max_body_bytes": 48 * MIB, "max_header_bytes": 16 * MIB, "max_tensors": 1000}
 
 # ---------------------------------------------------------------- the world in which it is sent
@@ -375,6 +376,11 @@ contribution(ContributionConflict, "another number of blocks", rank=0, num_block
 contribution(ContributionConflict, "more blocks than it says", num_blocks="0")
 for text in ("-1", "1.5", "many", "", "9" * 30):
     contribution(MalformedFrame, f"num_blocks {text!r}", num_blocks=text)
+for text in (f'{{"after":0,"scale":{LARGE},"growth_tracker":0}}', f'{{"after":{LARGE},"scale":1,"growth_tracker":0}}'):
+    contribution(MalformedFrame, f"grad_scaler {text[:24]}", grad_scaler=text)
+for state in (f"[0,false,{LARGE}]", f"[{LARGE},false,1]", "[0,0,1]"):
+    states = frame({"__metadata__": {"states": f'{{"w.block0":{state}}}'}})
+    bad(f"slots: state {state[:20]}", MalformedFrame, send(states, rank=1))
 contribution(BadHyperParameters, "no hyper-parameters", hyper_parameters=None)
 for text in (
     "lr=0.1", "[" * 50_000, "null", "[]", "{}", "[{}]", json.dumps(NUMBERS * 2), "[null]",

@@ -59,6 +59,8 @@ GOOD = {"after": 7, "scale": 1024.0, "growth_tracker": 3}
         json.dumps({**GOOD, "scale": "1024"}),
         json.dumps({**GOOD, "scale": float("inf")}),
         json.dumps({**GOOD, "scale": -1.0}),
+        json.dumps({**GOOD, "scale": float("nan")}),
+        json.dumps({**GOOD, "scale": 10**400}),
         json.dumps({**GOOD, "growth_tracker": 3.0}),
         json.dumps({**GOOD, "growth_tracker": None}),
     ],

@@ -264,3 +264,11 @@ def test_padding_is_not_part_of_the_digest():
     place = shard.layout.place["a.block0"]
     shard.values[place.end : place.padded_end] = float("nan")
     assert shard.digest() == before
+
+
+def test_a_block_that_is_named_twice_is_answered_once():
+    """By blocks and slots alike: a frame has no place for two entries of a name."""
+    shard = make_shard(("a", 5, "F32"), ("b", 7, "F32"))
+    step(shard, a=1.0, b=1.0)
+    for encode in (shard.encode, shard.encode_slots):
+        assert b"".join(map(bytes, encode(["b.block0", "b.block0"]))) == b"".join(map(bytes, encode(["b.block0"])))
