@@ -6,40 +6,47 @@ Unknown members are refused, so that a misspelt one is noticed.
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from .consistency import Consistency
-from .local_sockets import NAME_PATTERN
-from .vocabulary import (
-    Durability,
+from .fields import (
+    MAX_MEMBERS,
+    MAX_TENSORS,
+    BaseUrl,
+    ByOrdinal,
+    CheckedConsistency,
+    Count,
+    Flag,
+    Identifier,
     Incarnation,
-    Mode,
-    NonfinitePolicy,
-    Placement,
+    Integer,
+    Label,
+    LocalName,
+    Name,
+    Note,
+    Number,
+    Object,
+    Ordinal,
+    Ordinals,
+    Positive,
     PserverIndex,
     Rank,
+    Real,
+    Reason,
+    Results,
     Round,
+    Text,
 )
+from .vocabulary import MAX_DIMENSIONS, PROTOCOL_VERSION, Durability, Mode, NonfinitePolicy, Placement
 from .wire_types import PullType, PushType
 
 PROGRESS = "loss"  # the reported number that shows how training goes; the others are results
 
 MAX_HEARTBEAT_PERIOD_SECONDS = 1.0  # progress and reported numbers travel with heartbeats; people watch them
 
-
-def _check_base_url(value: str) -> str:
-    url = urlsplit(value)  # raises ValueError, as `port` does
-    if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment or url.port == 0:
-        raise ValueError("not a base URL such as http://10.0.0.7:7071")
-    if any(character.isspace() for character in value):
-        raise ValueError("a URL has no spaces")
-    return value
-
-
-BaseUrl = Annotated[str, AfterValidator(_check_base_url)]
-LocalName = Annotated[str, Field(pattern=NAME_PATTERN)]  # nobody is sent to another program's socket
+Protocol = Annotated[Integer, Field(json_schema_extra={"const": PROTOCOL_VERSION})]
+Instance = Annotated[str, Field(min_length=8, max_length=64)]
+Shape = Annotated[tuple[Integer, ...], Field(max_length=MAX_DIMENSIONS)]
 
 RunState = Literal["gathering", "training", "finished", "failed"]
 
@@ -56,17 +63,17 @@ class Message(BaseModel):
 class Software(Message):
     """Versions of what a process runs on."""
 
-    gradpost: str
-    python: str
-    torch: str
+    gradpost: Label
+    python: Label
+    torch: Label
 
 
 class Traffic(Message):
     """What went of late between a trainer and a pserver in one direction, and for how long something was on its way."""
 
-    num_requests: int = 0
-    num_bytes: int = 0
-    seconds: float = 0.0
+    num_requests: Count = 0
+    num_bytes: Count = 0
+    seconds: Real = 0.0
 
 
 class Link(Message):
@@ -76,8 +83,8 @@ class Link(Message):
     the first byte of the answer to its last.
     """
 
-    is_local: bool = Field(default=False, description="over a Unix socket, on the host that both are on")
-    round_trip_seconds: float | None = Field(default=None, description="of a small request, when it was connected")
+    is_local: Flag = Field(default=False, description="over a Unix socket, on the host that both are on")
+    round_trip_seconds: Real | None = Field(default=None, description="of a small request, when it was connected")
     pushes: Traffic = Traffic()
     pulls: Traffic = Traffic()
 
@@ -86,14 +93,14 @@ class ShardFile(Message):
     """One shard's file of a checkpoint, as its pserver wrote it; `digest` is the XXH3-128 of its bytes, in hex."""
 
     pserver: PserverIndex
-    name: str
-    num_bytes: int
-    digest: str
+    name: Label
+    num_bytes: Count
+    digest: Label
     round: Round
-    attempt: int
-    torch: str
-    cpu: str
-    steps: dict[Rank, Round] = Field(default={}, description="asynchronous modes: the newest step of each rank in it")
+    attempt: Ordinal
+    torch: Label
+    cpu: Label
+    steps: ByOrdinal[Round] = Field(default={}, description="asynchronous modes: the newest step of each rank in it")
 
 
 class FrozenRounds(Message):
@@ -105,34 +112,36 @@ class FrozenRounds(Message):
     """
 
     applied: Round
-    is_short: bool = Field(default=False, description="later rounds were logged here, and cannot be read any more")
-    is_readable: bool = Field(default=True, description="whether the initial values are complete")
-    participants: dict[Round, tuple[Rank, ...]] = {}
-    complete: dict[Round, tuple[Rank, ...]] = {}
-    counted: dict[Round, tuple[Rank, ...]] = {}
-    verdicts: dict[Round, tuple[Rank, ...]] = {}
-    opens: dict[Rank, Round] = Field(default={}, description="asynchronous modes: the step that each would push next")
+    is_short: Flag = Field(default=False, description="later rounds were logged here, and cannot be read any more")
+    is_readable: Flag = Field(default=True, description="whether the initial values are complete")
+    participants: ByOrdinal[Ordinals] = {}
+    complete: ByOrdinal[Ordinals] = {}
+    counted: ByOrdinal[Ordinals] = {}
+    verdicts: ByOrdinal[Ordinals] = {}
+    opens: ByOrdinal[Round] = Field(default={}, description="asynchronous modes: the step that each would push next")
 
 
 class HeldRun(Message):
     """What a pserver has found in its folder: a run, as far as it could be restored."""
 
-    run: str
-    attempt: int
-    plan: str = Field(description="digest of the slice plan")
+    run: Identifier
+    attempt: Ordinal
+    plan: Identifier = Field(description="digest of the slice plan")
     rounds: FrozenRounds
-    restorable: tuple[tuple[Round, Round], ...] = Field(description="ranges of rounds, first and last")
+    restorable: tuple[tuple[Round, Round], ...] = Field(
+        max_length=MAX_MEMBERS, description="ranges of rounds, first and last"
+    )
 
 
 class RegisterPserver(Message):
     """A pserver offers itself. `instance` is the process's own random id, so that a retry gets the same answer."""
 
-    protocol: int
-    instance: str = Field(min_length=8, max_length=64)
+    protocol: Protocol
+    instance: Instance
     address: BaseUrl = Field(description="base URL under which trainers reach it")
-    http2: bool = Field(description="whether trainers are to send it tensors over HTTP/2, with prior knowledge")
+    http2: Flag = Field(description="whether trainers are to send it tensors over HTTP/2, with prior knowledge")
     local: LocalName | None = Field(default=None, description="abstract Unix socket for trainers on its host")
-    index: PserverIndex | None = Field(default=None, ge=0, description="None: the coordinator chooses")
+    index: PserverIndex | None = Field(default=None, description="None: the coordinator chooses")
     previous: Incarnation = Field(default=0, description="the life that it follows, whose folder it has locked")
     held: HeldRun | None = None
 
@@ -142,7 +151,7 @@ class PserverRegistered(Message):
 
     index: PserverIndex
     incarnation: Incarnation
-    lease_seconds: float
+    lease_seconds: Number
 
 
 class PserverLoad(Message):
@@ -153,36 +162,38 @@ class PserverLoad(Message):
     beyond the bound before it.
     """
 
-    batch_barriers: tuple[Rank, ...] = Field(default=(), description="whose are in, of the open round")
-    participants: tuple[Rank, ...] = ()
-    clocks: dict[Rank, Round] = Field(default={}, description="asynchronous modes: completed steps of each trainer")
-    num_blocks: int
-    shard_bytes: int
-    pushed_bytes: int
-    pulled_bytes: int
-    num_queued: int = Field(description="gradients in the queues of blocks, and pushes that wait for room there")
-    num_applies: int
-    apply_seconds: float
-    num_waits: int
-    wait_seconds: float = Field(description="from when the first trainer waits to the last one's arrival")
-    staleness: tuple[tuple[float | None, int], ...] = ()
+    batch_barriers: Ordinals = Field(default=(), description="whose are in, of the open round")
+    participants: Ordinals = ()
+    clocks: ByOrdinal[Round] = Field(default={}, description="asynchronous modes: completed steps of each trainer")
+    num_blocks: Count
+    shard_bytes: Count
+    pushed_bytes: Count
+    pulled_bytes: Count
+    num_queued: Count = Field(description="gradients in the queues of blocks, and pushes that wait for room there")
+    num_applies: Count
+    apply_seconds: Real
+    num_waits: Count
+    wait_seconds: Real = Field(description="from when the first trainer waits to the last one's arrival")
+    staleness: tuple[tuple[Real | None, Count], ...] = Field(default=(), max_length=100)
 
 
 class PserverHeartbeat(Message):
     """A pserver is alive and this far."""
 
     incarnation: Incarnation
-    run: str | None
-    attempt: int = 0
+    run: Identifier | None
+    attempt: Ordinal = 0
     round: Round
-    missing: tuple[Rank, ...] = Field(default=(), description="whom its open batch barrier waits for")
-    waiting_seconds: float = 0.0
-    failure: dict[str, Any] | None = Field(default=None, description="what has ended the run here")
-    checkpoints: tuple[ShardFile, ...] = Field(default=(), description="its shards of checkpoints that are whole")
-    coming_checkpoints: tuple[Round, ...] = Field(
+    missing: Ordinals = Field(default=(), description="whom its open batch barrier waits for")
+    waiting_seconds: Real = 0.0
+    failure: Object | None = Field(default=None, description="what has ended the run here")
+    checkpoints: tuple[ShardFile, ...] = Field(
+        default=(), max_length=MAX_MEMBERS, description="its shards of checkpoints that are whole"
+    )
+    coming_checkpoints: Ordinals = Field(
         default=(), description="rounds that were named for checkpoints, and of which its shards are not written yet"
     )
-    is_stopping: bool = Field(default=False, description="it writes down what it holds, ends, and will be back")
+    is_stopping: Flag = Field(default=False, description="it writes down what it holds, ends, and will be back")
     load: PserverLoad | None = Field(default=None, description="for those who watch; nothing is decided by it")
     software: Software | None = None
 
@@ -194,31 +205,31 @@ class PserverHeartbeatReply(Message):
     of those who are being waited for.
     """
 
-    complete: tuple[Round, ...] | None = Field(default=None, description="null: not known yet, so nothing is news")
-    notice: str = ""
-    stop: bool = False
-    exit_code: int = 0
+    complete: Ordinals | None = Field(default=None, description="null: not known yet, so nothing is news")
+    notice: Note = ""
+    stop: Flag = False
+    exit_code: Count = 0
 
 
 class PserverInfo(Message):
     """One pserver as trainers need it."""
 
     index: PserverIndex
-    address: str
+    address: BaseUrl
     incarnation: Incarnation
-    http2: bool
+    http2: Flag
     local: LocalName | None = Field(default=None, description="to be tried first, if `address` is without TLS")
 
 
 class JoinTrainer(Message):
     """A trainer asks to take part. What is None is for the coordinator to decide."""
 
-    protocol: int
-    instance: str = Field(min_length=8, max_length=64)
-    rank: Rank | None = Field(default=None, ge=0)
-    world_size: int | None = Field(default=None, ge=1)
-    expects: dict[str, str | int | float | bool] = Field(
-        default_factory=dict, description="settings of the mode that the trainer was started for"
+    protocol: Protocol
+    instance: Instance
+    rank: Rank | None = None
+    world_size: Positive | None = None
+    expects: dict[Label, Label | Integer | Real | Flag] = Field(
+        default_factory=dict, max_length=100, description="settings of the mode that the trainer was started for"
     )
     metrics_address: BaseUrl | None = None
 
@@ -226,13 +237,13 @@ class JoinTrainer(Message):
 class TrainerJoined(Message):
     """A trainer's place in the run."""
 
-    run: str
+    run: Identifier
     rank: Rank
-    world_size: int
+    world_size: Count
     incarnation: Incarnation
-    consistency: Consistency
-    lease_seconds: float
-    round_timeout_seconds: float
+    consistency: CheckedConsistency
+    lease_seconds: Number
+    round_timeout_seconds: Number
 
 
 class DeclareModel(Message):
@@ -242,26 +253,28 @@ class DeclareModel(Message):
     coordinator.
     """
 
-    run: str
+    run: Identifier
     incarnation: Incarnation
-    parameters: tuple[tuple[str, tuple[int, ...], str, int], ...]
-    buffers: tuple[tuple[str, tuple[int, ...], str], ...] = ()
-    optimizer: str
-    group_flags: tuple[dict[str, bool], ...]
-    min_block_size: int | None = Field(default=None, ge=1)
+    parameters: tuple[tuple[Name, Shape, Label, Integer], ...] = Field(max_length=MAX_TENSORS)
+    buffers: tuple[tuple[Name, Shape, Label], ...] = Field(default=(), max_length=MAX_TENSORS)
+    optimizer: Label
+    group_flags: tuple[Annotated[dict[Label, Flag], Field(max_length=100)], ...] = Field(max_length=MAX_MEMBERS)
+    min_block_size: Positive | None = None
     placement: Placement | None = None
-    slice_parameters: bool | None = None
+    slice_parameters: Flag | None = None
     nonfinite: NonfinitePolicy | None = None
     push_type: PushType | None = Field(default=None, description="what gradients are on the wire")
     pull_type: PullType | None = Field(default=None, description="what values are on the wire to trainers")
-    topk: float | None = Field(default=None, gt=0, le=1, description="share of a block's elements that `topk` pushes")
-    local_steps: int = Field(default=0, ge=0, description="steps of the trainers' own optimizers between pushes")
-    max_grad_norm: float | None = Field(
+    topk: Real | None = Field(default=None, gt=0, le=1, description="share of a block's elements that `topk` pushes")
+    local_steps: Count = Field(default=0, description="steps of the trainers' own optimizers between pushes")
+    max_grad_norm: Real | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="clip the aggregated gradient to this norm"
     )
-    average_buffers: int = Field(default=0, ge=0, description="rounds from one mean of what is averaged to the next")
-    aliases: dict[str, str] = Field(default={}, description="further names of tied tensors, for exported models")
-    rendezvous: str | None = Field(
+    average_buffers: Count = Field(default=0, description="rounds from one mean of what is averaged to the next")
+    aliases: dict[Name, Name] = Field(
+        default={}, max_length=MAX_TENSORS, description="further names of tied tensors, for exported models"
+    )
+    rendezvous: Text | None = Field(
         default=None, max_length=300, description="strategy ring, rank 0: where the trainers meet; its own affair"
     )
 
@@ -269,39 +282,39 @@ class DeclareModel(Message):
 class PlanReady(Message):
     """The run is complete: everybody is here and agrees. `uploader` pushes the initial values."""
 
-    run: str
-    attempt: int
-    plan: dict[str, Any]
-    pservers: tuple[PserverInfo, ...]
+    run: Identifier
+    attempt: Ordinal
+    plan: Object
+    pservers: tuple[PserverInfo, ...] = Field(max_length=MAX_MEMBERS)
     uploader: Rank
     start: Round = Field(default=1, description="the first round, or step, that this trainer pushes for")
     nonfinite: NonfinitePolicy = Field(default="reject", description="what becomes of a gradient with NaN or infinity")
-    rendezvous: str | None = Field(default=None, description="strategy ring: what rank 0 has declared")
-    max_grad_norm: float | None = Field(default=None, description="gets bring the global norm of the gradient")
+    rendezvous: Text | None = Field(default=None, max_length=300, description="strategy ring: what rank 0 has declared")
+    max_grad_norm: Real | None = Field(default=None, description="gets bring the global norm of the gradient")
 
 
 class TrainerHeartbeat(Message):
     """A trainer is alive and this far; `results` are its latest reported numbers (loss, accuracy)."""
 
-    run: str
+    run: Identifier
     incarnation: Incarnation
     round: Round = Field(
         description="the newest round whose version this trainer has received from every pserver, 0 before the first; "
         "in asynchronous modes its newest step whose parameters it has received"
     )
-    attempt: int = Field(default=0, description="the attempt that `round` belongs to: the one this trainer acts on")
-    results: dict[str, float] = Field(default_factory=dict)
-    unreachable: dict[PserverIndex, tuple[Incarnation, float]] = Field(
+    attempt: Ordinal = Field(default=0, description="the attempt that `round` belongs to: the one this trainer acts on")
+    results: Results = Field(default_factory=dict)
+    unreachable: ByOrdinal[tuple[Incarnation, Real]] = Field(
         default={}, description="pservers that do not answer this trainer, and for how many seconds"
     )
-    ahead_of: dict[PserverIndex, Incarnation] = Field(
+    ahead_of: ByOrdinal[Incarnation] = Field(
         default={},
         description="pservers, with their incarnation, that have lost a round which this trainer has received",
     )
     software: Software | None = None
-    links: dict[PserverIndex, Link] = {}
-    waiting_seconds: float = Field(default=0.0, ge=0, description="strategy ring: for the others, in the next round")
-    is_done: bool = Field(default=False, description="strategy ring: no batches are left; it accompanies the others")
+    links: ByOrdinal[Link] = {}
+    waiting_seconds: Real = Field(default=0.0, ge=0, description="strategy ring: for the others, in the next round")
+    is_done: Flag = Field(default=False, description="strategy ring: no batches are left; it accompanies the others")
 
 
 class TrainerHeartbeatReply(Message):
@@ -312,31 +325,33 @@ class TrainerHeartbeatReply(Message):
     """
 
     state: RunState
-    failure: dict[str, Any] | None = None
-    attempt: int = 0
+    failure: Object | None = None
+    attempt: Ordinal = 0
     resume: Round = 0
     uploader: Rank | None = Field(default=None, description="who pushes initial values, once more; None: nobody")
-    pservers: tuple[PserverInfo, ...] = ()
-    notice: str = ""
+    pservers: tuple[PserverInfo, ...] = Field(default=(), max_length=MAX_MEMBERS)
+    notice: Note = ""
 
 
 class Leave(Message):
     """A trainer goes: `done` after its last round, or `failed` with the reason."""
 
-    run: str
+    run: Identifier
     incarnation: Incarnation
     outcome: Literal["done", "failed"]
     round: Round = Field(default=0, description="as in `TrainerHeartbeat`")
-    reason: str = Field(default="", max_length=2000)
+    reason: Reason = ""
 
 
 class Controls(Message):
     """What an administrator has set, from round `since` on, until the controls of a later round."""
 
     since: Round = 0
-    rates: dict[int, float] = Field(default={}, description="learning rate by parameter group")
-    frozen: tuple[str, ...] = Field(default=(), description="parameters that are not stepped, as if without a gradient")
-    is_paused: bool = Field(default=False, description="no such round is applied")
+    rates: ByOrdinal[Real] = Field(default={}, description="learning rate by parameter group")
+    frozen: tuple[Name, ...] = Field(
+        default=(), max_length=MAX_TENSORS, description="parameters that are not stepped, as if without a gradient"
+    )
+    is_paused: Flag = Field(default=False, description="no such round is applied")
 
     @model_validator(mode="before")
     @classmethod
@@ -356,31 +371,33 @@ class InstallRun(Message):
     finite.
     """
 
-    run: str
-    attempt: int
-    plan: dict[str, Any]
+    run: Identifier
+    attempt: Ordinal
+    plan: Object
     incarnation: Incarnation = Field(description="of the pserver that is meant")
-    consistency: Consistency
+    consistency: CheckedConsistency
     nonfinite: NonfinitePolicy
-    max_grad_norm: float | None = Field(default=None, description="rounds are stepped once a get brings their norm")
-    round_timeout_seconds: float = Field(description="after which those who wait are told who is missing, and fail")
+    max_grad_norm: Real | None = Field(default=None, description="rounds are stepped once a get brings their norm")
+    round_timeout_seconds: Number = Field(description="after which those who wait are told who is missing, and fail")
     durability: Durability = "none"
-    checkpoint_rounds: int = Field(
-        default=0, ge=0, description="rounds after which it writes a checkpoint of its own if none was named; 0: never"
+    checkpoint_rounds: Count = Field(
+        default=0, description="rounds after which it writes a checkpoint of its own if none was named; 0: never"
     )
-    keep_checkpoints: int = Field(default=2, ge=1)
+    keep_checkpoints: Positive = 2
     restore: Round | None = None
-    began: dict[int, Round | None] = Field(
+    began: ByOrdinal[Round | None] = Field(
         default={}, description="the round after which each attempt has begun; null: with initial values"
     )
-    source: str | None = Field(default=None, description="run whose checkpoint is restored, if it is another")
+    source: Identifier | None = Field(default=None, description="run whose checkpoint is restored, if it is another")
     uploader: Rank
-    number: int
-    members: dict[Rank, Incarnation]
-    starts: dict[Rank, Round] = {}
-    sets: dict[Round, tuple[Rank, ...]] = {}
-    verdicts: dict[Round, tuple[Rank, ...]] = {}
-    controls: tuple[Controls, ...] = Field(default=(), description="what an administrator has set, oldest first")
+    number: Count
+    members: ByOrdinal[Incarnation]
+    starts: ByOrdinal[Round] = {}
+    sets: ByOrdinal[Ordinals] = {}
+    verdicts: ByOrdinal[Ordinals] = {}
+    controls: tuple[Controls, ...] = Field(
+        default=(), max_length=MAX_MEMBERS, description="what an administrator has set, oldest first"
+    )
 
 
 class WantCheckpoint(Message):
@@ -390,25 +407,25 @@ class WantCheckpoint(Message):
     `is_over`, nobody will push any more, and each writes what it has.
     """
 
-    run: str
+    run: Identifier
     round: Round
-    is_over: bool = False
+    is_over: Flag = False
 
 
 class CheckpointCreated(Message):
     """There is a checkpoint of the whole model."""
 
-    run: str
+    run: Identifier
     round: Round
-    place: str
+    place: Text
 
 
 class Freeze(Message):
     """The coordinator is about to change the members: from now on no barrier counts until they are installed."""
 
-    run: str
-    attempt: int
-    number: int
+    run: Identifier
+    attempt: Ordinal
+    number: Count
 
 
 class InstallMembers(Message):
@@ -417,15 +434,15 @@ class InstallMembers(Message):
     `starts`, `sets`, `verdicts` and `controls` are those of InstallRun.
     """
 
-    run: str
-    attempt: int = 0
-    number: int
-    members: dict[Rank, Incarnation]
-    starts: dict[Rank, Round] = {}
-    sets: dict[Round, tuple[Rank, ...]] = {}
-    verdicts: dict[Round, tuple[Rank, ...]] = {}
-    controls: tuple[Controls, ...] = ()
-    failure: dict[str, Any] | None = None
+    run: Identifier
+    attempt: Ordinal = 0
+    number: Count
+    members: ByOrdinal[Incarnation]
+    starts: ByOrdinal[Round] = {}
+    sets: ByOrdinal[Ordinals] = {}
+    verdicts: ByOrdinal[Ordinals] = {}
+    controls: tuple[Controls, ...] = Field(default=(), max_length=MAX_MEMBERS)
+    failure: Object | None = None
 
 
 class PserverState(Message):
@@ -433,35 +450,35 @@ class PserverState(Message):
 
     index: PserverIndex | None
     incarnation: Incarnation | None
-    run: str | None
+    run: Identifier | None
     round: Round
-    members: tuple[Rank, ...]
-    batch_barriers: tuple[Rank, ...] = Field(default=(), description="whose are in, of the open round")
-    fetch_barriers: tuple[Rank, ...] = Field(default=(), description="whose are in, of the applied round")
-    participants: tuple[Rank, ...] = Field(default=(), description="whose contributions are in the applied round")
-    clocks: dict[Rank, Round] = Field(default={}, description="asynchronous modes: completed steps of each trainer")
-    missing: tuple[Rank, ...]
-    waiting_seconds: float
-    num_blocks: int
-    shard_bytes: int
-    pushed_bytes: int
-    pulled_bytes: int
-    transports: tuple[str, ...]
-    digest: str | None
-    failure: dict[str, Any] | None
+    members: Ordinals
+    batch_barriers: Ordinals = Field(default=(), description="whose are in, of the open round")
+    fetch_barriers: Ordinals = Field(default=(), description="whose are in, of the applied round")
+    participants: Ordinals = Field(default=(), description="whose contributions are in the applied round")
+    clocks: ByOrdinal[Round] = Field(default={}, description="asynchronous modes: completed steps of each trainer")
+    missing: Ordinals
+    waiting_seconds: Real
+    num_blocks: Count
+    shard_bytes: Count
+    pushed_bytes: Count
+    pulled_bytes: Count
+    transports: tuple[Label, ...] = Field(max_length=100)
+    digest: Label | None
+    failure: Object | None
 
 
 class PserverStatus(Message):
     """A pserver as the coordinator sees it."""
 
     index: PserverIndex
-    address: str
-    http2: bool = Field(default=True, description="whether trainers send it tensors over HTTP/2")
+    address: BaseUrl
+    http2: Flag = Field(default=True, description="whether trainers send it tensors over HTTP/2")
     incarnation: Incarnation
     round: Round
-    missing: tuple[Rank, ...]
-    waiting_seconds: float
-    heartbeat_age_seconds: float
+    missing: Ordinals
+    waiting_seconds: Real
+    heartbeat_age_seconds: Real
     software: Software | None = Field(default=None, description="null until its next heartbeat")
 
 
@@ -472,35 +489,37 @@ class TrainerStatus(Message):
     incarnation: Incarnation
     round: Round
     state: Literal["joined", "declared", "done", "failed", "lost"]
-    heartbeat_age_seconds: float
-    metrics_address: str | None
-    results: dict[str, float]
+    heartbeat_age_seconds: Real
+    metrics_address: BaseUrl | None
+    results: Results
     software: Software | None = Field(default=None, description="null until its next heartbeat")
-    links: dict[PserverIndex, Link] = Field(default={}, description="its way to each pserver, as it has measured it")
-    unreachable: dict[PserverIndex, float] = Field(
+    links: ByOrdinal[Link] = Field(default={}, description="its way to each pserver, as it has measured it")
+    unreachable: ByOrdinal[Real] = Field(
         default={}, description="pservers that do not answer it, and for how many seconds"
     )
-    waiting_seconds: float = Field(default=0.0, description="strategy ring: for the others, when it was last heard")
-    is_done: bool = Field(default=False, description="strategy ring: no batches are left; it accompanies the others")
+    waiting_seconds: Real = Field(default=0.0, description="strategy ring: for the others, when it was last heard")
+    is_done: Flag = Field(default=False, description="strategy ring: no batches are left; it accompanies the others")
 
 
 class ClusterStatus(Message):
     """The answer of `gradpost status`."""
 
-    run: str
+    run: Identifier
     state: RunState
     mode: Mode
-    num_pservers: int
-    num_trainers: int
-    waiting_for: tuple[str, ...]
-    prospects: tuple[str, ...] = Field(default=(), description="a pause; who was lost, and when the run fails")
-    failure: dict[str, Any] | None
-    plan_digest: str | None
-    num_parameters: int
-    parameter_bytes: int
+    num_pservers: Count
+    num_trainers: Count
+    waiting_for: tuple[Note, ...] = Field(max_length=MAX_TENSORS)
+    prospects: tuple[Note, ...] = Field(
+        default=(), max_length=MAX_TENSORS, description="a pause; who was lost, and when the run fails"
+    )
+    failure: Object | None
+    plan_digest: Label | None
+    num_parameters: Count
+    parameter_bytes: Count
     round: Round
-    pservers: tuple[PserverStatus, ...]
-    trainers: tuple[TrainerStatus, ...]
+    pservers: tuple[PserverStatus, ...] = Field(max_length=MAX_MEMBERS)
+    trainers: tuple[TrainerStatus, ...] = Field(max_length=MAX_MEMBERS)
     software: Software | None = Field(default=None, description="of the coordinator")
 
 
@@ -508,23 +527,23 @@ class ShardSummary(Message):
     """One pserver's share of a run."""
 
     pserver: PserverIndex
-    shard_bytes: int
-    pushed_bytes: int
-    pulled_bytes: int
+    shard_bytes: Count
+    pushed_bytes: Count
+    pulled_bytes: Count
 
 
 class RunSummary(Message):
     """A run in a few numbers, as the servers saw it; `line()` is what ends a training script's output."""
 
-    run: str
+    run: Identifier
     state: RunState
     mode: Mode
-    transport: str = Field(description="HTTP versions of the data requests, as the servers saw them; or `ring`")
-    num_trainers: int
-    rounds: int
-    seconds: float
-    shards: tuple[ShardSummary, ...]
-    results: dict[str, float]
+    transport: Label = Field(description="HTTP versions of the data requests, as the servers saw them; or `ring`")
+    num_trainers: Count
+    rounds: Count
+    seconds: Real
+    shards: tuple[ShardSummary, ...] = Field(max_length=MAX_MEMBERS)
+    results: dict[Name, Number] = Field(max_length=MAX_TENSORS)
 
     def line(self) -> str:
         """`trained: mode=sync transport=HTTP/2 accuracy=0.98 rounds=120 seconds=8.1`."""
@@ -541,10 +560,10 @@ class PushAnswer(Message):
     """What became of a push: how many of its blocks are new, and whether the round was already over."""
 
     status: Literal["staged", "already_applied"]
-    staged: int = 0
-    duplicates: int = 0
-    complete: bool = False
-    finite: bool = Field(default=True, description="policy skip_round: whether it holds neither NaN nor infinity")
+    staged: Count = 0
+    duplicates: Count = 0
+    complete: Flag = False
+    finite: Flag = Field(default=True, description="policy skip_round: whether it holds neither NaN nor infinity")
 
 
 class BarrierAnswer(Message):
@@ -554,8 +573,8 @@ class BarrierAnswer(Message):
     """
 
     round: Round
-    missing: tuple[Rank, ...] = ()
-    notice: str = ""
+    missing: Ordinals = ()
+    notice: Note = ""
 
 
 class NormAnswer(Message):
@@ -564,8 +583,8 @@ class NormAnswer(Message):
     None if the round was applied without: it stepped nothing, or was restored from a disk.
     """
 
-    contributions: str = ""
-    sum_of_squares: float | None = None
+    contributions: Label = ""
+    sum_of_squares: Number | None = None
 
 
 def heartbeat_period(lease_seconds: float) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ps_protocol.errors import GradpostError
+from ps_protocol.fields import MAX_RESULTS, check_result_name
 from ps_protocol.messages import RunSummary
 from ps_protocol.vocabulary import Mode, Rank, Round, Strategy
 
@@ -40,6 +41,7 @@ class Session:
             raise
         self._pid = os.getpid()
         self._is_open = True
+        self._reported: set[str] = set()  # names
         self.land_last_step: Callable[[], object] | None = None  # where `step` does not wait for its parameters
         self.accompany: Callable[[], None] | None = None  # in a ring: the others, who may have more batches
 
@@ -90,11 +92,16 @@ class Session:
 
         Costs nothing: they travel with the next heartbeat, and stand on the trainer's `/metrics`. The lowest rank's
         word counts in the summary, whose line leaves out `loss`, since that is progress and no result; of a host's
-        processes that of the first one.
+        processes that of the first one. Raises ValueError for more than 256 names, or one that is longer than 200
+        characters or cannot be printed.
         """
         if not self._is_open:
             raise RuntimeError("the session is closed; report before close(), or before the `with` block ends")
-        update = {name: float(value) for name, value in results.items()}
+        update = {check_result_name(name): float(value) for name, value in results.items()}
+        names = self._reported | update.keys()
+        if len(names) > MAX_RESULTS:
+            raise ValueError(f"a trainer reports at most {MAX_RESULTS} different numbers; these would be {len(names)}")
+        self._reported = names
         for name, value in update.items():
             self.client.metrics.reported.labels(name).set(value)
         self.io.loop.call_soon_threadsafe(self.client.membership.results.update, update)

@@ -8,8 +8,8 @@ from fastapi import FastAPI, Query, Request
 from pydantic import Field
 
 from ps_protocol import routes
+from ps_protocol.fields import Count, Name, OrdinalText, Real, Round
 from ps_protocol.messages import CheckpointCreated, Controls, Message
-from ps_protocol.vocabulary import Rank, Round
 from services.runtime.security import name_token
 
 from .administration import Administration, ChangeDone
@@ -20,14 +20,14 @@ from .coordinator import Coordinator
 class SetRate(Message):
     """A learning rate for a parameter group, or for all of them; null lifts it."""
 
-    rate: float | None = Field(ge=0, allow_inf_nan=False)
-    group: int | None = Field(default=None, ge=0)
+    rate: Real | None = Field(ge=0)
+    group: Count | None = None
 
 
 class RollBack(Message):
     """The round of a complete checkpoint."""
 
-    round: Round = Field(ge=0)
+    round: Round
 
 
 def add_administration_routes(app: FastAPI, coordinator: Coordinator) -> None:
@@ -55,17 +55,17 @@ def add_administration_routes(app: FastAPI, coordinator: Coordinator) -> None:
         return await administration.set_rate(name_token(request.scope), message.rate, message.group)
 
     @app.put(routes.FROZEN, tags=["control"])
-    async def freeze(request: Request, name: str) -> ChangeDone:
+    async def freeze(request: Request, name: Name) -> ChangeDone:
         """Step a parameter no more, as if it had no gradient."""
         return await administration.freeze(name_token(request.scope), name, is_frozen=True)
 
     @app.delete(routes.FROZEN, tags=["control"])
-    async def unfreeze(request: Request, name: str) -> ChangeDone:
+    async def unfreeze(request: Request, name: Name) -> ChangeDone:
         """Step it again."""
         return await administration.freeze(name_token(request.scope), name, is_frozen=False)
 
     @app.post(routes.EVICT, tags=["control"])
-    async def evict(request: Request, rank: Rank) -> ChangeDone:
+    async def evict(request: Request, rank: OrdinalText) -> ChangeDone:
         """Go on without a trainer. Another life of it may join."""
         return await administration.evict(name_token(request.scope), rank)
 

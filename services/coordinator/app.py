@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query
 
 from ps_protocol import routes
+from ps_protocol.fields import Identifier, OrdinalText
 from ps_protocol.messages import (
     CheckpointCreated,
     DeclareModel,
@@ -22,7 +23,6 @@ from ps_protocol.messages import (
     TrainerHeartbeatReply,
     TrainerJoined,
 )
-from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank
 from services.runtime.app import make_app
 from services.runtime.limits import RequestLimits
 from services.runtime.metrics import ServiceMetrics
@@ -60,7 +60,7 @@ def make_coordinator_app(
         return answer
 
     @app.post(routes.PSERVER_HEARTBEAT, tags=["membership"])
-    async def pserver_heartbeat(index: PserverIndex, message: PserverHeartbeat) -> PserverHeartbeatReply:
+    async def pserver_heartbeat(index: OrdinalText, message: PserverHeartbeat) -> PserverHeartbeatReply:
         """A pserver renews its lease and reports its progress."""
         reply = cluster.pserver_heartbeat(index, message, coordinator.now())
         coordinator.activity.pserver_heard(cluster, index, message, coordinator.now())
@@ -76,7 +76,7 @@ def make_coordinator_app(
         return answer
 
     @app.post(routes.DECLARE_MODEL, tags=["membership"], status_code=204)
-    async def declare_model(rank: Rank, message: DeclareModel) -> None:
+    async def declare_model(rank: OrdinalText, message: DeclareModel) -> None:
         """A trainer says what it will train; all must say the same."""
         cluster.run.declare(rank, message)
         coordinator.changed()
@@ -84,16 +84,16 @@ def make_coordinator_app(
 
     @app.get(routes.PLAN, tags=["membership"])
     async def wait_for_plan(
-        rank: Rank,
-        run: str,
-        incarnation: Incarnation,
+        rank: OrdinalText,
+        run: Identifier,
+        incarnation: OrdinalText,
         wait_seconds: Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS)] = 0.0,
     ) -> PlanReady:
         """The slice plan and the pservers, once everybody is here; waits up to `wait_seconds` for it."""
         return await coordinator.wait_for_plan(rank, run, incarnation, wait_seconds)
 
     @app.post(routes.TRAINER_HEARTBEAT, tags=["membership"])
-    async def trainer_heartbeat(rank: Rank, message: TrainerHeartbeat) -> TrainerHeartbeatReply:
+    async def trainer_heartbeat(rank: OrdinalText, message: TrainerHeartbeat) -> TrainerHeartbeatReply:
         """A trainer renews its lease and learns whether the run has failed."""
         reply = cluster.trainer_heartbeat(rank, message, coordinator.now())
         coordinator.curves.add(message.run, rank, message.round, message.results)
@@ -102,7 +102,7 @@ def make_coordinator_app(
         return reply
 
     @app.post(routes.LEAVE, tags=["membership"], status_code=204)
-    async def leave(rank: Rank, message: Leave) -> None:
+    async def leave(rank: OrdinalText, message: Leave) -> None:
         """A trainer goes, done or failed."""
         cluster.leave_trainer(rank, message, coordinator.now())
         coordinator.changed()

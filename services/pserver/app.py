@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from ps_protocol import routes
+from ps_protocol.fields import Identifier
 from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRun, PserverState, WantCheckpoint
 from ps_protocol.vocabulary import Round
 from services.runtime.app import add_raw_route, make_app
@@ -67,7 +68,7 @@ def make_pserver_app(
         return await pserver.freeze(message)
 
     @app.get(routes.RESTORABLE, tags=["control"])
-    async def restorable(run: str) -> list[tuple[Round, Round]]:
+    async def restorable(run: Identifier) -> list[tuple[Round, Round]]:
         """Ranges of rounds of a run to which this shard can go back, the first and the last of each."""
         return await pserver.restorable(run)
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any, TypeAlias
 from fastapi import FastAPI, Query, Response
 
 from ps_protocol import routes
+from ps_protocol.fields import MAX_TENSORS, Name, OrdinalText
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.statistics import Statistics
-from ps_protocol.vocabulary import Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.large_replies import LargeReplies, LargeReply
 
@@ -23,9 +23,9 @@ BINARY: dict[int | str, dict[str, Any]] = {
     200: {"content": {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
 }
 
-Names: TypeAlias = Annotated[list[str], Query(description="of blocks")]
+Names: TypeAlias = Annotated[list[Name], Query(max_length=MAX_TENSORS, description="of blocks")]
 AtRound: TypeAlias = Annotated[
-    Round | None, Query(alias="round", ge=0, description="that is not over; else the newest")
+    OrdinalText | None, Query(alias="round", description="that is not over; else the newest")
 ]
 Seconds: TypeAlias = Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="to wait for the round")]
 

@@ -41,6 +41,8 @@ from .logs import get_logger
 
 log = get_logger()
 
+MAX_PLACES = 10  # of a message that are named as wrong
+MAX_PLACE = 200  # characters of each
 DISCARD_SECONDS = 5.0  # for the rest of a body that nobody wants
 
 _BY_STATUS: Mapping[int, type[GradpostError]] = {
@@ -138,7 +140,10 @@ def _to_gradpost_error(request: Request, error: Exception) -> GradpostError:
         case GradpostError():
             return error
         case RequestValidationError():
-            places = [{"place": ".".join(map(str, e["loc"])), "message": e["msg"]} for e in error.errors()]
+            places = [
+                {"place": ".".join(map(str, e["loc"]))[:MAX_PLACE], "message": e["msg"][:MAX_PLACE]}
+                for e in error.errors()[:MAX_PLACES]
+            ]
             listed = "; ".join(f"{e['place']}: {e['message']}" for e in places[:3])
             return InvalidMessage(f"the message does not fit its schema: {listed}", errors=places)
         case HTTPException(status_code=status):

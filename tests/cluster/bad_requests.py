@@ -8,6 +8,7 @@ import struct
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlencode
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -53,6 +54,7 @@ from ps_protocol.routes import (
     BLOCKS,
     BUFFERS,
     DECLARE_MODEL,
+    EVICT,
     GET,
     INITIAL,
     JOIN_TRAINER,
@@ -62,7 +64,10 @@ from ps_protocol.routes import (
     PARAMETERS,
     PLAN,
     PSERVER_HEARTBEAT,
+    RATE,
     REGISTER_PSERVER,
+    RESTORABLE,
+    ROLL_BACK,
     RUN,
     SEND,
     STATE,
@@ -466,6 +471,8 @@ for to in (0, None):
 bad("tensor endpoint: wrong method", MethodNotAllowed, lambda w: Request(SEND, "PUT", w.trainer.fence(2)))
 bad("blocks: unknown", UnknownBlock, lambda w: Request(BLOCKS + "?name=nobody.block0", "GET"))
 bad("blocks: no name", InvalidMessage, lambda w: Request(BLOCKS, "GET"))
+bad("blocks: a large round", InvalidMessage, lambda w: Request(f"{BLOCKS}?name=w.block0&round={LARGE}", "GET"))
+bad("restorable: a long run", InvalidMessage, lambda w: Request(f"{RESTORABLE}?run={'r' * 129}", "GET"))
 
 # ---------------------------------------------------------------- the coordinator, while training
 
@@ -506,6 +513,46 @@ bad("join: the run is under way", NotReady, control(JOIN_TRAINER, join_message("
 
 def identity(w: World, **changes: Any) -> dict[str, Any]:
     return {"run": w.trainer.joined.run, "incarnation": w.trainer.joined.incarnation, **changes}
+
+
+def plan_request(w: World, **changes: Any) -> Request:
+    return Request(f"{PLAN}?{urlencode({'rank': 0, **identity(w), **changes})}", "GET", to=None)
+
+
+def leave_message(w: World, **changes: Any) -> dict[str, Any]:
+    return identity(w, outcome="failed", **changes)
+
+
+def heartbeat(name: str, **changes: Any) -> None:
+    """A heartbeat of trainer 0 that is refused, and changes nothing."""
+    path = TRAINER_HEARTBEAT.format(rank=0)
+    bad(f"heartbeat: {name}", InvalidMessage, control(path, lambda w: {**identity(w, round=1), **changes}))
+
+
+heartbeat("a large round", round=LARGE)
+heartbeat("a round that is true", round=True)
+heartbeat("a round that is text", round="1")
+heartbeat("a round that is a fraction", round=1.0)
+heartbeat("is_done that is a number", is_done=1)
+heartbeat("a large result", results={"loss": LARGE})
+heartbeat("a result that is true", results={"loss": True})
+heartbeat("a result that is text", results={"loss": "0.5"})
+heartbeat("a long name", results={"x" * 100_000: 1})
+heartbeat("a name that moves the cursor", results={"\x1b[2Aloss": 1})
+heartbeat("a name with a newline", results={"loss\n": 1})
+heartbeat("many results", results={f"r{i}": 1 for i in range(300)})
+heartbeat("a large index", ahead_of={str(LARGE): 1})
+heartbeat("an index that is no number", ahead_of={"+1": 1})
+heartbeat("long versions", software={"gradpost": "1" * 200, "python": "3", "torch": "2"})
+bad("plan: a large incarnation", InvalidMessage, lambda w: plan_request(w, incarnation=LARGE))
+bad(
+    "leave: a long reason", InvalidMessage, control(LEAVE.format(rank=0), lambda w: leave_message(w, reason="x" * 2001))
+)
+bad("evict: a large rank", InvalidMessage, control(EVICT.format(rank=LARGE), {}))
+bad("rate: true", InvalidMessage, control(RATE, {"rate": True}, method="PUT"))
+bad("rate: text", InvalidMessage, control(RATE, {"rate": "0.5"}, method="PUT"))
+for value in ("0", False, 0.0, LARGE):
+    bad(f"rollback: {value!r:.20}", InvalidMessage, control(ROLL_BACK, {"round": value}))
 
 
 for path, more in ((TRAINER_HEARTBEAT, {"round": 1}), (LEAVE, {"outcome": "failed"})):

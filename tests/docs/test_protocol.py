@@ -13,6 +13,7 @@ import pytest
 from ps_protocol import errors, messages, routes
 from ps_protocol.errors import ERRORS
 from ps_protocol.fence import MAX_DIGITS, MAX_TEXT, Fence
+from ps_protocol.fields import MAX_NAME, MAX_RESULT_NAME, MAX_RESULTS
 from ps_protocol.frames import ALIGNMENT, CONTENT_TYPE, FrameLimits
 from ps_protocol.optimizers import RULES
 from ps_protocol.plan import SlicePlan
@@ -57,6 +58,10 @@ def test_numbers_in_the_text() -> None:
     assert f"Windows of {WINDOW} elements" in TEXT
     assert f"up to {DISCARD_SECONDS:g} seconds" in TEXT
     assert f"at most {MAX_GET_BODY_BYTES >> 20} MiB" in TEXT
+    limits = section(TEXT, "Messages")
+    assert f"at most {MAX_DIGITS} digits" in limits
+    assert f"at most {MAX_NAME} characters" in limits
+    assert f"at most {MAX_RESULTS} `results`, whose names have 1 to {MAX_RESULT_NAME} printable" in limits
     assert f"`{'`, `'.join(PARAMETER_DTYPES[:2])}` or `{PARAMETER_DTYPES[2]}`" in TEXT
 
 

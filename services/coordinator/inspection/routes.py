@@ -8,10 +8,10 @@ from typing import Annotated, Any, TypeAlias
 from fastapi import FastAPI, Query, Request, Response
 
 from ps_protocol import routes
+from ps_protocol.fields import Name, OrdinalText, Round
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import ClusterStatus
 from ps_protocol.statistics import ParameterStatistics
-from ps_protocol.vocabulary import Round
 from services.runtime.large_replies import LargeReplies, StreamedReply
 
 from ..coordinator import Coordinator
@@ -35,8 +35,8 @@ _VALUES: dict[int | str, dict[str, Any]] = {
 }
 _FILE: dict[int | str, dict[str, Any]] = {200: {"content": {CONTENT_TYPE: _BINARY}}}
 
-Element: TypeAlias = Annotated[int | None, Query(ge=0)]
-EventId: TypeAlias = Annotated[int, Query(ge=0)]
+Element: TypeAlias = Annotated[OrdinalText | None, Query()]
+EventId: TypeAlias = Annotated[OrdinalText, Query()]
 
 
 def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
@@ -62,12 +62,12 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
 
     @app.get(routes.PARAMETER, tags=["inspection"], response_class=Response, responses=_VALUES)
     async def parameter(
-        name: str,
+        name: Name,
         request: Request,
         form: Annotated[Format, Query(alias="format")] = "safetensors",
         begin: Element = None,
         end: Element = None,
-        after_version: Annotated[Round | None, Query(ge=0, description="wait for a newer one, else 304")] = None,
+        after_version: Annotated[OrdinalText | None, Query(description="wait for a newer one, else 304")] = None,
         wait_seconds: Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS)] = MAX_WAIT_SECONDS,
     ) -> Response:
         """One parameter, live, whole or a range of its flattened elements; its version is in the ETag and in the body.
@@ -88,7 +88,7 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
         return StreamedReply(large, lambda: open_parameter(coordinator, name, form, begin, end), CONTENT_TYPES[form])
 
     @app.get(routes.STATISTICS, tags=["inspection"], response_model=ParameterStatistics)
-    async def parameter_statistics(name: str) -> Response:
+    async def parameter_statistics(name: Name) -> Response:
         """Norm, mean, deviation, extremes, NaN count, histogram, and how large the newest update was, of one parameter.
 
         An answer may be a second old. `update_ratio` is null where no update was seen.
@@ -96,7 +96,7 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
         return Response(await statistics.describe(name), media_type="application/json")
 
     @app.get(routes.PARAMETER_SLOTS, tags=["inspection"], response_class=Response, responses=_FILE)
-    async def slots(name: str) -> Response:
+    async def slots(name: Name) -> Response:
         """The optimizer's slots of one parameter, as a safetensors file of float32 tensors of its shape."""
         return StreamedReply(large, lambda: open_slots(coordinator, name), CONTENT_TYPE)
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from ps_protocol.fields import MAX_RESULT_NAME, MAX_RESULTS
 from trainer_client import session as session_module
 from trainer_client.io_thread import IoThread
+from trainer_client.metrics import TrainerMetrics
 from trainer_client.session import Session
 
 
@@ -69,3 +71,19 @@ def test_closing_ends_what_loses_a_cancellation_and_what_begins_meanwhile() -> N
     io.close()
     assert future.done()
     assert sorted(ended) == ["first", "late"]
+
+
+def test_a_number_that_the_coordinator_would_refuse_is_refused_at_once() -> None:
+    """Else a heartbeat would be refused, which ends training."""
+    session: Any = Session.__new__(Session)
+    session.io, session._is_open, session._reported = IoThread(), True, set()
+    session.client = SimpleNamespace(metrics=TrainerMetrics(), membership=SimpleNamespace(results={}))
+    for name in ("", "x" * (MAX_RESULT_NAME + 1), "loss\n", "\x1b[2A"):
+        with pytest.raises(ValueError, match="the name of a result has 1 to 200 printable characters"):
+            session.report(**{name: 0.5})
+    session.report(**{f"val/{number}": 0.5 for number in range(MAX_RESULTS)})
+    with pytest.raises(ValueError, match="at most 256 different numbers"):
+        session.report(loss=0.5)
+    session.report(**{"val/0": 0.25})
+    session.io.close()
+    assert session.client.membership.results == {"val/0": 0.25, **dict.fromkeys(session._reported - {"val/0"}, 0.5)}

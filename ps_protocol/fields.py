@@ -1,0 +1,159 @@
+"""Types of the members of messages: strict and bounded, with their bounds in openapi.json.
+
+A JSON `true` is no number, `1` and `"1"` are no `true` and no `1`; an integer is a number, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any, TypeAlias, TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from .consistency import Consistency
+from .fence import MAX_DIGITS, MAX_TEXT
+from .local_sockets import NAME_PATTERN
+
+V = TypeVar("V")
+
+MAX_INTEGER = (1 << 63) - 1
+MAX_ORDINAL = 10**MAX_DIGITS - 1  # what fits into a `gradpost-` header
+MAX_MEMBERS = 1 << 16  # ranks, pservers or rounds that a collection lists
+MAX_TENSORS = 1 << 20  # parameters, buffers or aliases of a model
+MAX_NAME = 1000  # characters of a tensor's name
+MAX_REASON = 2000  # characters of what a trainer says of its end
+MAX_NOTE = 10_000
+MAX_RESULTS = 256  # numbers that a trainer reports
+MAX_RESULT_NAME = 200
+MAX_URL = 500
+
+Integer: TypeAlias = Annotated[int, Field(strict=True, ge=-MAX_INTEGER, le=MAX_INTEGER)]
+Count: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)]
+Positive: TypeAlias = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER)]
+Flag: TypeAlias = Annotated[bool, Field(strict=True)]
+Real: TypeAlias = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+Ordinal: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=MAX_ORDINAL)]
+Rank: TypeAlias = Ordinal
+Round: TypeAlias = Ordinal
+Incarnation: TypeAlias = Ordinal
+PserverIndex: TypeAlias = Ordinal
+# The same in a path, in a query, or as the key of an object, where JSON has text only.
+OrdinalText: TypeAlias = Annotated[int, Field(ge=0, le=MAX_ORDINAL)]
+
+
+def _read_ordinal(value: object) -> object:
+    if isinstance(value, str) and not (value.isascii() and value.isdigit() and len(value) <= MAX_DIGITS):
+        raise ValueError(f"not a number of at most {MAX_DIGITS} digits")
+    return value
+
+
+_Key: TypeAlias = Annotated[OrdinalText, BeforeValidator(_read_ordinal)]
+ByOrdinal: TypeAlias = Annotated[
+    dict[_Key, V],
+    Field(max_length=MAX_MEMBERS, json_schema_extra={"propertyNames": {"pattern": f"^[0-9]{{1,{MAX_DIGITS}}}$"}}),
+]
+Ordinals: TypeAlias = Annotated[tuple[Ordinal, ...], Field(max_length=MAX_MEMBERS)]
+
+_NONFINITE = ("NaN", "Infinity", "-Infinity")
+
+
+def _read_number(value: object) -> object:
+    if isinstance(value, bool) or (isinstance(value, str) and value not in _NONFINITE):
+        raise ValueError(f"not a number, nor one of {', '.join(_NONFINITE)}")
+    return value
+
+
+# A number that may be NaN or infinite, for which JSON has no word.
+Number: TypeAlias = Annotated[
+    float,
+    BeforeValidator(_read_number),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string", "enum": list(_NONFINITE)}]}),
+]
+
+Identifier: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_TEXT, pattern="^[ -~]+$")]  # of a run or plan
+Label: TypeAlias = Annotated[str, Field(max_length=MAX_TEXT)]
+Name: TypeAlias = Annotated[str, Field(max_length=MAX_NAME)]
+Text: TypeAlias = Annotated[str, Field(max_length=MAX_NOTE)]
+Reason: TypeAlias = Annotated[str, Field(max_length=MAX_REASON)]
+LocalName: TypeAlias = Annotated[str, Field(pattern=NAME_PATTERN)]  # no other program's socket
+Object: TypeAlias = Annotated[dict[str, Any], Field(max_length=100)]
+
+
+_DEFAULTS = {field.name: field.default for field in fields(Consistency)}
+
+
+def _check_settings(value: object) -> object:
+    """Refuse a setting that pydantic would turn into another type: a dataclass cannot be strict where JSON is read."""
+    for name, given in value.items() if isinstance(value, Mapping) else ():
+        default = _DEFAULTS.get(name)
+        if name not in _DEFAULTS or given is default:
+            continue  # the former is refused by pydantic
+        kind = int if default is None else type(default)
+        is_of_kind = type(given) is kind or (kind is float and type(given) is int)
+        if not is_of_kind or (type(given) is int and not 0 <= given <= MAX_INTEGER):
+            raise ValueError(f"{name} is no {kind.__name__} within its bounds")
+    return value
+
+
+class _WithBounds:
+    """Shows in a JSON schema the bounds of integers that `_check_settings` checks."""
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        shown = handler(schema)
+        for setting in handler.resolve_ref_schema(shown)["properties"].values():
+            for branch in (setting, *setting.get("anyOf", ())):
+                if branch.get("type") == "integer":
+                    branch |= {"minimum": 0, "maximum": MAX_INTEGER}
+        return shown
+
+
+CheckedConsistency: TypeAlias = Annotated[Consistency, BeforeValidator(_check_settings), _WithBounds()]
+
+
+def _cut_note(value: object) -> object:
+    return value[: MAX_NOTE - 1] + "…" if isinstance(value, str) and len(value) > MAX_NOTE else value
+
+
+# Text for people that a service composes, and that may grow with the cluster.
+Note: TypeAlias = Annotated[str, BeforeValidator(_cut_note), Field(max_length=MAX_NOTE)]
+
+
+def check_result_name(name: str) -> str:
+    """Return the name of a reported number. Raises ValueError unless it is short and can be printed.
+
+    >>> check_result_name("val/loss")
+    'val/loss'
+    """
+    if not (0 < len(name) <= MAX_RESULT_NAME and name.isprintable()):
+        raise ValueError(
+            f"the name of a result has 1 to {MAX_RESULT_NAME} printable characters, which {name!r:.80} has not"
+        )
+    return name
+
+
+Results: TypeAlias = Annotated[
+    dict[Annotated[str, AfterValidator(check_result_name)], Number],
+    Field(
+        max_length=MAX_RESULTS,
+        json_schema_extra={"propertyNames": {"minLength": 1, "maxLength": MAX_RESULT_NAME, "pattern": r"^\P{C}+$"}},
+    ),
+]
+
+
+def _check_base_url(value: str) -> str:
+    url = urlsplit(value)  # raises ValueError, as `port` does
+    if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment or url.port == 0:
+        raise ValueError("not a base URL such as http://10.0.0.7:7071")
+    if any(character.isspace() for character in value):
+        raise ValueError("a URL has no spaces")
+    return value
+
+
+BaseUrl: TypeAlias = Annotated[
+    str, AfterValidator(_check_base_url), Field(max_length=MAX_URL, json_schema_extra={"format": "uri"})
+]
