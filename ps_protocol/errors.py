@@ -13,6 +13,7 @@ RFC 9457 problem document; the client rebuilds the same exception from it with `
 # ruff: noqa: N818 - the names say what happened
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -432,6 +433,21 @@ def _tree(cls: type[GradpostError]) -> Iterator[type[GradpostError]]:
 ERRORS: Mapping[str, type[GradpostError]] = {cls.code: cls for cls in _tree(GradpostError)}
 
 _DOCUMENT_MEMBERS = frozenset({"instance", "type", "title", "status", "detail", "code", "may_be_retried"})
+
+
+def error_from_answer(content: bytes) -> GradpostError | None:
+    """Rebuild the exception of an answer that is one of our problem documents; None for anything else.
+
+    >>> error_from_answer(b'{"type": "urn:gradpost:error:not_found", "code": "not_found", "detail": "no such path"}')
+    NotFound('no such path')
+    >>> error_from_answer(b'{"code": "404", "message": "no healthy upstream"}')
+    """
+    try:
+        document = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    is_ours = isinstance(document, dict) and str(document.get("type")).startswith(PROBLEM_TYPE_PREFIX)
+    return error_from_problem(document) if is_ours else None
 
 
 def error_from_problem(problem: Mapping[str, Any]) -> GradpostError:

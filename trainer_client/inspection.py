@@ -40,7 +40,7 @@ from ps_protocol.routes import (
 )
 from ps_protocol.tokens import TokenPair
 
-from .membership import read_problem
+from .answers import GatewayPage, may_be_problem, raise_for_problem
 from .transport.authorization import BearerAuth
 
 M = TypeVar("M", bound=Message)
@@ -107,9 +107,9 @@ class ClusterView:
         """The whole model of one round as a safetensors file, piece by piece while it trains."""
         try:
             with self._http.stream("GET", self.coordinator + MODEL, timeout=READ_SECONDS) as response:
-                if response.is_error:
+                if may_be_problem(response):
                     response.read()
-                    raise read_problem(response)
+                raise_for_problem(response)
                 yield from response.iter_bytes()
         except httpx.TransportError as error:
             raise Unreachable(f"the model of {self.coordinator} broke off: {error!r}") from error
@@ -133,9 +133,9 @@ class ClusterView:
         url = f"{self.coordinator}{EVENT_STREAM}?after={after}"
         try:
             with self._http.stream("GET", url, timeout=httpx.Timeout(STREAM_SECONDS)) as response:
-                if response.is_error:
+                if may_be_problem(response):
                     response.read()
-                    raise read_problem(response)
+                raise_for_problem(response)
                 for line in response.iter_lines():
                     if line.startswith("data: "):
                         yield json.loads(line.removeprefix("data: "))
@@ -213,8 +213,9 @@ class ClusterView:
                 method, url, content=body, headers={"content-type": "application/json"},
                 timeout=httpx.USE_CLIENT_DEFAULT if timeout is None else timeout,
             )  # fmt: skip
-            if response.is_error:
-                raise read_problem(response)
+            raise_for_problem(response)
+        except GatewayPage as page:
+            raise Unreachable(str(page)) from page
         except (httpx.TransportError, httpx.InvalidURL) as error:
             origin = "/".join(url.split("/", 3)[:3])
             raise Unreachable(f"nobody answers at {origin}: {error or type(error).__name__}") from error

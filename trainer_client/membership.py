@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from ps_protocol.errors import Ended, GradpostError, Unreachable, error_from_problem
+from ps_protocol.errors import GradpostError, Unreachable, error_from_problem
 from ps_protocol.messages import (
     ClusterStatus,
     DeclareModel,
@@ -37,10 +37,11 @@ from ps_protocol.routes import (
 from ps_protocol.software import this_software
 from ps_protocol.vocabulary import PROTOCOL_VERSION, PserverIndex, Round
 
+from .answers import GatewayPage, raise_for_problem
 from .links import LinkMeter
 from .logs import make_log
 from .news import News
-from .pauses import choose_pause, read_retry_after
+from .pauses import choose_pause
 from .settings import TrainerSettings
 
 T = TypeVar("T")
@@ -165,8 +166,8 @@ class Membership:
                 reply = TrainerHeartbeatReply.model_validate_json(await self._request("POST", path, self._heartbeat()))
             except (httpx.TransportError, ValueError) as error:  # the latter: a proxy's page, say
                 # Training goes on without the coordinator.
-                text = f"the coordinator at {self._coordinator} did not answer a heartbeat: {type(error).__name__}"
-                self._say("heartbeats", text)
+                cause = error if isinstance(error, GatewayPage) else type(error).__name__
+                self._say("heartbeats", f"the coordinator at {self._coordinator} did not answer a heartbeat: {cause}")
                 continue
             except GradpostError as error:
                 if error.status >= 500 or error.may_be_retried:  # it stops, or stumbled: no word on this run
@@ -176,6 +177,7 @@ class Membership:
                 return
             self._said.pop("heartbeats", None)
             self._say("notice", reply.notice)
+            self._say("pages", "; ".join(f"pserver {index}: {page}" for index, page in self.news.pages.items()))
             self.news.heard(reply, asyncio.get_running_loop().time())
             if reply.failure is not None:
                 self.fail(error_from_problem(reply.failure))
@@ -184,6 +186,8 @@ class Membership:
     def fail(self, error: GradpostError) -> None:
         """End all waits with this error; the first one counts."""
         if self.failure is not None and not self.failure.done():
+            for index, page in self.news.pages.items():
+                error.detail += f"; instead of pserver {index} something else answers: {page}"
             self.failure.set_result(error)
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
@@ -267,23 +271,5 @@ class Membership:
             content=None if message is None else message.model_dump_json(),
             headers={"content-type": "application/json"},
         )
-        if response.is_error:
-            raise read_problem(response)
+        raise_for_problem(response)
         return response.content
-
-
-def read_problem(response: httpx.Response) -> GradpostError:
-    """The exception that a problem document stands for; something that is not one came from somebody else.
-
-    Raises httpx.RemoteProtocolError if that is a gateway which did not reach the service, so that it is retried.
-    """
-    document: Any = None
-    with contextlib.suppress(ValueError):
-        document = response.json()
-    if isinstance(document, dict) and "code" in document:
-        error = error_from_problem(document)
-        error.retry_after_seconds = read_retry_after(response.headers.get("retry-after"))
-        return error
-    if response.status_code in (502, 503, 504):
-        raise httpx.RemoteProtocolError(f"a gateway answered {response.status_code}")
-    return Ended(f"{response.url} answered {response.status_code} without a problem document; is it Gradpost?")

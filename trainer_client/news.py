@@ -27,6 +27,7 @@ class News:
     uploader: Rank | None = None  # who pushes that version, if it is on no disk
     pservers: dict[PserverIndex, PserverInfo] = field(default_factory=dict)
     failing: dict[PserverIndex, tuple[Incarnation, float]] = field(default_factory=dict)  # since when, by the loop
+    pages: dict[PserverIndex, str] = field(default_factory=dict)  # what answers instead of those that are failing
     ahead_of: dict[PserverIndex, Incarnation] = field(default_factory=dict)
     heard_at: float | None = None  # when the coordinator answered last
     _waiting: dict[PserverIndex, set[asyncio.Timeout]] = field(default_factory=dict)
@@ -63,6 +64,11 @@ class News:
     def unreachable(self, now: float) -> dict[PserverIndex, tuple[Incarnation, float]]:
         """Those that do not answer, and for how long."""
         return {index: (incarnation, now - since) for index, (incarnation, since) in self.failing.items()}
+
+    def answered(self, index: PserverIndex) -> None:
+        """This pserver can be reached, or another incarnation has taken its place."""
+        self.failing.pop(index, None)
+        self.pages.pop(index, None)
 
     def follow(self) -> None:
         """This trainer has gone back to where the newest attempt began."""

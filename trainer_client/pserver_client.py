@@ -54,8 +54,8 @@ from ps_protocol.routes import (
 from ps_protocol.slots import StepState, read_states
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
+from .answers import GatewayPage, may_be_problem, raise_for_problem
 from .links import LinkMeter
-from .membership import read_problem
 from .metrics import TrainerMetrics
 from .news import News
 from .pauses import choose_backoff, choose_pause
@@ -163,7 +163,7 @@ class PserverClient:
             headers = {**self._fence.at_round(round_).to_headers(), "content-type": CONTENT_TYPE}
             with self.link.pushes.transfer():
                 response = await self._http.send("POST", self._url(path), headers, body=body)
-            _raise_for_problem(response)
+            raise_for_problem(response)
             self.link.is_local = response.extensions.get(LOCAL_EXTENSION, False)
             self.link.pushes.add(num_bytes)
             return PushAnswer.model_validate_json(response.content)
@@ -200,7 +200,7 @@ class PserverClient:
         async def attempt() -> BarrierAnswer:
             headers = {**self._fence.at_round(round_).to_headers(), BARRIER_HEADER: kind, **_verdict(is_finite)}
             response = await self._http.send("POST", self._url(BARRIER), headers)
-            _raise_for_problem(response)
+            raise_for_problem(response)
             return BarrierAnswer.model_validate_json(response.content)
 
         return await self._repeat(BARRIER, attempt, round_)
@@ -226,7 +226,7 @@ class PserverClient:
             if norm is not None:
                 headers[NORM_HEADER] = norm.to_header()
             response = await self._http.send("POST", self._url(NORM), headers)
-            _raise_for_problem(response)
+            raise_for_problem(response)
             return NormAnswer.model_validate_json(response.content)
 
         answer = await self._repeat(NORM, attempt, round_)
@@ -327,9 +327,9 @@ class PserverClient:
             response = await self._http.begin(method, self._url(path), headers, body=body, sink=sink)
             answered = perf_counter()
             try:
-                if response.is_error:
+                if may_be_problem(response):
                     await response.aread()
-                _raise_for_problem(response)
+                raise_for_problem(response)
                 with self.link.pulls.transfer():
                     async for chunk in response.aiter_raw():
                         sink.feed(chunk)
@@ -401,7 +401,7 @@ class PserverClient:
             raise RolledBack(f"the run went back to round {round_}", round=round_)
         info = self._news.pservers.get(self.info.index, self.info)
         if info.incarnation > self.info.incarnation:
-            self._news.failing.pop(info.index, None)
+            self._news.answered(info.index)
         if info.incarnation >= self.info.incarnation:
             self.info = info
             self._fence = replace(self._fence, pserver_incarnation=info.incarnation)
@@ -418,6 +418,8 @@ class PserverClient:
             nonlocal failing_since
             failing_since = failing_since or loop.time()
             self._news.failing.setdefault(self.info.index, (self.info.incarnation, loop.time()))
+            if isinstance(page := _error(state), GatewayPage):
+                self._news.pages[self.info.index] = str(page)
             is_expected = self._is_in_touch(loop.time())
             return loop.time() - failing_since >= self._retry_seconds and not is_expected
 
@@ -431,7 +433,7 @@ class PserverClient:
             wait=lambda state: choose_backoff(state.attempt_number),
             sleep=pause,
             stop=has_failed_for_long,
-            before_sleep=lambda state: self._metrics.retries.labels(_reason(state)).inc(),
+            before_sleep=lambda state: self._metrics.retries.labels(type(_error(state)).__name__).inc(),
         )
 
         async def bounded() -> T:
@@ -443,9 +445,9 @@ class PserverClient:
                         try:
                             result = await attempt()
                         except GradpostError:
-                            self._news.failing.pop(self.info.index, None)  # it has answered
+                            self._news.answered(self.info.index)
                             raise
-                self._news.failing.pop(self.info.index, None)
+                self._news.answered(self.info.index)
                 return result
 
         try:
@@ -462,11 +464,5 @@ def _verdict(is_finite: bool) -> dict[str, str]:
     return {} if is_finite else {VERDICT_HEADER: "nonfinite"}
 
 
-def _reason(state: tenacity.RetryCallState) -> str:
-    error = state.outcome.exception() if state.outcome else None
-    return type(error).__name__
-
-
-def _raise_for_problem(response: httpx.Response) -> None:
-    if response.is_error:
-        raise read_problem(response)
+def _error(state: tenacity.RetryCallState) -> BaseException | None:
+    return state.outcome.exception() if state.outcome else None

@@ -24,7 +24,7 @@ from ps_protocol.errors import GradpostError
 from ps_protocol.messages import PserverState, PserverStatus
 from ps_protocol.routes import HEALTH, METRICS, SPEED, STATE
 from ps_protocol.tokens import TokenPair
-from trainer_client.membership import read_problem
+from trainer_client.answers import raise_for_problem
 from trainer_client.transport.authorization import BearerAuth
 from trainer_client.transport.connections import make_bulk_client, make_control_client
 from trainer_client.transport.extensions import BODY_EXTENSION
@@ -153,8 +153,7 @@ async def _push(http: httpx.AsyncClient, address: str, body: memoryview) -> tupl
     async with asyncio.timeout(SPEED_SECONDS):
         response = await http.post(address + SPEED, extensions={BODY_EXTENSION: (body,)})
     seconds = time.perf_counter() - began
-    if response.is_error:
-        raise read_problem(response)
+    raise_for_problem(response)
     counted = json.loads(response.content)
     if counted["num_bytes"] != len(body):
         raise ValueError(f"{counted['num_bytes']} bytes arrived of {len(body)}")
@@ -165,8 +164,7 @@ async def _pull(http: httpx.AsyncClient, address: str, num_bytes: int) -> float:
     began = time.perf_counter()
     async with asyncio.timeout(SPEED_SECONDS):
         response = await http.get(f"{address}{SPEED}?num_bytes={num_bytes}")
-    if response.is_error:
-        raise read_problem(response)
+    raise_for_problem(response)
     if len(response.content) != num_bytes:
         raise ValueError(f"{len(response.content)} bytes came of {num_bytes}")
     return time.perf_counter() - began
@@ -174,6 +172,5 @@ async def _pull(http: httpx.AsyncClient, address: str, num_bytes: int) -> float:
 
 async def _get(http: httpx.AsyncClient, url: str) -> httpx.Response:
     response = await http.get(url)
-    if response.is_error:
-        raise read_problem(response)
+    raise_for_problem(response)
     return response

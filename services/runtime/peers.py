@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Generator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
 
 from ps_protocol.certificates import client_context
-from ps_protocol.errors import error_from_problem
+from ps_protocol.errors import error_from_answer
 from ps_protocol.tokens import TokenPair
 
 from .logs import get_logger
@@ -49,11 +47,8 @@ class PeerTransport(httpx.AsyncHTTPTransport):
 def raise_for_problem(response: httpx.Response) -> None:
     """Raise the GradpostError that an answer stands for, if it is one; a gateway's page is an httpx.TransportError."""
     if response.is_error:
-        document: Any = None
-        with suppress(ValueError):
-            document = response.json()
-        if isinstance(document, dict) and "code" in document:
-            raise error_from_problem(document)
+        if (error := error_from_answer(response.content)) is not None:
+            raise error
         raise httpx.RemoteProtocolError(f"{response.url} answered {response.status_code} without a problem document")
 
 

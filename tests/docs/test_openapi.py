@@ -16,6 +16,7 @@ from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import BarrierAnswer, NormAnswer, PushAnswer
 from trainer_client.testing import LocalCluster
 
+from ..unit.protocol.test_fields import find_unbounded
 from .apps import call, run_coordinator, run_pserver
 from .reading import read_json
 
@@ -95,6 +96,17 @@ def test_every_operation_says_what_it_is_and_may_fail_with_a_problem(document: D
     assert failures == {route: [PROBLEM_CONTENT_TYPE] for route in operations}
     ids = [operation["operationId"] for operation in operations.values()]
     assert len(ids) == len(set(ids))
+
+
+def test_whatever_comes_with_a_request_has_a_bound(document: Document) -> None:
+    schemas = {**document, "$defs": document["components"]["schemas"]}
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            where = f"{method} {path}"
+            bodies = operation.get("requestBody", {}).get("content", {})
+            taken = [body["schema"] for body in bodies.values() if body["schema"].get("format") != "binary"]
+            taken += [parameter["schema"] for parameter in operation.get("parameters", ())]
+            assert [place for schema in taken for place in find_unbounded(schema, schemas, where)] == []
 
 
 def test_the_fence_is_required(pserver: Document) -> None:

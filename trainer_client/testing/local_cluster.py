@@ -141,9 +141,8 @@ class LocalCluster:
 
     def start_pserver(self, index: int, **env: Any) -> Child:
         """Start the pserver with this index, again if it has ended; `env` is its alone."""
-        child = self._spawn_service(
-            f"pserver {index}", "services.pserver", GRADPOST_PORT="0", GRADPOST_PSERVER_INDEX=str(index), **env
-        )
+        own = {"GRADPOST_PORT": "0", "GRADPOST_PSERVER_INDEX": str(index), **env}
+        child = self._spawn_service(f"pserver {index}", "services.pserver", **own)
         if index < len(self.pservers):
             self.pservers[index] = child
         else:

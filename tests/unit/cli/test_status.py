@@ -113,8 +113,8 @@ def test_nobody_answers(run_command: RunCommand) -> None:
 @pytest.mark.parametrize(
     ("answers", "status", "message"),
     [
-        ({}, 200, "answered 404 without a problem document; is it Gradpost?"),
-        ({STATUS: "<html>"}, 502, "a gateway answered 502"),
+        ({}, 200, "answered 404 without a problem document: "),
+        ({STATUS: "<html>"}, 502, "answered 502 without a problem document: <html>; is it Gradpost?"),
         ({STATUS: "<html>"}, 200, "answered something else; is it Gradpost, and of this version?"),
         ({STATUS: '{"run": "5f0c"}'}, 200, "answered something else; is it Gradpost, and of this version?"),
     ],

@@ -14,7 +14,6 @@ import pytest
 from ps_protocol.consistency import Consistency
 from ps_protocol.environment import PREFIX
 from ps_protocol.errors import (
-    Ended,
     GradpostError,
     NotReady,
     RankTaken,
@@ -27,7 +26,7 @@ from ps_protocol.errors import (
 )
 from ps_protocol.messages import Leave, TrainerHeartbeat, TrainerHeartbeatReply, TrainerJoined
 from trainer_client import membership as membership_module
-from trainer_client.membership import Membership, read_problem
+from trainer_client.membership import Membership
 from trainer_client.settings import read_settings
 
 pytestmark = pytest.mark.asyncio
@@ -119,11 +118,31 @@ async def test_a_coordinator_that_never_answers_is_given_up_with_a_hint():
         assert 0.2 <= asyncio.get_running_loop().time() - begun < 2
 
 
-async def test_a_gateway_without_a_coordinator_behind_it_is_as_good_as_none():
-    coordinator = FakeCoordinator(trainers=[httpx.Response(502, text="<html>bad gateway</html>")])
+# What gateways answer whose backend is away: load balancers, ingresses with a default backend, login pages.
+PAGES = [
+    httpx.Response(404, text="\n404 page not found\nTraefik"),
+    httpx.Response(500, json=["a", "list"]),
+    httpx.Response(404, json={"code": 404, "message": "no such route"}),
+    httpx.Response(429, text="slow down"),
+    httpx.Response(502, text="<html>bad gateway</html>"),
+    httpx.Response(503, json=["no", "problem", "document"]),
+    httpx.Response(520),
+    httpx.Response(302, headers={"location": "/login"}),
+    httpx.Response(200, html="<h1>It works!</h1>"),
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.status_code))
+async def test_a_gateway_without_a_coordinator_behind_it_is_as_good_as_none(page):
+    coordinator = FakeCoordinator(trainers=[page])
     async with member(coordinator, joins=False) as membership:
-        with pytest.raises(Unreachable):
+        with pytest.raises(
+            Unreachable, match=f"7070/v1/trainers answered {page.status_code} .* is it Gradpost?"
+        ) as info:
             await membership.join(None)
+    first_line = page.text.strip().partition("\n")[0] or "an empty page"
+    assert f"without a problem document: {first_line};" in str(info.value)
+    assert coordinator.num_heard("trainers") > 2
 
 
 async def test_a_place_that_others_hold_is_tried_for_a_while():
@@ -173,8 +192,7 @@ async def test_a_failure_that_a_heartbeat_brings_ends_every_wait():
         httpx.ReadTimeout("slow"),
         TryAgain("the service stops"),
         GradpostError("an unexpected error"),
-        httpx.Response(502, text="bad gateway"),
-        httpx.Response(503, json=["no", "problem", "document"]),
+        *PAGES,
     ],
 )
 async def test_training_goes_on_without_the_coordinator(hiccup):
@@ -287,24 +305,6 @@ async def test_leaving_sends_the_last_results_first(outcome, expected):
 async def test_leaving_is_best_effort(answer):
     async with member(FakeCoordinator(heartbeat=[answer], leave=[answer])):
         pass
-
-
-# ---------------------------------------------------------------- answers that are no problem documents
-
-
-@pytest.mark.parametrize(
-    "response",
-    [
-        httpx.Response(404, text="not found"),
-        httpx.Response(500, json=["a", "list"]),
-        httpx.Response(404, json={"detail": "Not Found"}),
-    ],
-)
-async def test_an_answer_of_somebody_else_is_said_to_be_one(response):
-    response.request = httpx.Request("GET", "http://elsewhere/v1/status")
-    error = read_problem(response)
-    assert type(error) is Ended
-    assert "is it Gradpost?" in str(error)
 
 
 # ---------------------------------------------------------------- farewells

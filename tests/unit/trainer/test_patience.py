@@ -20,6 +20,7 @@ from ps_protocol.errors import (
     StalePserver,
     StaleRun,
     TryAgain,
+    Unreachable,
 )
 from ps_protocol.fence import Fence
 from ps_protocol.messages import PserverInfo
@@ -123,6 +124,41 @@ async def test_what_an_earlier_life_has_answered_uses_up_nobodys_patience() -> N
         )  # fmt: skip
         await client.barrier(1, "batch")
     assert answers == []
+
+
+PAGE = "\n404 page not found"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("status", [404, 413, 429, 500, 502, 520])
+async def test_a_gateways_page_is_as_good_as_no_answer(status: int) -> None:
+    news = News(heard_at=float("inf"))
+    answers = [httpx.Response(status, text=PAGE)] * 3 + [httpx.Response(200, json={"round": 1})]
+    pages: list[dict[int, str]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        pages.append(dict(news.pages))
+        return answers.pop(0)
+
+    async with exchange(answer) as http:
+        client = PserverClient(
+            INFO, FENCE, lambda _: http, TrainerMetrics(), news,
+            retry_seconds=60, deadline_seconds=60, max_delay=0,
+        )  # fmt: skip
+        await client.barrier(1, "batch")
+    assert (answers, news.pages, news.failing) == ([], {}, {})
+    assert f"answered {status} without a problem document: 404 page not found; is it Gradpost?" in pages[-1][0]
+
+
+@pytest.mark.asyncio
+async def test_a_page_that_stays_is_named() -> None:
+    async with exchange(lambda _: httpx.Response(413, html="<html>\n<h1>413</h1>")) as http:
+        client = PserverClient(
+            INFO, FENCE, lambda _: http, TrainerMetrics(), News(),
+            retry_seconds=0.1, deadline_seconds=60, max_delay=0,
+        )  # fmt: skip
+        with pytest.raises(Unreachable, match=r"http://pserver/v1/barrier answered 413 .* <html>; is it Gradpost"):
+            await client.barrier(1, "batch")
 
 
 async def push_to_one_that_forgets(*, dies: bool) -> int:
