@@ -14,7 +14,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ps_http2.frames import PREFACE
-from ps_protocol.errors import PROBLEM_CONTENT_TYPE, BodyTooLarge, GradpostError, Overloaded, SlowBody
+from ps_protocol.errors import PROBLEM_CONTENT_TYPE, BadInput, BodyTooLarge, GradpostError, Overloaded, SlowBody
 
 from .handshakes import Handshakes
 from .http2_server import ServerConnection
@@ -113,10 +113,19 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_headers_complete(self) -> None:
-        """The request can begin."""
+        """Start the request, or refuse it and stop parsing: the parser would read its body as further requests."""
         self._in_head = False
         self._stop_timer()
+        if self.parser.should_upgrade():
+            error = BadInput("this server does not upgrade connections; send the request without Upgrade")
+            self._refuse(error)
+            raise error
         super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse a request that cannot be parsed; a request that was refused already gets no second answer."""
+        if not self.transport.is_closing():
+            self._refuse(BadInput(msg))
 
     def on_response_complete(self) -> None:
         """Take the next request, unless the rest of this one's body was not wanted: it could go on for ever."""
@@ -167,6 +176,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: GradpostError) -> None:
         self._stop_timer()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()  # the answer would be read as a part of the reply before it
+            return
         body = json.dumps(error.to_problem()).encode()
         headers = {
             "content-type": PROBLEM_CONTENT_TYPE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import pytest
@@ -152,4 +153,36 @@ async def test_a_few_trailers_are_passed_over() -> None:
             writer.write(head + b"5\r\n12345\r\n0\r\nAuthorization: Bearer x\r\n\r\n")
             assert await asyncio.wait_for(reader.readline(), 5) == b"HTTP/1.1 200 OK\r\n"
             await asyncio.wait_for(reader.readuntil(b"5 HTTP/1.1\n"), 5)
+        writer.close()
+
+
+@pytest.mark.parametrize("upgrade", [b"x", b"h2c", b"websocket"])
+@pytest.mark.parametrize("length", [b"Content-Length: 42", b"Transfer-Encoding: chunked"])
+@pytest.mark.parametrize("segments", [1, 2])
+async def test_a_request_that_asks_for_an_upgrade_is_refused(upgrade: bytes, length: bytes, segments: int) -> None:
+    head = b"POST /raw/fine HTTP/1.1\r\nHost: localhost\r\n%b\r\nConnection: upgrade\r\nUpgrade: %b\r\n\r\n"
+    smuggled = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    async with running(Sample().make_app()) as server:
+        reader, writer = await connect(server)
+        for part in [head % (length, upgrade) + smuggled] if segments == 1 else [head % (length, upgrade), smuggled]:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0)
+        answer = await read_all(reader)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b'"code": "bad_request"' in answer
+        assert answer.count(b"HTTP/1.1 ") == 1
+        writer.close()
+
+
+async def test_an_upgrade_behind_an_unanswered_request_ends_the_connection_without_an_answer() -> None:
+    sample = Sample()
+    async with running(sample.make_app()) as server:
+        reader, writer = await connect(server)
+        writer.write(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await asyncio.wait_for(sample.slow_begun.wait(), 5)
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert await read_all(reader) == b""
+        sample.slow_ends.set()
         writer.close()
