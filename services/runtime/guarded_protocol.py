@@ -10,6 +10,7 @@ import json
 from http import HTTPStatus
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -21,6 +22,7 @@ from .http2_server import ServerConnection
 from .settings import ServiceSettings
 
 MAX_HEAD_BYTES = 64 * 1024  # the request line and all headers
+PART_BYTES = 64 * 1024  # of a reply, for one write: asyncio copies the bytes that the kernel does not take
 
 
 def guard_protocol(settings: ServiceSettings, connections: int) -> type[HttpToolsProtocol]:
@@ -32,6 +34,25 @@ def guard_protocol(settings: ServiceSettings, connections: int) -> type[HttpTool
         handshakes = Handshakes(seconds=settings.header_timeout_seconds, max_connections=connections)
 
     return Guarded
+
+
+def send_in_parts(app: ASGIApp) -> ASGIApp:
+    """Wrap `app` so that a large body is sent in parts, each of which waits until the client takes the one before."""
+
+    async def divided(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_parts(message: Message) -> None:
+            body = message.get("body", b"")
+            if len(body) > PART_BYTES:
+                rest = memoryview(body)
+                while len(rest) > PART_BYTES:
+                    await send({"type": "http.response.body", "body": rest[:PART_BYTES], "more_body": True})
+                    rest = rest[PART_BYTES:]
+                message = {**message, "body": rest}
+            await send(message)
+
+        await app(scope, receive, send_parts)
+
+    return divided
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -46,6 +67,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def __init__(self, config: Config, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
+        self.app = send_in_parts(config.loaded_app)
         self._head_bytes = 0  # that have come since the request began, or since the last part of its body
         self._in_head = False
         self._head_timer: asyncio.TimerHandle | None = None
@@ -63,9 +85,12 @@ class GuardedProtocol(HttpToolsProtocol):
             self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing will come any more."""
+        """End the timers with their connection."""
         self._stop_timer()
-        super().connection_lost(exc)  # which calls resume_writing
+        super().connection_lost(exc)
+        # uvicorn leaves both running, and each keeps the connection and its buffer in memory.
+        self._stop_write_timer()
+        self._unset_keepalive_if_required()
 
     def data_received(self, data: bytes) -> None:
         """Parse it, and refuse headers, and trailers behind a body, without an end."""
@@ -141,16 +166,19 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         """It has taken what there was."""
+        self._stop_write_timer()
+        super().resume_writing()
+
+    def _stop_write_timer(self) -> None:
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
-        super().resume_writing()
 
     def _hand_over(self, rest: bytes) -> None:
         self._stop_timer()
         self.connections.discard(self)
         successor = ServerConnection(
-            self.app,
+            self.config.loaded_app,
             self.limits,
             connections=self.connections,
             tasks=self.tasks,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from typing import Any
 
 import httpx
@@ -11,7 +13,9 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.settings import SettingCodes, Settings
 
+from services.runtime import guarded_protocol
 from services.runtime.app import add_raw_route
+from services.runtime.guarded_protocol import GuardedProtocol
 
 from .support import Running, Sample, running, trainer_client
 
@@ -97,3 +101,44 @@ async def test_a_connection_that_says_nothing_is_cut_off(start: bytes) -> None:
         answer = await asyncio.wait_for(reader.read(), 5)  # to the end
         assert not answer or start.endswith(b"SM\r\n\r\n")
         writer.close()
+
+
+async def test_a_reply_in_one_part_waits_for_its_client_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transport copies two parts at most, and no timer keeps a connection in memory once it has ended."""
+    connections: list[GuardedProtocol] = []
+    ended = asyncio.Event()
+
+    class Remembered(GuardedProtocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            connections.append(self)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            ended.set()
+
+    async def whole(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(NUM_CHUNKS * MIB)})
+
+    monkeypatch.setattr(guarded_protocol, "GuardedProtocol", Remembered)
+    app = Sample().make_app()
+    add_raw_route(app, "/whole", whole, methods=["GET"], summary="Much")
+    async with running(app) as service:
+        for path in (b"/whole", b"/healthz"):
+            reader, writer = await open_connection(service)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.write(b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % path)
+            await asyncio.wait_for(reader.readline(), 5)
+            connection = connections.pop()
+            if path == b"/whole":
+                writer.transport.pause_reading()  # type: ignore[attr-defined]
+                async with asyncio.timeout(5):
+                    while connection._write_timer is None:  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+                assert connection.transport.get_write_buffer_size() <= 2 * guarded_protocol.PART_BYTES
+            ended.clear()
+            writer.transport.abort()  # with a reset
+            await asyncio.wait_for(ended.wait(), 5)
+            assert connection._write_timer is None
+            assert connection.timeout_keep_alive_task is None
