@@ -118,6 +118,13 @@ async def test_a_coordinator_that_never_answers_is_given_up_with_a_hint():
         assert 0.2 <= asyncio.get_running_loop().time() - begun < 2
 
 
+async def test_a_coordinator_that_takes_the_connection_and_does_not_answer_may_serve_tls():
+    coordinator = FakeCoordinator(trainers=[httpx.ReadTimeout("")])
+    async with member(coordinator, joins=False) as membership:
+        with pytest.raises(Unreachable, match="if it serves TLS, its address begins with https:"):
+            await membership.join(None)
+
+
 # What gateways answer whose backend is away: load balancers, ingresses with a default backend, login pages.
 PAGES = [
     httpx.Response(404, text="\n404 page not found\nTraefik"),
