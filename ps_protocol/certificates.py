@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import ssl
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,11 +48,16 @@ class WatchedFiles:
         return [_stamp(path) for path in self._paths]
 
 
-class _SaysWhyNot(ssl.SSLObject):
-    """Lets who is refused know why: asyncio drops a handshake that fails before its alert has been sent.
+ALERT_SECONDS = 1.0  # for the other end of a failed handshake to read the alert, if there is one
+# Closes the connection whose handshake runs in this context, if its server has set it.
+close_handshake: ContextVar[Callable[[], object] | None] = ContextVar("close_handshake", default=None)
 
-    So the error is held back once. The connection ends with what the other end does next (it has the alert, and closes
-    the connection or has sent more already), or by asyncio's time-out of handshakes.
+
+class _SaysWhyNot(ssl.SSLObject):
+    """Sends the alert of a failed handshake: asyncio closes the connection before the alert has been sent.
+
+    So the error is held back once. The connection ends when the other end closes it or sends more, or a second later
+    by `close_handshake`.
     """
 
     _refused: ssl.SSLError | None = None
@@ -65,6 +72,8 @@ class _SaysWhyNot(ssl.SSLObject):
             raise
         except ssl.SSLError as error:
             self._refused = error
+            if (close := close_handshake.get()) is not None:
+                asyncio.get_running_loop().call_later(ALERT_SECONDS, close)
             raise ssl.SSLWantReadError(ssl.SSL_ERROR_WANT_READ, str(error)) from error
 
 

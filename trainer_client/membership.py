@@ -238,7 +238,7 @@ class Membership:
                 cause = f"{type(error).__name__}: {error}".removesuffix(": ")
                 self._say("waiting", f"waiting for the coordinator at {self._coordinator} ({cause})")
                 if loop.time() - silent_since > self._settings.retry_seconds:
-                    # A port that serves TLS accepts the connection and answers plain HTTP with an alert.
+                    # A port that serves TLS accepts the connection and closes it without an answer to plain HTTP.
                     may_be_tls = self._coordinator.startswith("http:") and not isinstance(error, httpx.ConnectError)
                     hint = "; if it serves TLS, its address begins with https:" if may_be_tls else ""
                     raise Unreachable(

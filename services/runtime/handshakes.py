@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from ps_protocol.certificates import close_handshake
+
 
 class Handshakes:
     """Closes a connection whose handshake takes over `seconds`, and the oldest ones when there are too many.
@@ -22,6 +24,7 @@ class Handshakes:
         """Watch the connection that the current task accepts, beside `num_complete` others."""
         accepting = asyncio.current_task()
         assert accepting is not None  # asyncio makes the protocol there
+        close_handshake.set(accepting.cancel)  # the callbacks of its connection run in copies of this context
         self._timers[accepting] = accepting.get_loop().call_later(self._seconds, accepting.cancel)
         accepting.add_done_callback(self._forget)
         # The newest one may go on: when its handshake is complete, it is refused with an answer.
