@@ -42,6 +42,7 @@ class Connection(asyncio.BufferedProtocol):
         self.is_closing = False  # no new streams
         self.peer_max_streams = 100
         self.received_bytes = 0
+        self.sent_bytes = 0  # of bodies, in whole frames: answers to control frames are no progress
         self.highest_stream = 0  # that the other end has opened, or we have
         self._settings = {frames.INITIAL_WINDOW_SIZE: stream_window, frames.MAX_FRAME_SIZE: MAX_FRAME_BYTES, **settings}
         self._stream_window = stream_window
@@ -66,11 +67,6 @@ class Connection(asyncio.BufferedProtocol):
     def num_frames(self) -> int:
         """Frames that have come, DATA apart."""
         return self._reader.num_frames
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes that the transport was given."""
-        return self._writer.written_bytes
 
     @property
     def is_sending(self) -> bool:
@@ -434,6 +430,8 @@ class Connection(asyncio.BufferedProtocol):
     def _frame_sent(self, stream: Stream, num_bytes: int, is_last: bool) -> None:
         if num_bytes >= USEFUL_BYTES:
             self._num_useless = 0
+        self.sent_bytes += num_bytes
+        stream.sent_bytes += num_bytes
         stream.is_local_over = is_last
         if not stream.outgoing:
             stream.wake()

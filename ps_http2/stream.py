@@ -58,6 +58,7 @@ class Stream:
         self.ends_with_outgoing = False
         self.is_being_written = False  # a frame of it
         self.received_bytes = 0
+        self.sent_bytes = 0  # of bodies, in whole frames
         self.expected_bytes: int | None = None  # by Content-Length
         self._connection = connection
         self._waiting: list[asyncio.Future[None]] = []

@@ -24,7 +24,6 @@ class FrameWriter:
         """`sent` is told when a DATA frame has gone: its bytes, and whether it was the last one of its stream."""
         self.window = frames.DEFAULT_WINDOW  # what the other end takes of bodies now
         self.frame_bytes = frames.MIN_FRAME_BYTES  # payload at most
-        self.written_bytes = 0
         self.num_queued = 0  # bytes of control frames
         self.is_paused = False  # by the transport
         self._streams = streams
@@ -62,7 +61,7 @@ class FrameWriter:
             if len(self._rest):
                 piece = self._rest[:PIECE_BYTES]
                 self._rest = self._rest[len(piece) :]
-                self._write(bytes(piece) if KEEPS_VIEWS else piece)
+                self._transport.write(bytes(piece) if KEEPS_VIEWS else piece)
                 if not len(self._rest):
                     stream, self._rest_stream = self._rest_stream, None
                     if stream is not None:
@@ -72,7 +71,7 @@ class FrameWriter:
             if stream is not None:
                 self._begin_frame(stream)
             if self._queued:
-                self._write(self._take_queued())
+                self._transport.write(self._take_queued())
             if stream is None:
                 break
 
@@ -95,10 +94,6 @@ class FrameWriter:
     def _take_queued(self) -> bytes:
         whole, self._queued, self.num_queued = b"".join(self._queued), [], 0
         return whole
-
-    def _write(self, data: bytes | memoryview) -> None:
-        self.written_bytes += len(data)
-        self._transport.write(data)
 
     def _next_stream(self) -> Stream | None:
         for stream in self._streams.values():

@@ -94,7 +94,9 @@ class ServerConnection(Connection):
         self._begun_at = self._looked_at = self._heard_at = now
         self._heard_bytes = 0
         self._pinged_at: float | None = None
+        self._client_name = self.client[0] if self.client else "a process on this host"
         self._reply = _Progress(now)
+        self._blocked: dict[int, _Progress] = {}  # by stream
         self._partial = (0, now)  # how many frames there were when one was not whole, and since when
         self._period = min(self._limits.header_timeout_seconds, self._limits.body_timeout_seconds) / LOOKS
         self._look_timer = self._loop.call_later(self._period, self._look)
@@ -163,7 +165,14 @@ class ServerConnection(Connection):
         elapsed, self._looked_at = now - self._looked_at, now
         if not self.is_sending:
             self._reply.seconds = now
-        self._reply.observe(self.written_bytes, now, elapsed)
+        self._reply.observe(self.sent_bytes, now, elapsed)
+        # A stream whose own window is closed waits for nothing but its client, whatever the other streams do.
+        blocked = {s.number: s for s in self.streams.values() if s.outgoing and s.send_window <= 0}
+        self._blocked = {
+            number: self._blocked.get(number, _Progress(now, s.sent_bytes)) for number, s in blocked.items()
+        }
+        for number, stream in blocked.items():
+            self._blocked[number].observe(stream.sent_bytes, now, elapsed)
         if self.received_bytes != self._heard_bytes:
             self._heard_bytes, self._heard_at, self._pinged_at = self.received_bytes, now, None
         if not self.is_in_frame or self.num_frames != self._partial[0]:
@@ -173,13 +182,16 @@ class ServerConnection(Connection):
         elif now - self._partial[1] >= limits.header_timeout_seconds:
             self.abort(Code.ENHANCE_YOUR_CALM, "headers came too slowly")
         elif now - self._reply.seconds >= limits.body_timeout_seconds:
-            client = self.client[0] if self.client else "a process on this host"
-            log.warning("a client that takes nothing of its replies is cut off", client=client)
+            log.warning("closing a connection whose client does not take its replies", client=self._client_name)
             self._transport.abort()
         elif self._pinged_at is not None and now - self._pinged_at >= PING_TIMEOUT_SECONDS:
             self._transport.abort()
         elif self._pinged_at is None and now - self._heard_at >= PING_INTERVAL_SECONDS:
             self._pinged_at = now
             self.ping()
+        for number, progress in self._blocked.items():
+            if now - progress.seconds >= limits.body_timeout_seconds and number in self.streams:
+                log.warning("resetting a stream whose client does not take its reply", client=self._client_name)
+                self.reset(self.streams[number], Code.CANCEL, "the client does not take the reply")
         if not self._transport.is_closing():
             self._look_timer = self._loop.call_later(self._period, self._look)

@@ -437,6 +437,26 @@ async def test_a_reply_that_nobody_takes(how: str, monkeypatch: pytest.MonkeyPat
             assert service.connections[0]._transport.is_closing()
 
 
+async def test_a_stream_without_a_window_is_reset_although_its_connection_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with served(monkeypatch, body_timeout_seconds=1) as service:  # noqa: SIM117 - the client goes first
+        async with await service.connect(settings={SettingCodes.INITIAL_WINDOW_SIZE: 0}) as caller:
+            numbers = [caller.ask(get(b"/large")) for _ in range(4)]
+            other = caller.ask(get(b"/large"))
+            async with asyncio.timeout(10):
+                while len(service.ended) < 4:
+                    caller.h2.increment_flow_control_window(8000, other)
+                    caller.flush()
+                    await asyncio.sleep(0.01)
+            assert not service.connections[0]._transport.is_closing()
+            for number in numbers:
+                assert await caller.reset_of(number) == Code.CANCEL
+            caller.h2.reset_stream(other)
+            caller.flush()
+            await until(lambda: len(service.ended) == 5)
+
+
 async def test_a_slow_reader_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async with served(monkeypatch, body_timeout_seconds=0.2) as service:  # noqa: SIM117
         async with await service.connect(settings={SettingCodes.INITIAL_WINDOW_SIZE: 0}) as caller:
