@@ -22,8 +22,8 @@ from .stream import Headers, Stream, StreamResetError
 from .writer import FrameWriter
 
 MAX_UNSENT_CONTROL_BYTES = 256 * 1024  # of answers to somebody who does not read them
-MAX_USELESS_FRAMES = 10_000  # in a row, between two that bring something, or take something of some size
-USEFUL_BYTES = 1024  # which is this
+MAX_USELESS_FRAMES = 10_000  # in a row, between two that carry a part of a body, in either direction
+USEFUL_BYTES = 64  # of a frame that is sent: an ordinary end may have a small window, but not as small as this
 CLOSE_SECONDS = 5.0  # for the other end to read why the connection is closed
 CONNECTION_WINDOW = 1 << 30  # the streams' windows are what holds the other end back
 
