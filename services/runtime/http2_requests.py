@@ -79,6 +79,7 @@ class Request:
         self._scope = scope
         self._default_headers = default_headers
         self._body_is_over = False
+        self._expects_continue = any(n == b"expect" and v.lower() == b"100-continue" for n, v in scope["headers"])
         self._completed = False
         self._landing = Landing()
         scope["extensions"] = {LANDING: self._landing}
@@ -95,6 +96,11 @@ class Request:
 
     async def receive(self) -> Message:
         """See ASGI, and `Landing`."""
+        if self._expects_continue:
+            self._expects_continue = False
+            if self._stream.error is None and not self._stream.is_remote_over:
+                self._stream.send_headers([(b":status", b"100")])
+                self._stream.lend(is_last=False)  # which writes the headers
         try:
             while self._body_is_over:
                 if self._stream.is_over:
@@ -115,6 +121,7 @@ class Request:
     async def send(self, message: Message) -> None:
         """See ASGI; bodies may be memoryviews, which must not change meanwhile. Whoever has gone gets nothing."""
         stream = self._stream
+        self._expects_continue = False
         if message["type"] == "http.response.start":
             status = message["status"]
             self._has_body = self._scope["method"] != "HEAD" and status not in (204, 304)

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from h2.events import DataReceived, PingReceived, ResponseReceived, StreamReset
+from h2.events import DataReceived, InformationalResponseReceived, PingReceived, ResponseReceived, StreamReset
 from h2.settings import SettingCodes
 from hpack import Encoder
 from starlette.types import Receive, Scope, Send
@@ -337,6 +337,15 @@ async def test_requests_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert await caller.reset_of(1) == Code.PROTOCOL_ERROR, name
                 assert caller.of(ResponseReceived, 1) == [], name
                 assert b"ok" in await caller.body(3), name
+
+
+async def test_a_client_that_expects_to_be_told_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(monkeypatch) as service, await service.connect() as caller:
+        number = caller.ask(post(b"/raw/fine", (b"expect", b"100-continue")), end_stream=False)
+        await caller.until(InformationalResponseReceived, number)
+        caller.h2.send_data(number, b"12345", end_stream=True)
+        caller.flush()
+        assert await caller.body(number) == b"5 HTTP/2\n"
 
 
 @pytest.mark.parametrize("number", [2, 0, 100])
