@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
 
@@ -13,6 +14,7 @@ from starlette.types import ASGIApp, Message, Scope
 from ps_http2.frames import Code
 from ps_http2.stream import Headers, Inbox, Stream, StreamResetError
 
+from . import problems
 from .logs import get_logger
 from .own_memory import LANDING, Landing
 
@@ -88,11 +90,19 @@ class Request:
         """Let the application answer, and end the stream in any case."""
         try:
             await app(self._scope, self.receive, self.send)
+            if self._completed:
+                await self._discard_rest()
         except Exception as error:
             log.error("the application failed", exc_info=error, path=self._scope["path"])
         finally:
-            # Who has been answered need not send the rest of its body.
             self._stream.close(Code.NO_ERROR if self._completed else Code.INTERNAL_ERROR)
+
+    async def _discard_rest(self) -> None:
+        """Read and drop the rest of the body: clients such as curl lose an answer that is followed by a reset."""
+        with suppress(StreamResetError, TimeoutError):
+            async with asyncio.timeout(problems.DISCARD_SECONDS):
+                while not self._body_is_over:
+                    self._body_is_over = not (await self._inbox.next())[1]
 
     async def receive(self) -> Message:
         """See ASGI, and `Landing`."""

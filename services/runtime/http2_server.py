@@ -147,7 +147,9 @@ class ServerConnection(Connection):
         self._tasks.discard(task)
 
     def stream_reset(self, stream: Stream) -> None:
-        """See Connection."""
+        """See Connection. A client that has its whole answer may drop the rest of its body."""
+        if stream.is_local_over:
+            return
         self._num_unanswered += 1
         if self._num_unanswered > MAX_RESETS:
             raise ViolationError(Code.ENHANCE_YOUR_CALM, "requests that are begun and given up")

@@ -84,7 +84,7 @@ class AnswerFailures:
     """ASGI middleware: a bug is answered with `internal_error` and logged once, and every failure gets through.
 
     An exception handler cannot do the first: Starlette raises an unexpected exception again after its handler has
-    answered, and the HTTP server logs it a second time. The second: over HTTP/1.1 a client may still be sending its
+    answered, and the HTTP server logs it a second time. The second: over HTTP/1 a client may still be sending its
     body when it is refused, and would be cut off before it reads why. So what it sends is read and dropped first.
     """
 
@@ -96,7 +96,7 @@ class AnswerFailures:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body_ended = scope["http_version"] != "1.1"  # HTTP/2 ends a stream in one direction and keeps the other
+        body_ended = scope["http_version"] == "2"  # which answers first and then drops the rest
         started = False
 
         async def watch_receive() -> Message:

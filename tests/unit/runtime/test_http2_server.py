@@ -184,6 +184,32 @@ async def test_an_answer_before_the_body_is_here(monkeypatch: pytest.MonkeyPatch
         assert await caller.status() == 200
 
 
+async def test_the_rest_of_a_refused_body_is_read_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients such as curl lose an answer that is followed by a reset."""
+    async with served(monkeypatch) as service, await service.connect() as caller:
+        number = caller.ask(post(b"/raw-refusal"), end_stream=False)
+        left = 1 << 20
+        assert b"stale_round" in await caller.body(number)
+        while left:
+            while not (room := min(left, caller.h2.local_flow_control_window(number), 16_000)):
+                await asyncio.wait_for(caller.hear(), 5)
+            left -= room
+            caller.h2.send_data(number, bytes(room), end_stream=not left)
+            caller.flush()
+        assert await caller.status() == 200
+        assert caller.of(StreamReset) == []
+
+
+async def test_clients_that_drop_the_rest_of_a_refused_body_may_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(monkeypatch) as service, await service.connect() as caller:
+        for _ in range(MAX_RESETS + 20):
+            number = caller.ask(post(b"/raw-refusal"), end_stream=False)
+            await caller.body(number)
+            caller.h2.reset_stream(number, Code.CANCEL)
+            caller.flush()
+        assert await caller.status() == 200
+
+
 async def test_a_request_is_answered_whole_although_the_service_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     async with served(monkeypatch) as service:
         caller = await service.connect()
