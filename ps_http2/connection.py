@@ -236,9 +236,11 @@ class Connection(asyncio.BufferedProtocol):
         elif stream.is_remote_over:
             self.violated(stream, Code.STREAM_CLOSED, "headers behind the end of a stream")
             return
-        elif stream.headers is not None:  # trailers, which nobody here has a use for
+        elif stream.headers is not None:  # trailers, which are checked and dropped
             if not is_last:
                 self.violated(stream, Code.PROTOCOL_ERROR, "trailers that do not end the stream")
+            elif any(name[:1] in (b"", b":") or name != name.lower() for name, _ in headers):
+                self.violated(stream, Code.PROTOCOL_ERROR, "trailers with a malformed name")
             else:
                 self._remote_over(stream)
             return
@@ -277,8 +279,8 @@ class Connection(asyncio.BufferedProtocol):
             raise ViolationError(Code.FRAME_SIZE_ERROR, f"{name} of another size")
 
     def check_not_idle(self, number: int) -> None:
-        """Raise ViolationError for a stream that was never opened."""
-        if number == 0 or number > self.highest_stream:
+        """Raise ViolationError for a stream that was never opened. Servers, which open even ones, push nothing here."""
+        if number % 2 == 0 or number > self.highest_stream:
             raise ViolationError(Code.PROTOCOL_ERROR, f"a frame of stream {number}, which was never opened")
 
     def _last_headers(self, stream: Stream, headers: Headers) -> None:

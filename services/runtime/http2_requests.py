@@ -23,6 +23,7 @@ log = get_logger()
 _PSEUDO = frozenset({b":method", b":scheme", b":path", b":authority"})
 _OF_CONNECTIONS = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"})
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
+_METHOD = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _NO_VALUE = re.compile(rb"[\0\r\n]|\A[ \t]|[ \t]\Z")
 
 
@@ -36,7 +37,7 @@ def read_scope(headers: Headers) -> Scope:
     """
     pseudo: dict[bytes, bytes] = {}
     regular: Headers = []
-    has_host = False
+    host: bytes | None = None
     for name, value in headers:
         if _NO_VALUE.search(value):
             raise ValueError(f"the value of {name!r} has a character that no value has there")
@@ -47,19 +48,25 @@ def read_scope(headers: Headers) -> Scope:
             continue
         if not _NAME.fullmatch(name) or name in _OF_CONNECTIONS or (name == b"te" and value != b"trailers"):
             raise ValueError(f"no request over HTTP/2 has a header {name!r}")
-        has_host = has_host or name == b"host"
+        if name == b"host":
+            if host is not None:
+                raise ValueError("a request has one host")
+            host = value
         regular.append((name, value))
     method, target = pseudo.get(b":method", b""), pseudo.get(b":path", b"")
-    if not method.isalpha() or b":scheme" not in pseudo or not (target.startswith(b"/") or target == b"*"):
+    if not _METHOD.fullmatch(method) or b":scheme" not in pseudo or not (target.startswith(b"/") or target == b"*"):
         raise ValueError("a request has a method, a scheme and a path")
-    if b":authority" in pseudo and not has_host:
-        regular.insert(0, (b"host", pseudo[b":authority"]))
+    authority = pseudo.get(b":authority")
+    if authority is not None and host is None:
+        regular.insert(0, (b"host", authority))
+    elif authority is not None and authority != host:
+        raise ValueError("the authority and the host of a request are the same")
     path, _, query = target.partition(b"?")
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "2",
-        "method": method.decode("ascii").upper(),
+        "method": method.decode("ascii"),
         "scheme": "http",
         "root_path": "",
         "path": unquote(path.decode("ascii", "replace")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, MutableSet
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from .settings import ServiceSettings
 
 MAX_STREAMS = 100  # of one connection
 STREAM_WINDOW = frames.DEFAULT_WINDOW  # of a body until somebody wants it
+MAX_SKIPPED = 16  # ranges of streams; ordinary clients skip none
 MAX_RESETS = 100  # of streams that were not answered, more than of those that were
 PING_INTERVAL_SECONDS = 30.0
 PING_TIMEOUT_SECONDS = 20.0
@@ -69,6 +71,7 @@ class ServerConnection(Connection):
         self._limits = settings
         self._connections, self._tasks = connections, tasks
         self._default_headers = default_headers
+        self._skipped: deque[range] = deque(maxlen=MAX_SKIPPED)  # streams that can no longer be opened
         self._num_running = 0  # requests; that of a stream which was reset goes on
         self._num_unanswered = 0  # streams that were reset, less those that were not
         self._look_timer: asyncio.TimerHandle | None = None
@@ -118,9 +121,14 @@ class ServerConnection(Connection):
         """See Connection."""
         if number % 2 == 0:
             raise ViolationError(Code.PROTOCOL_ERROR, "clients open streams with odd numbers")
-        if number <= self.highest_stream:  # it is over already
-            self.useless()
+        if number <= self.highest_stream:
+            if any(number in skipped for skipped in self._skipped):
+                raise ViolationError(Code.PROTOCOL_ERROR, f"stream {number} begins after stream {self.highest_stream}")
+            self.useless()  # the stream is closed already
             return None
+        expected = self.highest_stream + 2 if self.highest_stream else 1
+        if number > expected:
+            self._skipped.append(range(expected, number, 2))
         if self._num_running >= MAX_STREAMS or self.is_closing:
             self.highest_stream = number
             self.refuse(number)

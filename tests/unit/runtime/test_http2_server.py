@@ -349,6 +349,8 @@ NOT_REQUESTS = {
     "a negative length": [*GET, (b"content-length", b"-1")],
     "two lengths": [*GET, (b"content-length", b"0"), (b"content-length", b"1")],
     "an endless length": [*GET, (b"content-length", b"9" * 30)],
+    "two hosts": [*GET, (b"host", b"localhost"), (b"host", b"localhost")],
+    "a host that is not the authority": [*GET, (b"host", b"other")],
     "nothing": [],
 }
 
@@ -363,6 +365,40 @@ async def test_requests_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert await caller.reset_of(1) == Code.PROTOCOL_ERROR, name
                 assert caller.of(ResponseReceived, 1) == [], name
                 assert b"ok" in await caller.body(3), name
+
+
+@pytest.mark.parametrize("method", [b"M-SEARCH", b"VERSION-CONTROL", b"get"])
+async def test_a_method_that_no_route_has(method: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(monkeypatch) as service, await service.connect() as caller:
+        assert await caller.status([(b":method", method), *GET[1:]]) == 405
+
+
+@pytest.mark.parametrize(
+    "breach",
+    [
+        pack(frames.HEADERS, WHOLE | frames.END_STREAM, 3, block(GET)),
+        pack(frames.DATA, 0, 2, b"x"),
+        pack_number(frames.WINDOW_UPDATE, 2, 1),
+        pack_number(frames.RST_STREAM, 2, Code.CANCEL),
+    ],
+    ids=["HEADERS of a stream that was skipped", "DATA", "WINDOW_UPDATE", "RST_STREAM"],
+)
+async def test_streams_below_the_newest_that_were_never_opened(breach: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(monkeypatch) as service, await service.connect() as caller:
+        await caller.status()
+        caller.say(pack(frames.HEADERS, WHOLE | frames.END_STREAM, 5, block(get(b"/slow"))))
+        await asyncio.wait_for(service.sample.slow_begun.wait(), 5)
+        caller.say(breach)
+        assert await caller.end() == Code.PROTOCOL_ERROR
+
+
+@pytest.mark.parametrize("name", [b":path", b"X-A", b""])
+async def test_trailers_with_a_malformed_name(name: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(monkeypatch) as service, await service.connect() as caller:
+        number = caller.ask(post(b"/raw/fine"), end_stream=False)
+        caller.say(pack(frames.HEADERS, WHOLE | frames.END_STREAM, number, block([(name, b"x")])))
+        assert await caller.reset_of(number) == Code.PROTOCOL_ERROR
+        assert caller.of(ResponseReceived, number) == []
 
 
 async def test_a_client_that_expects_to_be_told_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
