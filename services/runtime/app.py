@@ -20,7 +20,7 @@ from .metrics import MeasureRequests, ServiceMetrics
 from .overload import LimitRequests
 from .pages import PAGE_HEADERS, render_operations
 from .problems import install_error_handlers
-from .routing import MessageRoute, RawEndpoint, RawRoute
+from .routing import AnswerHead, MessageRoute, RawEndpoint, RawRoute
 from .scopes import DOCS
 
 Lifespan: TypeAlias = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -83,7 +83,8 @@ def make_app(
     app.router.route_class = MessageRoute
     install_error_handlers(app)
     app.add_middleware(LimitRequests, limits=limits)
-    app.add_middleware(MeasureRequests, metrics=metrics)  # added last, so outermost: it sees what the client gets
+    app.add_middleware(MeasureRequests, metrics=metrics)  # outside the others: it sees what the client gets
+    app.add_middleware(AnswerHead)  # added last, so outermost
 
     @app.get(HEALTH, tags=["service"])
     async def health() -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 from starlette.routing import Match, Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ps_protocol.routes import DECLARE_MODEL, MEMBERS, RUN
 
@@ -50,7 +50,7 @@ class RawRoute(Route):
     ) -> None:
         super().__init__(path, endpoint)
         self.app = endpoint  # Starlette takes a function for `request -> response`; this one is the ASGI app itself
-        self.methods = set(methods)  # without the HEAD that comes with GET: it would make a body to throw it away
+        self.methods = set(methods)  # without the HEAD that Starlette adds to GET: see AnswerHead
         self.operations = {m.lower(): {**operation, "operationId": f"{self.name}_{m.lower()}"} for m in methods}
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
@@ -59,6 +59,26 @@ class RawRoute(Route):
         if match is not Match.NONE:
             child_scope["route"] = self
         return match, child_scope
+
+
+class AnswerHead:
+    """ASGI middleware: HEAD is answered as GET is, up to the headers. The application then sees a client that left."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, as a GET if it is a HEAD."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await send(message)
+                await send({"type": "http.response.body"})
+
+        await self._app({**scope, "method": "GET"}, receive, send_head)
 
 
 class _Message(Request):

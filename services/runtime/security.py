@@ -11,8 +11,9 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ps_protocol.errors import BadHost, BadOrigin, Forbidden, GradpostError, Unauthenticated
+from ps_protocol.errors import BadHost, BadInput, BadOrigin, Forbidden, GradpostError, Unauthenticated
 from ps_protocol.hosts import LOOPBACK_NAMES, is_ip_literal, is_loopback, split_port
+from ps_protocol.routes import HEALTH, READY
 from ps_protocol.tokens import TokenFolder, TokenPair, includes, parse_authorization
 
 from .logs import get_logger
@@ -25,7 +26,8 @@ log = get_logger()
 TOKEN_WAIT_SECONDS = 60.0  # for whoever writes the tokens: services and trainers may be started in any order
 TOKEN_KEY = "gradpost.token"  # in a request's scope
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
-_READING = frozenset({"GET", "HEAD", "OPTIONS"})
+_READING = frozenset({"GET", "OPTIONS"})
+_PROBES = frozenset({HEALTH, READY})  # load balancers ask without a Host header, and browsers never do
 
 
 async def wait_for_token(settings: ServiceSettings, stop: asyncio.Event) -> bool:
@@ -96,20 +98,27 @@ class CheckAccess:
             await self._app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
-        host = origin = authorization = b""
+        host: bytes | None = None
+        origin = authorization = b""
         for name, value in scope["headers"]:
             if name == b"host":
+                if host is not None:
+                    raise BadInput("a request has one Host header")
                 host = value
             elif name == b"authorization":
                 authorization = value
             elif name == b"origin":
                 origin = value
-        if host not in self._good_authorities:
+        if host is None and scope["path"] not in _PROBES:
+            if scope["http_version"] == "1.1":
+                raise BadInput("an HTTP/1.1 request needs a Host header")
+            host = b""
+        if host is not None and host not in self._good_authorities:
             self._check_host(host.decode("latin-1"))
             if len(self._good_authorities) < 100:  # a service has few; an address may be written in many ways
                 self._good_authorities.add(host)
         if origin and scope["method"] not in _READING:
-            _check_origin(origin.decode("latin-1"), host.decode("latin-1"))
+            _check_origin(origin.decode("latin-1"), (host or b"").decode("latin-1"))
         if self._tokens is not None:
             self._check_token(self._tokens, scope, authorization.decode("latin-1"))
 
@@ -122,7 +131,7 @@ class CheckAccess:
             )
 
     def _check_token(self, tokens: TokenFolder, scope: Scope, authorization: str) -> None:
-        needed = needed_scope("GET" if scope["method"] == "HEAD" else scope["method"], scope["path"])
+        needed = needed_scope(scope["method"], scope["path"])
         if needed is None:
             return
         token = parse_authorization(authorization)

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -65,7 +66,7 @@ async def test_who_may_do_what(tokens_dir: Path) -> None:
         assert [await status("GET", "/healthz", caller) for caller in callers] == [200, 200, 200, 200]
         assert [await status("GET", "/metrics", caller) for caller in callers] == [401, 200, 200, 200]
         assert [await status("GET", "/docs", caller) for caller in callers] == [401, 200, 200, 200]
-        assert [await status("HEAD", "/metrics", caller) for caller in callers] == [401, 405, 405, 405]
+        assert [await status("HEAD", "/metrics", caller) for caller in callers] == [401, 200, 200, 200]
         # Not in the table, so that they need admin whatever they do.
         for method, path in (("GET", "/stale"), ("POST", "/raw/fine"), ("GET", "/nowhere"), ("POST", "/metrics")):
             answers = [await status(method, path, caller) for caller in callers]
@@ -203,6 +204,54 @@ async def test_hosts_that_the_service_goes_by(http: httpx.AsyncClient) -> None:
             assert (await http2.get(url)).status_code == 200
             response = await http2.get(url, headers={"host": "evil.example"})
             assert await refusal(response) == (421, "bad_host")
+
+
+async def ask_raw(address: str, request: bytes) -> bytes:
+    """Everything that the server sends until it closes the connection."""
+    host, port = address.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request)
+    answer = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    return answer
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", [b"/healthz", b"/readyz"])
+async def test_health_checks_of_load_balancers(path: bytes) -> None:
+    """HAProxy asks so with `option httpchk GET /healthz` and `option httpchk HEAD /readyz`."""
+    async with running(Sample().make_app()) as service:
+        for request in (b"GET %b HTTP/1.0\r\n\r\n", b"GET %b HTTP/1.1\r\nConnection: close\r\n\r\n"):
+            assert (await ask_raw(service.address, request % path)).startswith(b"HTTP/1.1 200 ")
+        head, _, body = (await ask_raw(service.address, b"HEAD %b HTTP/1.0\r\n\r\n" % path)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert body == b""
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        (b"HTTP/1.0\r\n", b"421"),
+        (b"HTTP/1.1\r\n", b"400"),
+        (b"HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n", b"400"),
+    ],
+)
+async def test_a_request_elsewhere_has_one_host(headers: bytes, code: bytes) -> None:
+    async with running(Sample().make_app()) as service:
+        answer = await ask_raw(service.address, b"GET /stale %bConnection: close\r\n\r\n" % headers)
+        assert answer.startswith(b"HTTP/1.1 %b " % code)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("make_client", [httpx.AsyncClient, http2_client])
+async def test_head_is_answered_wherever_get_is(make_client: Any, tokens_dir: Path) -> None:
+    async with running(Sample().make_app(), tokens_dir=tokens_dir) as service, make_client() as client:
+        for path in ("/openapi.json", "/docs", "/metrics", "/healthz"):
+            head = await client.head(service.address + path, headers=bearer(TOKENS["read"]))
+            assert (head.status_code, head.content) == (200, b""), path
+        assert (await client.head(f"{service.address}/metrics")).status_code == 401
+        assert (await client.head(f"{service.address}/healthz")).status_code == 200
 
 
 def test_any_host() -> None:
