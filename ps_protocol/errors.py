@@ -90,6 +90,20 @@ class LengthRequired(BadInput):
     status = 411
 
 
+class UnsupportedTransferCoding(BadInput):
+    """The service reads bodies that are chunked or have a length, and no other transfer coding."""
+
+    code = "unsupported_transfer_coding"
+    status = 501
+
+
+class UnsupportedContentCoding(BadInput):
+    """The service does not decompress the bodies of requests."""
+
+    code = "unsupported_content_coding"
+    status = 415
+
+
 class InvalidMessage(BadInput):
     """A control message does not fit its schema."""
 

@@ -11,7 +11,16 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ps_protocol.errors import BadHost, BadInput, BadOrigin, Forbidden, GradpostError, Unauthenticated
+from ps_protocol.errors import (
+    BadHost,
+    BadInput,
+    BadOrigin,
+    Forbidden,
+    GradpostError,
+    Unauthenticated,
+    UnsupportedContentCoding,
+    UnsupportedTransferCoding,
+)
 from ps_protocol.hosts import LOOPBACK_NAMES, is_ip_literal, is_loopback, split_port
 from ps_protocol.routes import HEALTH, READY
 from ps_protocol.tokens import TokenFolder, TokenPair, includes, parse_authorization
@@ -109,6 +118,10 @@ class CheckAccess:
                 authorization = value
             elif name == b"origin":
                 origin = value
+            elif name == b"transfer-encoding" and value.lower() != b"chunked":
+                raise UnsupportedTransferCoding("the only transfer coding is chunked", actual=_quote(value))
+            elif name == b"content-encoding" and value.lower() != b"identity":
+                raise UnsupportedContentCoding("the body of a request is sent uncompressed", actual=_quote(value))
         if host is None and scope["path"] not in _PROBES:
             if scope["http_version"] == "1.1":
                 raise BadInput("an HTTP/1.1 request needs a Host header")
@@ -146,6 +159,10 @@ class CheckAccess:
             raise Unauthenticated("this bearer token is not one of those that are valid here", needed=needed)
         if not includes(given, needed):
             raise Forbidden(f"this needs a token of scope {needed}, not {given}", needed=needed, given=given)
+
+
+def _quote(value: bytes) -> str:
+    return value[:300].decode("latin-1")
 
 
 def name_token(scope: Scope) -> str:

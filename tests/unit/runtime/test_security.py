@@ -244,6 +244,18 @@ async def test_a_request_elsewhere_has_one_host(headers: bytes, code: bytes) -> 
 
 
 @pytest.mark.asyncio
+async def test_a_body_that_is_encoded_is_refused(http: httpx.AsyncClient) -> None:
+    async with running(Sample().make_app()) as service:
+        url = f"{service.address}/raw/fine"
+        response = await http.post(url, content=b"x", headers={"content-encoding": "gzip"})
+        assert await refusal(response) == (415, "unsupported_content_coding")
+        request = b"POST /raw/fine HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: %b\r\n\r\n"
+        for coding, status in ((b"gzip, chunked", b"501"), (b"chunked", b"200")):
+            answer = await ask_raw(service.address, request % coding + b"1\r\nx\r\n0\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 %b " % status)
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("make_client", [httpx.AsyncClient, http2_client])
 async def test_head_is_answered_wherever_get_is(make_client: Any, tokens_dir: Path) -> None:
     async with running(Sample().make_app(), tokens_dir=tokens_dir) as service, make_client() as client:
