@@ -315,7 +315,7 @@ class Installer:
             timeout = RESTORE_TIMEOUT_SECONDS if route == RUN else TIMEOUT_SECONDS
             await call_pserver(self._http, member, "PUT", route, message, timeout)
         except (httpx.HTTPError, ValueError) as error:
-            self._say("a pserver did not take an installation", error, pserver=index)
+            self._say("a pserver did not take an installation over HTTP/1.1", error, pserver=index)
             return False
         except GradpostError as problem:
             self._say("a pserver refused an installation", problem, pserver=index)
