@@ -56,7 +56,7 @@ async def play(folder: Path, script: list[tuple]) -> None:
                     rank, ahead, part = arguments
                     pushes.append(asyncio.create_task(push(pserver, rank, clocks.opens[rank] + ahead, part)))
                 elif pserver.run._pauses._task is not None:
-                    await log.write_one()
+                    await log.write_one(pserver.run._pauses)
                 await turns()
             log.open_up()
             results = await asyncio.gather(*pushes, return_exceptions=True)

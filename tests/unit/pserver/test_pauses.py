@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from ps_protocol.errors import TryAgain
 
+from services.pserver.pauses import Pauses
+
 from .support import Bench
 from .test_async_durability import life
 from .test_async_run import until
@@ -30,15 +32,15 @@ class SlowLog:
     """Writes an update when it is told to."""
 
     def __init__(self) -> None:
-        self.num_begun = self.num_written = 0
+        self.num_begun = 0
         self._go = threading.Semaphore(0)
-        self._done = threading.Semaphore(0)
 
-    async def write_one(self) -> None:
-        """Let the update that is being written, or the next one, get to the disk."""
+    async def write_one(self, pauses: Pauses) -> None:
+        """Let the contribution whose pause is under way get to the disk, and wait until its pause is over."""
+        assert pauses._task is not None
         self._go.release()
-        assert await asyncio.to_thread(self._done.acquire, timeout=30)
-        self.num_written += 1
+        async with asyncio.timeout(30):
+            await asyncio.wait({pauses._task})
         await turns()
 
     def open_up(self) -> None:
@@ -52,7 +54,6 @@ class SlowLog:
             self.num_begun += 1
             self._go.acquire()
             append(*arguments)
-            self._done.release()
 
         pserver.run.storage.append = slow
         try:
@@ -92,7 +93,7 @@ async def test_what_waits_for_a_pause_waits_for_that_one_only(tmp_path: Path, wh
             await turns()
             assert log.num_begun == 1
             assert not asked.done()
-            await log.write_one()
+            await log.write_one(pserver.run._pauses)
             async with asyncio.timeout(10):
                 await asked
             assert pserver.run.clocks.taken == 1
@@ -135,8 +136,8 @@ async def play(folder: Path, script: list[str]) -> None:
             await turns()
             number = 1
             for action in script:
-                if action == "write" and begun.count("_log_and_take") > log.num_written:
-                    await log.write_one()
+                if action == "write" and pauses._task is not None and begun[-1] == "_log_and_take":
+                    await log.write_one(pauses)
                 elif action == "freeze":
                     number += 1
                     moments.append(asyncio.create_task(pserver.freeze(number)))
