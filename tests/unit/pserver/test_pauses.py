@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ps_protocol.errors import TryAgain
-
 from services.pserver.pauses import Pauses
 
 from .support import Bench
