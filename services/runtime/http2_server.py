@@ -199,9 +199,10 @@ class ServerConnection(Connection):
         elif self._pinged_at is None and now - self._heard_at >= PING_INTERVAL_SECONDS:
             self._pinged_at = now
             self.ping()
+        if self._transport.is_closing():
+            return
         for number, progress in self._blocked.items():
             if now - progress.seconds >= limits.body_timeout_seconds and number in self.streams:
                 log.warning("resetting a stream whose client does not take its reply", client=self._client_name)
                 self.reset(self.streams[number], Code.CANCEL, "the client does not take the reply")
-        if not self._transport.is_closing():
-            self._look_timer = self._loop.call_later(self._period, self._look)
+        self._look_timer = self._loop.call_later(self._period, self._look)

@@ -136,5 +136,5 @@ async def test_who_takes_nothing_is_cut_off(local: socket.socket, connections: l
                 caller.ask([*GET[:3], (b":path", b"/large")])
                 await asyncio.wait_for(ended.wait(), 5)
             assert connections[0]._transport.is_closing()
-    [line] = [line for line in logs if "takes nothing" in line["event"]]
+    [line] = [line for line in logs if "does not take" in line["event"]]
     assert line["client"] == "a process on this host"
