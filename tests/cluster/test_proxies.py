@@ -1,4 +1,4 @@
-"""Requests that a proxy could be made to forward as another client's."""
+"""Services behind proxies: training as docs/deploy.md describes it, and requests that would be another client's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from signal import SIGTERM
 
 import httpx
 import pytest
@@ -20,6 +21,7 @@ from ps_protocol.tokens import SCOPES
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
+from ..docs.markdown import code_blocks, read, section
 from .torchrun import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended]
@@ -59,20 +61,27 @@ frontend front
 backend service
     server one 127.0.0.1:{service}
 """
-PROXIES = {"nginx": (NGINX, ["-e", "stderr", "-c"]), "haproxy": (HAPROXY, ["-db", "-f"])}
+CONFIGURATIONS = {"nginx": NGINX, "haproxy": HAPROXY}
+ARGUMENTS = {"nginx": ["-e", "stderr", "-c"], "haproxy": ["-db", "-f"]}
+DOCUMENTED = section(read("deploy.md"), "Behind proxies")
+# What stands around the part that the document shows.
+AROUND = {
+    "nginx": "user root; worker_processes 1; daemon off; pid {folder}/nginx.pid; error_log stderr; events {{ }}\n"
+    "http {{ access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; "
+    "fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;\n{shown} }}",
+    "haproxy": "{shown}",
+}
 ATTEMPTS = 10
 
 
 @contextmanager
-def behind_proxy(name: str, address: str, folder: Path) -> Iterator[str]:
-    """Run a proxy in front of a service; yields the proxy's address."""
+def running_proxy(name: str, port: int, text: str, folder: Path) -> Iterator[str]:
+    """Run a proxy with this configuration, which listens on this port; yields the proxy's address."""
     if shutil.which(name) is None:
         pytest.skip(f"{name} is not installed")
-    template, arguments = PROXIES[name]
-    port = free_port()
     config = folder / f"{name}.conf"
-    config.write_text(template.format(folder=folder, port=port, service=address.rpartition(":")[2]))
-    process = subprocess.Popen([name, *arguments, str(config)])
+    config.write_text(text)
+    process = subprocess.Popen([name, *ARGUMENTS[name], str(config)])
     try:
         deadline = time.monotonic() + 30
         while True:
@@ -99,15 +108,44 @@ def smuggle(address: str, request: bytes) -> bytes:
         return sock.recv(1 << 16)
 
 
-@pytest.mark.parametrize("name", PROXIES)
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_pserver_is_trained_with_through_a_proxy_as_documented(name: str, tmp_path: Path) -> None:
+    [shown] = code_blocks(DOCUMENTED, name)
+    port, own = free_port(), free_port()
+    text = shown.text.replace("10.0.0.5:7071", f"127.0.0.1:{own}")
+    text = text.replace("listen 7071", f"listen 127.0.0.1:{port}").replace("bind :7071", f"bind 127.0.0.1:{port}")
+    with (
+        running_proxy(name, port, AROUND[name].format(folder=tmp_path, shown=text), tmp_path) as proxy,
+        LocalCluster(pservers=1, trainers=1, http2=name != "nginx", local_transport=False) as cluster,
+    ):
+        cluster.pservers[0].signal(SIGTERM)
+        cluster.pservers[0].wait(30)
+        cluster.start_pserver(0, GRADPOST_PORT=str(own), GRADPOST_ADVERTISE_ADDRESS=proxy)
+        with Session(coordinator=cluster.address, rank=0, world_size=1) as session:
+            weight = torch.nn.Parameter(torch.zeros(1_000_000))  # more than nginx takes unless told otherwise
+            optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
+            for _ in range(3):
+                weight.grad = torch.ones(1_000_000)
+                optimizer.step()
+            [pserver] = cluster.status().pservers
+        assert pserver.address == proxy
+        assert torch.equal(weight.detach(), torch.full((1_000_000,), -3.0))
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_nothing_is_paused_by_a_request_that_is_smuggled_through_a_proxy(name: str, tmp_path: Path) -> None:
     """Without a token, through the connection on which the proxy forwards an administrator's next request."""
-    tokens = tmp_path / "tokens"
+    tokens, port = tmp_path / "tokens", free_port()
     create_tokens(tokens, SCOPES, rotate=False)
     admin = {"authorization": f"Bearer {(tokens / 'admin').read_text().strip()}"}
     with (
         LocalCluster(pservers=1, trainers=1, tokens_dir=tokens) as cluster,
-        behind_proxy(name, cluster.address, tmp_path) as proxy,
+        running_proxy(
+            name,
+            port,
+            CONFIGURATIONS[name].format(folder=tmp_path, port=port, service=cluster.address.rpartition(":")[2]),
+            tmp_path,
+        ) as proxy,
         httpx.Client(headers=admin, timeout=30) as http,
         Session(coordinator=cluster.address, rank=0, world_size=1, token_file=tokens / "train") as session,
     ):

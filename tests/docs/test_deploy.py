@@ -11,10 +11,15 @@ import pytest
 import yaml
 
 from ..kubernetes.rendering import pods
-from .markdown import ROOT, examples, read, section
+from .markdown import ROOT, CodeBlock, examples, read, section
 from .stage import run_shell
 
 [SCRIPT] = examples(section(read("deploy.md"), "Kubernetes"), "sh")
+PROXIES = section(read("deploy.md"), "Behind proxies")
+YAML = examples(PROXIES, "yaml")
+for language in ("nginx", "haproxy"):  # tests/cluster/test_proxies.py runs them
+    examples(PROXIES, language)
+examples(PROXIES, "caddy")  # which no test runs, nor Envoy and Traefik
 
 # Without a cluster it prints what it would send there.
 KUBECTL = """
@@ -46,3 +51,8 @@ def test_the_commands_for_kubernetes(tmp_path: Path) -> None:
     assert {name: base64.b64decode(data) for name, data in secret["data"].items()} == {
         path.name: path.read_bytes() for path in (tmp_path / "tokens").iterdir()
     }
+
+
+@pytest.mark.parametrize("block", YAML, ids=range(len(YAML)))
+def test_the_configurations_of_envoy_and_traefik_are_yaml(block: CodeBlock) -> None:
+    assert "pserver" in str(yaml.safe_load(block.text))
