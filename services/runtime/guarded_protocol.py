@@ -72,6 +72,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._refusal: GradpostError | None = None  # of what came behind a request that is not answered yet
         self._first: bytes | None = b""  # what has come, as long as it may be HTTP/2's preface
         if config.ssl is not None:
             self.handshakes.watch(len(self.connections))
@@ -94,7 +95,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse it, and refuse headers, and trailers behind a body, without an end."""
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._refusal is not None:
             return
         if self._first is not None:
             data = self._first + data
@@ -149,14 +150,18 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse a request that cannot be parsed; a request that was refused already gets no second answer."""
-        if not self.transport.is_closing():
+        if not self.transport.is_closing() and self._refusal is None:
             self._refuse(BadInput(msg))
 
     def on_response_complete(self) -> None:
         """Take the next request, unless the rest of this one's body was not wanted: it could go on for ever."""
         super().on_response_complete()
-        if self.cycle.response_complete and self.cycle.more_body:
+        if not self.cycle.response_complete:
+            return
+        if self.cycle.more_body:
             self.transport.close()
+        elif self._refusal is not None and not self.transport.is_closing():
+            self._refuse(self._refusal)
 
     def pause_writing(self) -> None:
         """The client does not take its reply as fast as it is made."""
@@ -205,8 +210,12 @@ class GuardedProtocol(HttpToolsProtocol):
     def _refuse(self, error: GradpostError) -> None:
         self._stop_timer()
         if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.abort()  # the answer would be read as a part of the reply before it
-            return
+            if not self.cycle.more_body:
+                self._refusal = error  # what is wrong comes behind this request, and is answered after it
+                return
+            if self.cycle.response_started or self.pipeline:
+                self.transport.abort()  # an answer now would be read as another one's
+                return
         body = json.dumps(error.to_problem()).encode()
         headers = {
             "content-type": PROBLEM_CONTENT_TYPE,
