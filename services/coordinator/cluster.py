@@ -84,7 +84,7 @@ class Cluster:
         self.beginning: Manifest | None = None  # what the next run begins with, instead of initial values
         self.resumption: Resumption | None = None  # until it is clear who is there
         self._recorded_run = ""
-        self._incomplete_at = -math.inf  # when some pserver was last seen not to serve the run
+        self._incomplete_at = -math.inf  # when a pserver was last away, or did not serve the run yet
         self._asked_to_stop: set[PserverIndex] = set()
         self._told_to_stop: set[PserverIndex] = set()
         self.run = self._new_run()
@@ -167,16 +167,16 @@ class Cluster:
         self._asked_to_stop.add(index)
 
     def _look_for_missing_pservers(self, now: float) -> None:
-        """Note when a pserver is away, or does not serve the run yet: meanwhile no trainer can reach a barrier."""
+        """Note the time if a pserver is away or does not serve the run yet, so that no trainer can reach a barrier."""
         run = (self.run.name, self.run.attempt)
         serving = [member for member in self.registry.members.values() if (member.run, member.attempt) == run]
         if len(serving) < self.registry.num_pservers:
             self._incomplete_at = now
 
     def _time_out(self, round_: Round, missing: Sequence[Rank], waiting_seconds: float, now: float) -> None:
-        """Give up the trainers that others have waited for during the round time-out.
+        """Take the trainers for stuck that others have waited for during the round time-out.
 
-        It counts for a trainer only as long as all pservers serve the run, and it can reach them.
+        The time-out of a trainer runs only while all pservers serve the run and the trainer can reach them.
         """
         limit = self._defaults.round_timeout_seconds
         trainers, since = self.run.trainers, max(now - waiting_seconds, self._incomplete_at)
@@ -248,6 +248,8 @@ class Cluster:
             if self._defaults.consistency.is_ring:
                 self._look_at_ring(message, now)
             for index, (incarnation, seconds) in message.unreachable.items():
+                if self.registry.incarnations.get(index) == incarnation:  # else it has not heard of the next life yet
+                    run.trainers[rank].cut_off_at = now
                 if self.registry.was_here(index, incarnation, now - seconds, now):
                     text = f"trainer {rank} has not reached pserver {index} for {seconds:.1f} s, though both are alive"
                     run.stuck([rank], TrainerLost(text, ranks=[rank]), now)
@@ -421,9 +423,8 @@ class Cluster:
         assert run.plan is not None
         assert run.declaration is not None
         defaults = self._defaults
-        patience = defaults.round_timeout_seconds
-        if defaults.on_trainer_loss != "fail":  # the coordinator decides; this is for when it is gone, too
-            patience += defaults.rejoin_timeout_seconds + self.lease_seconds
+        # The coordinator decides which trainer is late. A pserver does so by itself only if the coordinator is gone.
+        patience = defaults.round_timeout_seconds + defaults.rejoin_timeout_seconds + self.lease_seconds
         return InstallRun(
             run=run.name,
             attempt=run.attempt,

@@ -312,8 +312,6 @@ class Run:
         trainer.software, trainer.links = message.software, message.links
         trainer.waiting_seconds, trainer.is_done = message.waiting_seconds, message.is_done
         trainer.unreachable = {index: seconds for index, (_, seconds) in message.unreachable.items()}
-        if message.unreachable:
-            trainer.cut_off_at = now
         if trainer.state == "lost" and self._may_return(trainer) and not trainer.is_stuck:
             self._revive(trainer)
 

@@ -37,7 +37,7 @@ class TrainerMember:
     software: Software | None = None
     links: Mapping[PserverIndex, Link] = field(default_factory=dict)
     unreachable: Mapping[PserverIndex, float] = field(default_factory=dict)  # for how many seconds
-    cut_off_at: float = -math.inf  # when it last said that a pserver is unreachable
+    cut_off_at: float = -math.inf  # when it last reported the present life of a pserver as unreachable
     waiting_seconds: float = 0.0  # strategy ring: for the others, in its next round
     is_done: bool = False  # strategy ring: it has no batches left, and accompanies the others
     is_stuck: bool = False  # lost although it lives: it does not progress

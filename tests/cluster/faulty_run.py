@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from signal import SIGKILL, SIGTERM
+from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM
 from typing import Any
 
 import httpx
 import torch
 
+from ps_protocol.messages import PserverState
 from trainer_client.testing import Child, LocalCluster
 
 from .fault_script import digest_of, loss_of, make_model
@@ -127,6 +129,22 @@ class FaultyRun:
         child.signal(SIGTERM)
         assert child.wait(20) == 0
         self.cluster.start_pserver(pserver)
+
+    def keep_pserver_away(self, seconds: float) -> None:
+        """Restart pserver 1 after trainer 0 has waited for so long at pserver 0 for trainer 1, which cannot push."""
+        trainer = self.cluster.trainers[1]
+        trainer.signal(SIGSTOP)
+        self._wait_for_state(lambda state: state.missing == (1,))
+        self.kill(self.cluster.pservers[1])
+        trainer.signal(SIGCONT)
+        self._wait_for_state(lambda state: state.waiting_seconds > seconds)
+        self.cluster.start_pserver(1)
+
+    def _wait_for_state(self, condition: Callable[[PserverState], bool], seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition(state := self.cluster.pserver_state(0)):
+            assert time.monotonic() < deadline, state
+            time.sleep(0.05)
 
     def results(self, seconds: float = 60) -> list[str]:
         """What each trainer has got in the end: `DIGEST ROUND`."""

@@ -164,6 +164,14 @@ def test_a_rolling_restart_fails_no_step(carrier: Carrier, policy: str) -> None:
         assert not [line for line in run.lines if "Traceback" in line]
 
 
+@pytest.mark.parametrize("policy", ["fail", "continue"])
+def test_no_trainer_is_blamed_for_a_pserver_that_is_away_longer_than_the_round_time_out(policy: str) -> None:
+    with FaultyRun(40, on_trainer_loss=policy, round_timeout_seconds=3) as run:
+        run.wait_for_round(10)
+        run.keep_pserver_away(5)
+        assert run.results() == [expected_result(40)] * 2
+
+
 @pytest.mark.extended
 def test_a_log_that_was_damaged_takes_everybody_back(tmp_path: Path) -> None:
     with FaultyRun(100, state_dir=tmp_path, checkpoint_rounds=1000) as run:

@@ -173,14 +173,32 @@ def test_a_trainer_whose_lease_ends_ends_the_run_for_all():
 def test_round_timeout_is_told_by_a_heartbeat():
     cluster = make_cluster()
     train(cluster)
+    cluster.pserver_heartbeat(0, beat(run="run0", round_=4, missing=(1,), waiting_seconds=61), 1)  # of an old run
     cluster.pserver_heartbeat(0, beat(run="run1", round_=4, missing=(1,), waiting_seconds=59), 62)
-    cluster.pserver_heartbeat(0, beat(run="run0", round_=4, missing=(1,), waiting_seconds=61), 62)  # of an old run
     cluster.pserver_heartbeat(0, beat(run="run1", round_=4, missing=(), waiting_seconds=61), 62)  # it is applying
     assert cluster.run.failure is None
     cluster.pserver_heartbeat(0, beat(run="run1", round_=4, missing=(0, 1), waiting_seconds=61), 62)
     assert isinstance(cluster.run.failure, RoundTimeout)
     assert cluster.run.failure.facts == {"missing": [0, 1]}
     assert "trainer 0, trainer 1 did not reach the batch barrier of round 5" in str(cluster.run.failure)
+
+
+def test_no_trainer_is_late_while_it_cannot_reach_a_pserver_or_a_pserver_does_not_serve_the_run():
+    waits = {"run": "run1", "round_": 4, "missing": (1,)}
+    cluster = make_cluster()
+    train(cluster)
+    cluster.trainer_heartbeat(1, alive().model_copy(update={"unreachable": {0: (1, 0.5)}}), 20)
+    cluster.trainer_heartbeat(1, alive().model_copy(update={"unreachable": {0: (7, 0.5)}}), 70)  # of another life
+    cluster.pserver_heartbeat(0, beat(**waits, waiting_seconds=79), 79)
+    assert cluster.run.failure is None
+    cluster.pserver_heartbeat(1, beat(run=None), 80)
+    cluster.pserver_heartbeat(0, beat(**waits, waiting_seconds=100), 100)
+    assert cluster.run.failure is None
+    cluster.pserver_heartbeat(1, beat(run="run1"), 101)
+    cluster.pserver_heartbeat(0, beat(**waits, waiting_seconds=160), 160)
+    assert cluster.run.failure is None
+    cluster.pserver_heartbeat(0, beat(**waits, waiting_seconds=161), 161)
+    assert isinstance(cluster.run.failure, RoundTimeout)
 
 
 @pytest.mark.parametrize(("reason", "now"), [("RoundTimeout: …", 72.5), ("RoundTimeout: …", 71.9), ("gave up", 72.5)])
