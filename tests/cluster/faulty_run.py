@@ -134,17 +134,11 @@ class FaultyRun:
         """Restart pserver 1 after trainer 0 has waited for so long at pserver 0 for trainer 1, which cannot push."""
         trainer = self.cluster.trainers[1]
         trainer.signal(SIGSTOP)
-        self._wait_for_state(lambda state: state.missing == (1,))
+        wait_for_state(self.cluster, lambda state: state.missing == (1,))
         self.kill(self.cluster.pservers[1])
         trainer.signal(SIGCONT)
-        self._wait_for_state(lambda state: state.waiting_seconds > seconds)
+        wait_for_state(self.cluster, lambda state: state.waiting_seconds > seconds)
         self.cluster.start_pserver(1)
-
-    def _wait_for_state(self, condition: Callable[[PserverState], bool], seconds: float = 60) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition(state := self.cluster.pserver_state(0)):
-            assert time.monotonic() < deadline, state
-            time.sleep(0.05)
 
     def results(self, seconds: float = 60) -> list[str]:
         """What each trainer has got in the end: `DIGEST ROUND`."""
@@ -155,6 +149,14 @@ class FaultyRun:
             if match := re.fullmatch(r"\[trainer (\d+)\] result (.*)", line):
                 found[int(match[1])] = match[2]
         return [found[rank] for rank in range(self.cluster.num_trainers)]
+
+
+def wait_for_state(cluster: LocalCluster, condition: Callable[[PserverState], bool], seconds: float = 60) -> None:
+    """Wait until the state of pserver 0 meets a condition."""
+    deadline = time.monotonic() + seconds
+    while not condition(state := cluster.pserver_state(0)):
+        assert time.monotonic() < deadline, state
+        time.sleep(0.05)
 
 
 def expected_result(rounds: int, trainers: int = 2, *, skipped: Collection[int] = ()) -> str:

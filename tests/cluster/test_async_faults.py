@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+
+from ps_protocol.optimizers import check_optimizer
+from ps_protocol.vocabulary import ParameterSpec
+from trainer_client import ParameterClient
+from trainer_client.testing import LocalCluster
 
 from ..soaking import parametrize_sampled
 from .conftest import Carrier
 from .counting_script import SIZES
-from .faulty_run import FaultyRun
+from .faulty_run import FaultyRun, wait_for_state
 
 SCRIPT = Path(__file__).with_name("counting_script.py")
 ROUNDS = 150
+SGD = check_optimizer("SGD", [{"nesterov": False, "maximize": False}])
+NUMBERS = [{"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}]
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -147,6 +158,40 @@ def test_a_pserver_that_has_lost_its_disk_goes_on_from_a_shared_checkpoint(tmp_p
         run.wait_for_line("an earlier life of this pserver has taken steps that it did not keep")
         assert all("/" in result for result in results)
         assert run.cluster.pserver_state(0).round == 2 * ROUNDS
+
+
+@pytest.mark.asyncio
+@pytest.mark.extended
+@pytest.mark.parametrize("policy", ["fail", "continue"])
+async def test_no_trainer_is_blamed_for_a_pserver_that_is_away_longer_than_the_round_time_out(policy: str) -> None:
+    """Trainer 1 cannot get step 1 from pserver 1, so at pserver 0 trainer 0 waits in vain for step 2 of trainer 1."""
+    specs = [ParameterSpec(name, (10,)) for name in "ab"]
+    gradient = {spec.name: torch.ones(spec.shape) for spec in specs}
+    rules = {"mode": "ssp", "max_staleness": 0, "durability": "log", "on_trainer_loss": policy}
+    with LocalCluster(pservers=2, trainers=2, lease_seconds=1, round_timeout_seconds=3, **rules) as cluster:
+
+        async def begin(client: ParameterClient, rank: int) -> None:
+            await client.declare(specs, SGD)
+            if client.uploader == rank:
+                await client.send_initial({spec.name: torch.zeros(spec.shape) for spec in specs})
+            await client.get(0)
+            await client.send(1, gradient, NUMBERS)
+
+        async def go_on(client: ParameterClient) -> dict[str, Tensor]:
+            await client.get(1)
+            await client.send(2, gradient, NUMBERS)
+            return await client.get(2)
+
+        async with ParameterClient(cluster.address, rank=0) as first, ParameterClient(cluster.address, rank=1) as other:
+            await asyncio.gather(begin(first, 0), begin(other, 1))
+            ahead = asyncio.create_task(go_on(first))
+            await asyncio.to_thread(wait_for_state, cluster, lambda state: state.missing == (1,))
+            cluster.pservers[1].signal(SIGKILL)
+            behind = asyncio.create_task(go_on(other))
+            await asyncio.to_thread(wait_for_state, cluster, lambda state: state.waiting_seconds > 5)
+            cluster.start_pserver(1)
+            for values in await asyncio.gather(ahead, behind):
+                assert all(torch.equal(values[spec.name], torch.full((10,), -4.0)) for spec in specs)
 
 
 @pytest.mark.extended
