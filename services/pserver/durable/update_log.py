@@ -155,9 +155,9 @@ class UpdateLog:
                 break
             end = item.end
         fd = os.open(segment.path, os.O_WRONLY)
+        self._open(segment, fd, end)
         os.ftruncate(fd, end)
         os.fsync(fd)
-        self._open(segment, fd, end)
 
     def read_after(self, round_: Round) -> Iterator[tuple[Update, memoryview]]:
         """The updates behind a round with their gradients, without a gap; ends where the log does, or is damaged.
@@ -201,10 +201,14 @@ class UpdateLog:
             os.ftruncate(self._newest[1], self.num_bytes)
 
     def close(self) -> None:
-        """Close the file; what was appended stays."""
-        if self._newest is not None:
-            os.close(self._newest[1])
-            self._newest = None
+        """Close the file; what was appended stays. An error is only logged, since the file is closed all the same."""
+        if self._newest is None:
+            return
+        (segment, fd), self._newest = self._newest, None
+        try:
+            os.close(fd)
+        except OSError as error:  # of a network file system: the next reader finds what is missing
+            log.warning("the end of a log file may be lost", file=segment.path.name, error=str(error))
 
 
 def _read_segment(segment: Segment) -> Iterator[Record | Ending]:

@@ -81,6 +81,24 @@ def test_a_log_that_gets_no_new_file_goes_on_in_the_old_one(tmp_path, monkeypatc
     assert restored_digest(tmp_path) == (5, digest_after(PLAN, 5))
 
 
+def test_a_log_file_that_is_closed_with_an_error_ends_no_round_twice(tmp_path, monkeypatch):
+    storage, shard = train(tmp_path, 3)
+    real, failures = os.close, [OSError(errno.EIO, "Input/output error")]
+
+    def close(fd: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        real(fd)
+        if failures and path.endswith(".log"):
+            raise failures.pop()
+
+    monkeypatch.setattr(os, "close", close)
+    write = storage.snapshot(shard, History())
+    assert not failures
+    step(shard, 4, storage)
+    write()
+    assert restored_digest(tmp_path) == (4, digest_after(PLAN, 4))
+
+
 def test_a_log_that_gets_no_file_at_all_is_an_error(tmp_path, monkeypatch):
     storage = open_storage(tmp_path, PLAN)
     monkeypatch.setattr(segments, "sync_folder", failing_once(places.sync_folder))
