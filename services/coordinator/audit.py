@@ -6,6 +6,7 @@ coordinator died, or it is under way.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections import deque
@@ -70,8 +71,9 @@ class AuditLog:
         fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             # Its own line even behind one that was torn off.
-            os.write(fd, b"" if is_new else b"\n" if not self._ends_well() else b"")
-            os.write(fd, entry.model_dump_json().encode() + b"\n")
+            line = b"%s%s\n" % (b"" if self._ends_well() else b"\n", entry.model_dump_json().encode())
+            if os.write(fd, line) < len(line):
+                raise OSError(errno.ENOSPC, f"{self._path} did not take a whole line")
             os.fsync(fd)
         finally:
             os.close(fd)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+import pytest
 
 from services.coordinator.audit import FILE, MAX_LISTED, AuditLog
 
@@ -25,6 +28,19 @@ def test_numbers_go_on_in_the_next_life_behind_what_is_not_ours(tmp_path: Path) 
     assert [entry.number for entry in log.entries()] == [1, 2]
     assert add(log, "resume") == 3
     assert [(entry.number, entry.action) for entry in read(tmp_path).entries()][1:] == [(2, "pause"), (3, "resume")]
+
+
+def test_a_line_that_is_not_written_whole_is_an_error_and_not_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, real = read(tmp_path), os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda fd, data: real(fd, data[: len(data) // 2]))
+        with pytest.raises(OSError, match="did not take a whole line"):
+            add(log)
+    assert add(log, "resume") == 1
+    for each in (log, read(tmp_path)):
+        assert [(entry.number, entry.action) for entry in each.entries()] == [(1, "resume")]
 
 
 def test_the_newest_are_listed(tmp_path: Path) -> None:
