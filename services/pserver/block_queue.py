@@ -39,7 +39,7 @@ class Marker(Protocol):
 class BlockQueue:
     """Never waits for room: the caller makes sure that all queues of a contribution have some before it puts an update.
 
-    There is room for one marker besides. `apply` runs an update; if it raises, the block stops, and `failure` says why.
+    `apply` runs an update; if it raises, the block stops, and `failure` says why.
     `changed` is called then, and whenever there is more room.
     """
 
@@ -54,7 +54,7 @@ class BlockQueue:
         self.name = name
         self.failure: GradpostError | None = None
         self.num_updates = 0  # that wait or are being applied
-        self._queue: asyncio.Queue[Update | Marker] = asyncio.Queue(max_queued + 1)
+        self._queue: asyncio.Queue[Update | Marker] = asyncio.Queue()
         self._max_queued = max_queued
         self._apply = apply
         self._changed = changed
@@ -75,7 +75,7 @@ class BlockQueue:
         self._queue.put_nowait(update)
 
     def put_marker(self, marker: Marker) -> None:
-        """Queue a marker, the only one."""
+        """Queue a marker, which needs no room: one that has failed elsewhere may still be queued."""
         self._queue.put_nowait(marker)
 
     def close(self) -> None:

@@ -366,6 +366,27 @@ async def test_a_block_that_could_not_be_read_fails_the_get_and_nothing_else(mon
 
 
 @pytest.mark.asyncio
+async def test_gets_that_fail_at_one_block_do_not_fill_the_queue_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with asynchronous(read_consistency="shard", max_queued=1) as pserver:
+        go_on, queue = asyncio.Event(), pserver.run._queues[NAMES[1]]
+        real = queue._apply
+
+        async def apply_late(*update: Any) -> None:
+            await go_on.wait()
+            await real(*update)
+
+        monkeypatch.setattr(queue, "_apply", apply_late)
+        await pserver.push(0, 1, ones())
+        with monkeypatch.context() as patch:
+            patch.setattr(reading._Snapshot, "_copy", lambda *_: 1 / 0)
+            for _ in range(4):
+                with pytest.raises(ApplyFailed, match="could not be read: division by zero"):
+                    await asyncio.wait_for(pserver.get(1, 0), 5)
+        go_on.set()
+        assert stepped(await pserver.get(0, 1), by=1)
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize(("read_consistency", "seen"), [("none", {0.0, 1.0}), ("block", {1.0}), ("shard", {0.0})])
 async def test_a_block_that_is_being_updated(read_consistency: Any, seen: set[float]) -> None:
     """The get comes in the middle of an update: it sees half of it, or waits for it, or sees what was before."""
