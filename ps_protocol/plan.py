@@ -101,6 +101,11 @@ class SlicePlan:
         """Size of a shard's values in the parameters' dtypes."""
         return sum(self.block_bytes(b) for b in self.shards[pserver])
 
+    @cached_property
+    def as_json(self) -> dict[str, Any]:
+        """The result of `to_json`, made once; the caller must not change it."""
+        return self.to_json()
+
     def to_json(self) -> dict[str, Any]:
         """Everything but the digest, as plain JSON values."""
         return {

@@ -428,7 +428,7 @@ class Cluster:
         return InstallRun(
             run=run.name,
             attempt=run.attempt,
-            plan=run.plan.to_json(),
+            plan=run.plan.as_json,
             incarnation=self.run_incarnations[index],
             consistency=defaults.consistency,
             nonfinite=self._nonfinite,
@@ -488,7 +488,7 @@ class Cluster:
         return PlanReady(
             run=run.name,
             attempt=run.attempt,
-            plan=run.plan.to_json(),
+            plan=run.plan.as_json,
             pservers=pservers,
             uploader=run.uploader,
             start=run.membership.starts.get(rank, (run.resume or 0) + 1),

@@ -97,7 +97,7 @@ class Manifests:
             attempt=run.attempt,
             round=shards[0].round,
             consistency=run.defaults.consistency,
-            plan=run.plan.to_json(),
+            plan=run.plan.as_json,
             aliases={} if run.declaration is None else run.declaration.aliases,
             shards=shards,
             controls=run.controls[-1] if run.controls else Controls(),

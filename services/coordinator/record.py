@@ -138,7 +138,7 @@ def _describe_run(cluster: Cluster) -> RunRecord | None:
         state=run.state,
         num_trainers=run.num_trainers,
         failure=run.failure.to_problem() if run.failure else None,
-        plan=None if run.plan is None else run.plan.to_json(),
+        plan=None if run.plan is None else run.plan.as_json,
         declaration=run.declaration or next(declared, None),
         uploader=decision.uploader,
         attempt=decision.attempt,
@@ -283,7 +283,7 @@ class RecordFile:
         self._path = folder / FILE
         self._lock_path = folder / "coordinator"
         self._lock: int | None = None
-        self._written = b""
+        self._written: ClusterRecord | None = None
 
     def take(self) -> bool:
         """Whether this process is the only one that writes it, until it ends or lets go."""
@@ -300,13 +300,11 @@ class RecordFile:
         """What was written last; None if nothing was. Raises DamagedFile, OSError."""
         if not self._path.exists():
             return None
-        self._written = self._path.read_bytes()
-        return unseal(self._written, ClusterRecord, str(self._path))
+        return unseal(self._path.read_bytes(), ClusterRecord, str(self._path))
 
     def write(self, record: ClusterRecord) -> None:
-        """Write it, unless it is what was written last."""
-        data = seal(record)
-        if data != self._written:
-            self._written = b""  # if this fails, nobody knows which of the two is there
-            write_file(self._path, [data])
-            self._written = data
+        """Write the record, unless it equals the one that was written last."""
+        if record != self._written:
+            self._written = None  # if this fails, it is unknown which of the two is there
+            write_file(self._path, [seal(record)])
+            self._written = record

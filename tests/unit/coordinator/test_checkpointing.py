@@ -188,7 +188,7 @@ async def test_a_checkpoint_that_never_comes_about_is_given_up(monkeypatch):
             await asyncio.sleep(0.005)
         with pytest.raises(TryAgain, match="no checkpoint of round 0 or later is complete"):
             await made
-        assert 12 <= len(writers.named) <= 20
+        assert len(writers.named) >= 12
 
 
 async def test_the_last_checkpoint_holds_what_pservers_have_taken_meanwhile(monkeypatch):

@@ -11,6 +11,8 @@ import pytest
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import NotReady, TrainerLost
 from ps_protocol.messages import Controls, FrozenRounds, HeldRun
+from ps_protocol.plan import SlicePlan
+from services.coordinator import record as record_module
 from services.coordinator.cluster import Cluster
 from services.coordinator.decision import Membership
 from services.coordinator.record import (
@@ -67,6 +69,22 @@ def test_what_was_written_is_what_is_recalled(tmp_path):
     assert describe_cluster(after).model_copy(update={"run": None}) == describe_cluster(before).model_copy(
         update={"run": None}
     )
+
+
+def test_a_record_that_has_not_changed_is_neither_made_nor_written_again(tmp_path, monkeypatch):
+    """The plan of a large model is megabytes of JSON, and every heartbeat may have changed something."""
+    cluster, file = training(), RecordFile(tmp_path)
+    file.write(describe_cluster(cluster))
+    with monkeypatch.context() as patch:
+        patch.delattr(SlicePlan, "to_json")
+        patch.delattr(record_module, "seal")
+        file.write(describe_cluster(cluster))
+    cluster.run.number += 1
+    file.write(describe_cluster(cluster))
+    written = RecordFile(tmp_path).read()
+    assert written is not None
+    assert written.run is not None
+    assert written.run.number == cluster.run.number
 
 
 def test_rounds_of_a_trainer_that_is_done_are_not_taken_again_after_a_restart(tmp_path):
