@@ -80,6 +80,7 @@ class Cluster:
         self.run_incarnations: dict[PserverIndex, Incarnation] = {}  # of the pservers that hold the run
         self.complete_checkpoints: list[Round] = []  # of the run, newest first
         self.checkpoints_known_for: tuple[str, int] | None = None  # the run and the attempt whose they are
+        self.is_completing = False  # a manifest is being written, so that one more is about to be complete
         self.installed_members: dict[Rank, Incarnation] = {}  # whom every pserver counts on
         self.beginning: Manifest | None = None  # what the next run begins with, instead of initial values
         self.resumption: Resumption | None = None  # until it is clear who is there
@@ -154,7 +155,7 @@ class Cluster:
         if stop:
             self._tell_to_stop(index, message)
         return PserverHeartbeatReply(
-            complete=tuple(self.complete_checkpoints) if self.knows_checkpoints else None,
+            complete=tuple(self.complete_checkpoints) if self.knows_checkpoints and not self.is_completing else None,
             notice=self.notice(),
             stop=stop,
             exit_code=self.exit_code,

@@ -45,7 +45,9 @@ class Manifests:
         while cluster.knows_checkpoints and (shards := self._written_shards()) is not None:
             newest = max(cluster.complete_checkpoints, default=-1)
             ready = max(set(shards[0]).intersection(*shards[1:]), default=-1)
-            if ready <= newest or not await self._complete([one[ready] for one in shards]):
+            # A pserver that has written later shards may delete this one: see `RunStorage.prune_place`.
+            is_given_up = newest >= 0 and any(max(one, default=-1) > ready for one in shards)
+            if ready <= newest or is_given_up or not await self._complete([one[ready] for one in shards]):
                 break
         # Not one that somebody may be going back to.
         while len(cluster.complete_checkpoints) > self._keep and not cluster.run.is_changing:
@@ -103,12 +105,15 @@ class Manifests:
             controls=run.controls[-1] if run.controls else Controls(),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
+        cluster.is_completing = True
         try:
             reach_failpoint("checkpoint.manifest")
             await asyncio.to_thread(write_manifest, self._place, manifest)
         except OSError as error:
             self._log_once(log.error, "the manifest of a checkpoint could not be written", error, round=manifest.round)
             return False
+        finally:
+            cluster.is_completing = False
         self._trouble = ""
         reach_failpoint("checkpoint.manifest.after")
         if cluster.run is run and run.attempt == manifest.attempt:  # else the round may be undone: see `_look`

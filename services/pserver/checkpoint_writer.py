@@ -32,6 +32,7 @@ class CheckpointWriter:
     def __init__(self, storage: RunStorage | None, interval: int, metrics: PserverMetrics) -> None:
         self.complete: tuple[Round, ...] | None = None  # of the whole model, as the coordinator says; None: not known
         self.has_news = asyncio.Event()  # that the coordinator should hear of at once; a failure is, too
+        self._reported: tuple[Round, ...] = ()  # the shards that the coordinator knew of when it said so
         self._storage = storage
         self._interval = interval
         self._metrics = metrics
@@ -132,10 +133,10 @@ class CheckpointWriter:
 
     # ------------------------------------------------------------------ what is not needed any more
 
-    def note_complete(self, complete: tuple[Round, ...]) -> None:
-        """The coordinator says which checkpoints of the whole model there are."""
-        if complete != self.complete:
-            self.complete = complete
+    def note_complete(self, complete: tuple[Round, ...], reported: tuple[Round, ...]) -> None:
+        """Take over which checkpoints are complete, from a coordinator that knew of the `reported` shards."""
+        if (complete, reported) != (self.complete, self._reported):
+            self.complete, self._reported = complete, reported
             self._prune()
 
     def _prune(self) -> None:
@@ -143,12 +144,12 @@ class CheckpointWriter:
             self._pruning = asyncio.create_task(self._prune_both(self._storage), name="prune checkpoints")
 
     async def _prune_both(self, storage: RunStorage) -> None:
-        complete: object = ()
-        while complete != self.complete:
-            complete = self.complete
+        done: object = ()
+        while done != (known := (self.complete, self._reported)):
+            done = known
             await self._prune_folder()
             try:
-                await asyncio.to_thread(storage.prune_place, self.complete)
+                await asyncio.to_thread(storage.prune_place, *known)
             except OSError as error:
                 log.warning("an old checkpoint could not be deleted", error=str(error))
 

@@ -391,7 +391,7 @@ class Pserver:
         run.notice = reply.notice
         is_of_this = (heartbeat.run, heartbeat.attempt) == (run.install.run, run.install.attempt)
         if reply.complete is not None and is_of_this:  # else it may be of rounds that have been undone since
-            run.writer.note_complete(reply.complete)
+            run.writer.note_complete(reply.complete, tuple(file.round for file in heartbeat.checkpoints))
 
     async def state(self, *, with_digest: bool) -> PserverState:
         """A picture for inspection; the digest reads the whole shard and is made on request only."""

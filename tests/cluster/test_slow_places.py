@@ -18,23 +18,23 @@ pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(200
 
 LOG_BYTES = 64 * 1024
 KEEP = 2
-SLOW = """
+TROUBLE = """
 import os, time
 if os.environ.get("GRADPOST_PSERVER_INDEX") == "1":
     from services.runtime.places import LocalPlace
     write = LocalPlace.write
-    def write_slowly(self, name, chunks):
+    def write_in_trouble(self, name, chunks):
         if name.endswith(".safetensors") and "/000000000000/" not in name:
-            time.sleep({seconds})
+            {trouble}
         write(self, name, chunks)
-    LocalPlace.write = write_slowly
+    LocalPlace.write = write_in_trouble
 """
 
 
-def environ_with_slow_place(folder: Path, seconds: float) -> dict[str, str]:
-    """Pserver 1 takes so long for each shard but the initial values."""
+def environ_with(trouble: str, folder: Path) -> dict[str, str]:
+    """Make pserver 1 run the statement `trouble` before it writes a shard other than the initial values."""
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text(SLOW.format(seconds=seconds))
+    (folder / "sitecustomize.py").write_text(TROUBLE.format(trouble=trouble))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GRADPOST_")}
     return {**kept, "PYTHONPATH": f"{folder}{os.pathsep}{SCRIPT.parent.parent.parent}"}
 
@@ -98,7 +98,7 @@ def measuring(state: Path) -> Iterator[DiskUse]:
 @pytest.mark.parametrize("seconds", [0.3, 0.8])
 def test_all_pservers_make_the_same_checkpoints_at_the_pace_of_the_slowest(tmp_path: Path, seconds: float) -> None:
     state = tmp_path / "state"
-    environ = environ_with_slow_place(tmp_path / "site", seconds)
+    environ = environ_with(f"time.sleep({seconds})", tmp_path / "site")
     with FaultyRun(100_000, environ=environ, state_dir=state, checkpoint_rounds=5) as run:
         seen: set[int] = set()
         while len(seen) < 6:
@@ -115,10 +115,13 @@ def test_all_pservers_make_the_same_checkpoints_at_the_pace_of_the_slowest(tmp_p
             child.signal(SIGKILL)
 
 
-@pytest.mark.parametrize("trouble", ["none", "slow place", "no coordinator"])
+TROUBLES = {"slow place": "time.sleep(2)", "full place": "raise OSError(28, 'No space left on device')"}
+
+
+@pytest.mark.parametrize("trouble", ["none", "slow place", "full place", "no coordinator"])
 def test_the_disk_that_a_pserver_takes_is_bounded_as_documented(tmp_path: Path, trouble: str) -> None:
     state = tmp_path / "state"
-    environ = environ_with_slow_place(tmp_path / "site", 2.0 if trouble == "slow place" else 0.0)
+    environ = environ_with(TROUBLES.get(trouble, "pass"), tmp_path / "site")
     settings = {"max_log_bytes": LOG_BYTES, "keep_checkpoints": KEEP, "rejoin_timeout_seconds": 60}
     with FaultyRun(300, environ=environ, state_dir=state, **settings) as run, measuring(state) as use:
         run.wait_for_round(30)

@@ -150,15 +150,20 @@ class RunStorage:
         self.checkpoints[state.version] = file
         return file
 
-    def prune_place(self, complete: Sequence[Round] | None) -> None:
-        """Delete the checkpoints that are older than the newest complete one, and not of the complete ones that stay.
+    def prune_place(self, complete: Sequence[Round] | None, reported: Sequence[Round] = ()) -> None:
+        """Delete the shards that are older than the newest complete checkpoint, and not of the complete ones that stay.
 
-        Nothing is deleted while it is not known which are complete. Raises OSError.
+        Of the shards that the coordinator knew of when it said what is complete, the newest are kept besides, as many
+        as complete checkpoints. It has named a later round only because an earlier one did not come about, and
+        completes none before the newest of them. Nothing is deleted while it is not known which checkpoints are
+        complete. Raises OSError.
         """
         if not complete:
             return
+        newest = sorted(reported)[-self._keep :]
+        oldest = max(*complete, newest[0] if len(newest) == self._keep else 0)
         for round_ in tuple(self.checkpoints):  # another one may be written meanwhile
-            if round_ < max(complete) and round_ not in complete:
+            if round_ < oldest and round_ not in complete:
                 self._delete(round_)
                 del self.checkpoints[round_]
 

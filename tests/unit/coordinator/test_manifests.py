@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ps_protocol.messages import PserverHeartbeatReply
+from services.coordinator import manifests as manifests_module
 from services.coordinator.cluster import Cluster
 from services.coordinator.manifests import Manifests
 from services.runtime.checkpoints import (
@@ -82,6 +83,33 @@ async def test_it_is_complete_when_all_have_written(cluster, place):
     manifest = read_manifest(place, "run1", 4)
     assert manifest is not None
     assert [file.pserver for file in manifest.shards] == [0, 1]
+
+
+async def test_it_is_not_completed_after_a_pserver_has_written_a_later_shard(cluster, place):
+    """The pserver may have deleted the earlier one since."""
+    await complete_round_4(cluster, place)
+    tell(cluster, 0, 4, 8, 12)
+    tell(cluster, 1, 4, 8)
+    await Manifests(cluster, place, keep=2).update()
+    assert found(place) == cluster.complete_checkpoints == [4]
+    tell(cluster, 1, 4, 8, 12)
+    await Manifests(cluster, place, keep=2).update()
+    assert found(place) == cluster.complete_checkpoints == [12, 4]
+
+
+async def test_pservers_learn_nothing_of_checkpoints_while_one_is_being_completed(cluster, place, monkeypatch):
+    """What is complete a moment later must not look as if it had been given up."""
+    answers = []
+    real = manifests_module.write_manifest
+
+    def write(*arguments) -> None:
+        answers.append(tell(cluster, 0, 4, 8).complete)
+        real(*arguments)
+
+    monkeypatch.setattr(manifests_module, "write_manifest", write)
+    await complete_round_4(cluster, place)
+    assert answers == [None]
+    assert tell(cluster, 0, 4, 8).complete == (4,)
 
 
 async def test_none_is_deleted_while_somebody_may_be_going_back_to_it(cluster, place):
