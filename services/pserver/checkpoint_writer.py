@@ -105,9 +105,10 @@ class CheckpointWriter:
         try:
             with self._metrics.checkpoint_seconds.time():
                 await asyncio.to_thread(write)
-        except OSError as error:
-            self._failed(round_, destination, error)
-            return error
+        except Exception as error:  # memory or threads may be short, too, and the next checkpoint has to be tried
+            failure = error if isinstance(error, OSError) else OSError(repr(error))
+            self._failed(round_, destination, failure)
+            return failure
         self._ended(round_, destination)
         if destination == "folder":
             await self._prune_folder()  # not behind a place that hangs

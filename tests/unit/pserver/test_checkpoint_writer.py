@@ -125,12 +125,13 @@ async def test_of_several_rounds_that_are_named_the_last_one_counts(tmp_path: Pa
         assert b.pserver.heartbeat().coming_checkpoints == ()
 
 
-async def test_a_checkpoint_that_failed_is_not_coming_any_more(tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize("error", [OSError("no space left on device"), MemoryError()])
+async def test_a_checkpoint_that_failed_is_not_coming_any_more(tmp_path: Path, monkeypatch, error: Exception):
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=100) as b:
         await want(b, 1)
 
         def refuse(*_: object) -> None:
-            raise OSError("no space left on device")
+            raise error
 
         monkeypatch.setattr(b.run.storage._place, "write", refuse)
         b.pserver.has_news.clear()
