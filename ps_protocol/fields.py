@@ -157,3 +157,16 @@ def _check_base_url(value: str) -> str:
 BaseUrl: TypeAlias = Annotated[
     str, AfterValidator(_check_base_url), Field(max_length=MAX_URL, json_schema_extra={"format": "uri"})
 ]
+
+
+def _check_origin(value: str) -> str:
+    url = urlsplit(_check_base_url(value))
+    if url.path not in ("", "/") or "@" in url.netloc:
+        raise ValueError("not a scheme, a host and a port alone, such as http://10.0.0.7:7072")
+    return value
+
+
+# A base URL without a path and without a user's name.
+OriginUrl: TypeAlias = Annotated[
+    str, AfterValidator(_check_origin), Field(max_length=MAX_URL, json_schema_extra={"format": "uri"})
+]

@@ -28,6 +28,7 @@ from .fields import (
     Object,
     Ordinal,
     Ordinals,
+    OriginUrl,
     Positive,
     PserverIndex,
     Rank,
@@ -231,7 +232,11 @@ class JoinTrainer(Message):
     expects: dict[Label, Label | Integer | Real | Flag] = Field(
         default_factory=dict, max_length=100, description="settings of the mode that the trainer was started for"
     )
-    metrics_address: BaseUrl | None = None
+    metrics_address: OriginUrl | None = Field(
+        default=None,
+        description="scheme, host and port at which the trainer serves `/metrics`; a host other than the join's sender "
+        "is ignored, unless the coordinator has it in `allowed_hosts`",
+    )
 
 
 class TrainerJoined(Message):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Query
+from fastapi import FastAPI, Query, Request
 
 from ps_protocol import routes
 from ps_protocol.fields import Identifier, OrdinalText
@@ -25,13 +25,17 @@ from ps_protocol.messages import (
 )
 from services.runtime.app import make_app
 from services.runtime.limits import RequestLimits
+from services.runtime.logs import get_logger
 from services.runtime.metrics import ServiceMetrics
+from services.runtime.security import KnownHosts
 
 from .administration_routes import add_administration_routes
 from .coordinator import Coordinator
 from .dashboard.routes import add_dashboard_routes
 from .inspection.routes import add_inspection_routes
-from .targets import describe_targets
+from .targets import describe_targets, is_own_address
+
+log = get_logger()
 
 MAX_WAIT_SECONDS = 30.0
 _LIMITS = RequestLimits()
@@ -68,9 +72,19 @@ def make_coordinator_app(
         return reply
 
     @app.post(routes.JOIN_TRAINER, tags=["membership"])
-    async def join_trainer(request: JoinTrainer) -> TrainerJoined:
+    async def join_trainer(message: JoinTrainer, request: Request) -> TrainerJoined:
         """A trainer takes its place and learns its rank, incarnation and the mode."""
-        answer = cluster.join_trainer(request, coordinator.now())
+        client, server = (request.scope.get(end) or ("", 0) for end in ("client", "server"))
+        address, hosts = message.metrics_address, getattr(app.state, "hosts", KnownHosts([]))
+        if address is not None and not is_own_address(address, client[0], server[0], hosts):
+            log.info(
+                "a trainer's metrics are not listed for Prometheus: they are at another address than the trainer; "
+                "add its host to allowed_hosts",
+                metrics_address=address,
+                client=client[0],
+            )
+            message = message.model_copy(update={"metrics_address": None})
+        answer = cluster.join_trainer(message, coordinator.now())
         coordinator.changed()
         await coordinator.keep()
         return answer

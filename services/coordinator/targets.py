@@ -5,8 +5,12 @@ https://prometheus.io/docs/prometheus/latest/http_sd/
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Any
 from urllib.parse import urlsplit
+
+from ps_protocol.hosts import is_ip_literal, is_loopback, reachable_host
+from services.runtime.security import KnownHosts
 
 from .cluster import Cluster
 
@@ -26,6 +30,27 @@ def describe_targets(cluster: Cluster) -> list[dict[str, Any]]:
         if trainer.metrics_address and trainer.is_here
     ]
     return groups
+
+
+def is_own_address(address: str, client: str, server: str, hosts: KnownHosts) -> bool:
+    """Return whether Prometheus may be sent to the address of a trainer that joined from `client` at `server`.
+
+    Prometheus sends its token there. So the host is that of the trainer's own connection, or one that `hosts` lists.
+    On the coordinator's machine it may also be the loopback, or the machine's address in the network.
+    """
+    host = urlsplit(address).hostname or ""
+    peer, own = _normalize(client), _normalize(server)
+    is_here = is_loopback(peer) or peer == own
+    if is_loopback(host):
+        return is_here
+    return _normalize(host) == peer or hosts.lists(host) or (is_here and host in (own, reachable_host("0.0.0.0")))
+
+
+def _normalize(host: str) -> str:
+    if not is_ip_literal(host):
+        return host
+    address = ipaddress.ip_address(host)
+    return str(getattr(address, "ipv4_mapped", None) or address)
 
 
 def _group(address: str, **labels: str) -> dict[str, Any]:

@@ -60,9 +60,8 @@ def guard(app: FastAPI, settings: ServiceSettings, address: str) -> None:
     app.state.wants_token = tokens is not None
     names = [settings.host, *(urlsplit(url).hostname or "" for url in (address, settings.coordinator))]
     # Innermost, so that a refusal is measured, and whoever is still sending a body gets to read it.
-    app.user_middleware.append(
-        Middleware(CheckAccess, tokens=tokens, hosts=KnownHosts([*names, *_listed(settings.allowed_hosts)]))
-    )
+    app.state.hosts = KnownHosts([*names, *_listed(settings.allowed_hosts)])
+    app.user_middleware.append(Middleware(CheckAccess, tokens=tokens, hosts=app.state.hosts))
     if not is_loopback(settings.host):
         if tokens is None:
             log.warning("insecure: whoever reaches this port may do everything", host=settings.host)
@@ -84,7 +83,11 @@ class KnownHosts:
         self._suffixes = tuple(name[1:] for name in names if name.startswith("*."))
 
     def __contains__(self, host: str) -> bool:
-        return self._any or host in self._exact or is_ip_literal(host) or host.endswith(self._suffixes or ("\0",))
+        return is_ip_literal(host) or self.lists(host)
+
+    def lists(self, host: str) -> bool:
+        """Return whether the host is one of the configured names; an address is none unless it is listed."""
+        return self._any or host in self._exact or host.endswith(self._suffixes or ("\0",))
 
 
 class CheckAccess:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import httpx
+import pytest
+
+from ps_protocol.hosts import reachable_host
+from ps_protocol.routes import JOIN_TRAINER
+from services.coordinator.app import make_coordinator_app
 from services.coordinator.cluster import Cluster
+from services.coordinator.coordinator import Coordinator
+from services.coordinator.settings import CoordinatorSettings
 from services.coordinator.targets import describe_targets
+from services.runtime.metrics import ServiceMetrics
+from services.runtime.security import guard
 
 from .support import LEASE, alive, beat, joining, leaving, make_cluster, model, registration
 
@@ -50,6 +61,40 @@ def test_an_address_is_told_as_prometheus_wants_it():
     # Behind a proxy, which tells services apart by a prefix.
     behind = labels("https://proxy.example/pserver-0/")
     assert (behind["target"], behind["__metrics_path__"]) == (["proxy.example"], "/pserver-0/metrics")
+
+
+OWN = reachable_host("0.0.0.0")
+
+
+@pytest.mark.parametrize(
+    ("client", "listed", "not_listed"),
+    [
+        (
+            "10.0.0.7",
+            ["10.0.0.7", "trainer.example", "a.inner"],
+            ["10.0.0.8", "169.254.169.254", "b", "localhost", OWN],
+        ),
+        ("fd00::7", ["[fd00::7]", "[fd00:0::7]"], ["[fd00::8]", "[::1]"]),
+        ("::ffff:10.0.0.7", ["10.0.0.7"], ["10.0.0.8"]),
+        ("127.0.0.1", ["127.0.0.1", "localhost", "[::1]", OWN], ["169.254.169.254"]),
+        ("10.0.0.1", ["127.0.0.1", "10.0.0.1"], ["10.0.0.2"]),  # on the coordinator's machine, by its address
+    ],
+)
+def test_a_trainer_lists_no_host_but_its_own(client: str, listed: list[str], not_listed: list[str]):
+    for host in (*listed, *not_listed):
+        assert asyncio.run(targets_after_join(client, f"http://{host}:1")) == ([f"{host}:1"] if host in listed else [])
+
+
+async def targets_after_join(client: str, metrics_address: str) -> list[str]:
+    async with httpx.AsyncClient() as http:
+        coordinator = Coordinator(CoordinatorSettings(), http)
+        app = make_coordinator_app(coordinator, ServiceMetrics("coordinator"))
+        guard(app, CoordinatorSettings(allowed_hosts="trainer.example,*.inner"), "http://10.0.0.1:7070")
+        transport = httpx.ASGITransport(app=app, client=(client, 1234))
+        async with httpx.AsyncClient(transport=transport, base_url="http://10.0.0.1:7070") as trainer:
+            message = {"protocol": 1, "instance": "a process", "metrics_address": metrics_address}
+            assert (await trainer.post(JOIN_TRAINER, json=message)).status_code == 200
+    return addresses(coordinator.cluster)
 
 
 def test_who_is_gone_is_no_target_any_more():

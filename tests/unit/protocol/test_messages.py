@@ -60,6 +60,12 @@ def test_an_address_that_nobody_could_call_is_refused(address: str) -> None:
         RegisterPserver(protocol=1, instance="a process", address=address, http2=True)
 
 
+@pytest.mark.parametrize("address", ["http://10.0.0.7/latest/meta-data", "http://10.0.0.7:80/a/", "http://me@a"])
+def test_a_metrics_address_is_an_origin(address: str) -> None:
+    with pytest.raises(ValidationError, match="a host and a port alone"):
+        JoinTrainer(protocol=1, instance="a process", metrics_address=address)
+
+
 @pytest.mark.parametrize("address", ["http://a", "https://[::1]:7071/prefix/", "http://10.0.0.7:80"])
 def test_an_address_may_have_a_path(address: str) -> None:
     assert RegisterPserver(protocol=1, instance="a process", address=address, http2=True).address == address
