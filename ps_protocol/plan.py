@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
+from decimal import Decimal
 from functools import cached_property
 from typing import Any
 
@@ -49,7 +50,7 @@ class SlicePlan:
     digest: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        canonical = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        canonical = _write_canonical(self.to_json())
         object.__setattr__(self, "digest", hashlib.sha256(canonical.encode()).hexdigest()[:32])
 
     @property
@@ -196,6 +197,26 @@ def make_plan(
         optimizer=optimizer,
         wire=wire,
     )
+
+
+def format_number(value: float) -> str:
+    """Write a positive number as ECMAScript and RFC 8785 (3.2.2.3) do.
+
+    >>> [format_number(value) for value in (1.0, 0.5, 1e-05, 1e-07, 1e21)]
+    ['1', '0.5', '0.00001', '1e-7', '1e+21']
+    """
+    if 1e-6 <= value < 1e21:
+        return f"{Decimal(repr(value)):f}".removesuffix(".0")
+    digits, _, exponent = repr(value).partition("e")
+    return f"{digits}e{int(exponent):+d}"
+
+
+def _write_canonical(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{json.dumps(key)}:{_write_canonical(value[key])}" for key in sorted(value)) + "}"
+    if isinstance(value, float):
+        return format_number(value)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))  # the lists of a plan hold no fractions
 
 
 def make_ring_plan(

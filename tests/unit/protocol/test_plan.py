@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 import subprocess
@@ -133,6 +134,22 @@ def test_buffers_stay_whole_and_go_round() -> None:
 def test_the_digest_is_the_same_in_every_release() -> None:
     """A change here makes every running cluster refuse the new release: raise PROTOCOL_VERSION with it."""
     assert make_plan(SEED_MODEL, 3, placement="hash").digest == "dc64210edf288c7ba352b80479013eaa"
+
+
+@pytest.mark.parametrize(
+    ("topk", "written"),
+    [
+        (1.0, "1"), (1, "1"), (0.5, "0.5"), (0.01, "0.01"), (1 / 3, "0.3333333333333333"), (1e-5, "0.00001"),
+        (1.5e-6, "0.0000015"), (1e-7, "1e-7"), (1.25e-10, "1.25e-10"),
+    ],
+)  # fmt: skip
+def test_the_digest_takes_numbers_as_ecmascript_writes_them(topk: float, written: str) -> None:
+    plan = make_plan([ParameterSpec("größe", (3,))], 1, wire=WireTypes(push="topk", topk=topk))
+    canonical = (
+        r'{"blocks":[["gr\u00f6\u00dfe",0,0,3,0]],"buffers":[],"num_pservers":1,"optimizer":null,'
+        r'"parameters":[["gr\u00f6\u00dfe",[3],"F32",0]],"wire":{"pull":"float32","push":"topk","topk":TOPK}}'
+    )
+    assert plan.digest == hashlib.sha256(canonical.replace("TOPK", written).encode()).hexdigest()[:32]
 
 
 @few
