@@ -18,6 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ps_protocol.errors import (
@@ -132,7 +133,16 @@ class AnswerFailures:
 
 async def _answer(request: Request, error: Exception) -> Response:
     headers = error.headers if isinstance(error, HTTPException) else None
+    if isinstance(error, HTTPException) and error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        headers = {"allow": ", ".join(_allowed_methods(request))}
     return problem_response(_to_gradpost_error(request, error), instance=request.scope["path"], headers=headers)
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """Return the methods of all routes at the request's path; Starlette lists those of the first route only."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    methods = {method for route in routes for method in route.methods}
+    return sorted(methods | {"HEAD"} if "GET" in methods else methods)
 
 
 def _to_gradpost_error(request: Request, error: Exception) -> GradpostError:

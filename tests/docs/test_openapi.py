@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any, TypeAlias
 
 import pytest
@@ -48,6 +49,24 @@ async def read_document(app: FastAPI) -> Document:
     async with call(app) as http:
         document: Document = (await http.get("/openapi.json")).json()
     return document
+
+
+async def check_allowed_methods(app: FastAPI) -> None:
+    document = await read_document(app)
+    async with call(app) as http:
+        for path, methods in document["paths"].items():
+            answer = await http.request("BREW", re.sub(r"{\w+}", "0", path))
+            allowed = {method.upper() for method in methods} | ({"HEAD"} if "get" in methods else set())
+            assert (answer.status_code, path, answer.headers["allow"]) == (405, path, ", ".join(sorted(allowed)))
+
+
+def test_a_method_that_a_path_has_not_is_answered_with_all_that_it_has() -> None:
+    async def check() -> None:
+        async with run_pserver() as (_, pserver), run_coordinator() as coordinator:
+            for app in (pserver, coordinator):
+                await check_allowed_methods(app)
+
+    asyncio.run(check())
 
 
 @pytest.fixture(scope="module")
