@@ -84,3 +84,8 @@ _HEADERS = tuple(
     (field.name, "gradpost-" + field.name.replace("_", "-"), field.name not in ("run", "plan"))
     for field in fields(Fence)
 )
+# A regular expression for the value of each header.
+HEADER_PATTERNS: Mapping[str, str] = {
+    header: f"^[0-9]{{1,{MAX_DIGITS}}}$" if is_number else f"^[ -~]{{1,{MAX_TEXT}}}$"
+    for _, header, is_number in _HEADERS
+}

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 from typing import Any
 
-from ps_protocol.fence import Fence
+from ps_protocol import norms
+from ps_protocol.fence import HEADER_PATTERNS, Fence
+from ps_protocol.fields import MAX_NAME, MAX_ORDINAL, MAX_TENSORS
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import BarrierAnswer, NormAnswer, PushAnswer
 from ps_protocol.routes import BARRIER_HEADER, HAVE_HEADER, NORM_HEADER, VERDICT_HEADER, WAIT_HEADER
 
+from .endpoints import MAX_WAIT_SECONDS
+
 _BINARY = {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}
+_NAMES = {
+    "type": "array",
+    "maxItems": MAX_TENSORS,
+    "items": {"type": "string", "maxLength": MAX_NAME + 100},  # of a parameter, with a slot and a block's number
+}
 
 
-def _header(name: str, description: str, *, required: bool = True, schema: dict[str, Any] | None = None) -> Any:
-    return {
-        "name": name,
-        "in": "header",
-        "required": required,
-        "description": description,
-        "schema": schema or {"type": "string"},
-    }
+def _header(name: str, description: str, *, schema: dict[str, Any], required: bool = True) -> Any:
+    return {"name": name, "in": "header", "required": required, "description": description, "schema": schema}
 
 
 _EXAMPLE = Fence(
     protocol=1, run="5f0c", attempt=0, plan="9a1e", pserver=0, pserver_incarnation=1, rank=0, trainer_incarnation=1,
     round=1,
 )  # fmt: skip
-_FENCE = [_header(name, f"part of the fence, such as {value}") for name, value in _EXAMPLE.to_headers().items()]
+_FENCE = [
+    _header(name, f"part of the fence, such as {value}", schema={"type": "string", "pattern": HEADER_PATTERNS[name]})
+    for name, value in _EXAMPLE.to_headers().items()
+]
 _BARRIER = _header(BARRIER_HEADER, "which barrier", schema={"type": "string", "enum": ["batch", "fetch"]})
 _VERDICT = _header(
     VERDICT_HEADER, "whether the trainer's gradient is finite, as far as the pservers have found", required=False,
@@ -34,8 +40,15 @@ _VERDICT = _header(
 )  # fmt: skip
 
 
-_NORM = _header(NORM_HEADER, "where gradients are clipped: digest, sum of squares here and everywhere", required=False)
-_WAIT = _header(WAIT_HEADER, "how long to wait at most, in seconds", required=False, schema={"type": "number"})
+_NORM = _header(
+    NORM_HEADER, "where gradients are clipped: digest, sum of squares here and everywhere, one space between them",
+    required=False,
+    schema={"type": "string", "maxLength": norms.MAX_TEXT, "pattern": "^[0-9A-Za-z]+ [!-~]+ [!-~]+$"},
+)  # fmt: skip
+_WAIT = _header(
+    WAIT_HEADER, "how long to wait at most, in seconds", required=False,
+    schema={"type": "number", "minimum": 0, "maximum": MAX_WAIT_SECONDS},
+)  # fmt: skip
 
 
 def _json_answer(model: type[PushAnswer] | type[BarrierAnswer] | type[NormAnswer]) -> dict[str, Any]:
@@ -63,14 +76,14 @@ GET_OPENAPI: dict[str, Any] = {
             HAVE_HEADER,
             "the round whose values the trainer has: what has not changed since is left out",
             required=False,
-            schema={"type": "integer"},
+            schema={"type": "integer", "minimum": 0, "maximum": MAX_ORDINAL},
         ),
         _NORM,
         _WAIT,
     ],
     "requestBody": {
         "required": False,
-        "content": {"application/json": {"schema": {"type": "array", "items": {"type": "string"}}}},
+        "content": {"application/json": {"schema": _NAMES}},
     },
     "responses": {"200": {"description": "exactly the version of the fence's round", "content": _BINARY}},
 }
@@ -81,7 +94,7 @@ SLOTS_OPENAPI: dict[str, Any] = {
     "parameters": _FENCE,
     "requestBody": {
         "required": False,
-        "content": {"application/json": {"schema": {"type": "array", "items": {"type": "string"}}}},
+        "content": {"application/json": {"schema": _NAMES}},
     },
     "responses": {"200": {"description": "slots as of the fence's round, float32", "content": _BINARY}},
 }

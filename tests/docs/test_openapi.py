@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from typing import Any, TypeAlias
 
@@ -11,10 +12,11 @@ from fastapi import FastAPI
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from ps_protocol import routes
-from ps_protocol.errors import PROBLEM_CONTENT_TYPE
+from ps_protocol.errors import PROBLEM_CONTENT_TYPE, BadHeader
 from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import BarrierAnswer, NormAnswer, PushAnswer
+from ps_protocol.norms import AgreedNorm, ShardNorm
 from trainer_client.testing import LocalCluster
 
 from ..unit.protocol.test_fields import find_unbounded
@@ -138,6 +140,17 @@ def test_the_fence_is_required(pserver: Document) -> None:
             for route, optional in ((routes.GET, {*OPTIONAL, routes.HAVE_HEADER}), (routes.NORM, OPTIONAL))
         }
         assert headers == dict.fromkeys(HEADERS, True) | more.get(path, {})
+
+
+def test_the_headers_are_of_the_form_that_is_described(pserver: Document) -> None:
+    by_name = {p["name"]: p["schema"] for p in pserver["paths"][routes.GET]["post"]["parameters"]}
+    norm = AgreedNorm(ShardNorm("5f0c", 1e-7), math.inf).to_header()
+    for name, value in {**HEADERS, routes.NORM_HEADER: norm}.items():
+        assert re.fullmatch(by_name[name]["pattern"], value)
+        assert not re.search(by_name[name]["pattern"], "é")
+    with pytest.raises(BadHeader):
+        Fence.from_headers({**HEADERS, "gradpost-round": "9" * 19})
+    assert not re.search(by_name["gradpost-round"]["pattern"], "9" * 19)
 
 
 OPTIONAL = (routes.BARRIER_HEADER, routes.VERDICT_HEADER, routes.NORM_HEADER, routes.WAIT_HEADER)
