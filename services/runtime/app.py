@@ -21,7 +21,7 @@ from .overload import LimitRequests
 from .pages import PAGE_HEADERS, render_operations
 from .problems import install_error_handlers
 from .routing import AnswerHead, MessageRoute, RawEndpoint, RawRoute
-from .scopes import DOCS
+from .scopes import DOCS, needed_scope
 
 Lifespan: TypeAlias = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -40,9 +40,17 @@ _PROBLEM_SCHEMA = {
         "may_be_retried": {"type": "boolean"},
     },
 }
-_PROBLEM_RESPONSE = {
-    "description": "Any error",
-    "content": {PROBLEM_CONTENT_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+_PROBLEM = {"content": {PROBLEM_CONTENT_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}}
+_PROBLEM_RESPONSE = {"description": "Any error", **_PROBLEM}
+_TOKEN_RESPONSES = {
+    "401": {"description": "`unauthenticated`: no bearer token, or none that is valid here", **_PROBLEM},
+    "403": {"description": "`forbidden`: the token's scope does not cover the request; or `bad_origin`", **_PROBLEM},
+}
+_TOKEN_SCHEME = {
+    "type": "http",
+    "scheme": "bearer",
+    "description": "A token of the scope that the operation names: `admin` includes `train`, which includes `read`. "
+    "A service without `tokens_dir` needs no token.",
 }
 
 
@@ -140,5 +148,12 @@ class _ServiceApp(FastAPI):
         for route in self.routes:
             if isinstance(route, RawRoute):
                 document["paths"].setdefault(route.path_format, {}).update(route.operations)
-        document.setdefault("components", {}).setdefault("schemas", {})["Problem"] = _PROBLEM_SCHEMA
+        for path, operations in document["paths"].items():
+            for method, operation in operations.items():
+                scope = needed_scope(method.upper(), path)
+                operation["security"] = [] if scope is None else [{"token": [scope]}]
+                operation["responses"] |= {} if scope is None else _TOKEN_RESPONSES
+        components = document.setdefault("components", {})
+        components.setdefault("schemas", {})["Problem"] = _PROBLEM_SCHEMA
+        components["securitySchemes"] = {"token": _TOKEN_SCHEME}
         return document

@@ -17,6 +17,8 @@ from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import BarrierAnswer, NormAnswer, PushAnswer
 from ps_protocol.norms import AgreedNorm, ShardNorm
+from ps_protocol.tokens import SCOPES
+from services.runtime.scopes import ROUTE_SCOPES
 from trainer_client.testing import LocalCluster
 
 from ..unit.protocol.test_fields import find_unbounded
@@ -117,6 +119,18 @@ def test_every_operation_says_what_it_is_and_may_fail_with_a_problem(document: D
     assert failures == {route: [PROBLEM_CONTENT_TYPE] for route in operations}
     ids = [operation["operationId"] for operation in operations.values()]
     assert len(ids) == len(set(ids))
+
+
+def test_every_operation_names_the_scope_of_its_token(document: Document) -> None:
+    [scheme] = document["components"]["securitySchemes"].values()
+    assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+    assert all(f"`{scope}`" in scheme["description"] for scope in SCOPES)
+    scopes = {(method, path.replace(":path}", "}")): scope for (method, path), scope in ROUTE_SCOPES.items()}
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            scope = scopes[method.upper(), path]
+            assert operation["security"] == ([{"token": [scope]}] if scope else [])
+            assert ({"401", "403"} <= operation["responses"].keys()) == bool(scope)
 
 
 def test_whatever_comes_with_a_request_has_a_bound(document: Document) -> None:
