@@ -33,7 +33,7 @@ from .administration_routes import add_administration_routes
 from .coordinator import Coordinator
 from .dashboard.routes import add_dashboard_routes
 from .inspection.routes import add_inspection_routes
-from .targets import describe_targets, is_own_address
+from .targets import TargetGroup, describe_targets, is_own_address
 
 log = get_logger()
 
@@ -133,7 +133,7 @@ def make_coordinator_app(
         """The run in a few numbers, as the servers saw it."""
         return await coordinator.summary()
 
-    @app.get(routes.TARGETS, tags=["inspection"])
+    @app.get(routes.TARGETS, tags=["inspection"], response_model=list[TargetGroup])
     async def targets() -> list[dict[str, Any]]:
         """All members for Prometheus' HTTP service discovery (`http_sd_configs`)."""
         return describe_targets(coordinator.cluster)

@@ -6,11 +6,29 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
+from ps_protocol.fields import ByOrdinal
 from ps_protocol.vocabulary import Rank, Round
 
 MAX_POINTS = 1000  # of one curve; of more every second one is dropped
 MAX_CURVES = 1000
 MAX_ANSWERED = 100_000  # points in one answer, which is made in about 0.1 s
+
+
+class Curve(BaseModel):
+    """The points of one number that one trainer reports, in columns; a value that JSON has no word for is null."""
+
+    round: list[Round]
+    at: list[float]  # seconds since 1970
+    value: list[float | None]
+
+
+class CurveList(BaseModel):
+    """The curves of the newest run, by name and rank."""
+
+    run: str
+    curves: dict[str, ByOrdinal[Curve]]
 
 
 class Curves:

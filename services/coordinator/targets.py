@@ -9,10 +9,19 @@ import ipaddress
 from typing import Any
 from urllib.parse import urlsplit
 
+from pydantic import BaseModel
+
 from ps_protocol.hosts import is_ip_literal, is_loopback, reachable_host
 from services.runtime.security import KnownHosts
 
 from .cluster import Cluster
+
+
+class TargetGroup(BaseModel):
+    """Members of one role, in the format of Prometheus' HTTP service discovery."""
+
+    targets: list[str]
+    labels: dict[str, str]
 
 
 def describe_targets(cluster: Cluster) -> list[dict[str, Any]]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
+from pydantic import BaseModel
 
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE, NotReady
 from ps_protocol.routes import HEALTH, METRICS, READY
@@ -54,6 +55,12 @@ _TOKEN_SCHEME = {
 }
 
 
+class Healthy(BaseModel):
+    """Answer of a probe that succeeds."""
+
+    status: Literal["ok"] = "ok"
+
+
 def make_app(
     *,
     title: str,
@@ -95,16 +102,16 @@ def make_app(
     app.add_middleware(AnswerHead)  # added last, so outermost
 
     @app.get(HEALTH, tags=["service"])
-    async def health() -> dict[str, str]:
+    async def health() -> Healthy:
         """The process lives and its event loop runs."""
-        return {"status": "ok"}
+        return Healthy()
 
     @app.get(READY, tags=["service"])
-    async def ready() -> dict[str, str]:
+    async def ready() -> Healthy:
         """The service can do its work; else `not_ready`, and `waiting_for` says what is missing."""
         if missing := is_ready():
             raise NotReady(f"this {role} is not ready", waiting_for=missing)
-        return {"status": "ok"}
+        return Healthy()
 
     @app.get(METRICS, tags=["service"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def prometheus_metrics(request: Request) -> Response:

@@ -45,11 +45,14 @@ GIVE_OPENAPI: dict[str, Any] = {
 
 def add_speed_routes(app: FastAPI) -> None:
     """Add both directions."""
-    add_raw_route(app, SPEED, _take, methods=["POST"], summary="Take bytes and count them", openapi_extra=TAKE_OPENAPI)
-    add_raw_route(app, SPEED, _give, methods=["GET"], summary="Give some bytes", openapi_extra=GIVE_OPENAPI)
+    add_raw_route(
+        app, SPEED, take_bytes, methods=["POST"], summary="Take bytes and count them", openapi_extra=TAKE_OPENAPI
+    )
+    add_raw_route(app, SPEED, give_bytes, methods=["GET"], summary="Give some bytes", openapi_extra=GIVE_OPENAPI)
 
 
-async def _take(scope: Scope, receive: Receive, send: Send) -> None:
+async def take_bytes(scope: Scope, receive: Receive, send: Send) -> None:
+    """Count the bytes of a body and drop them."""
     num_bytes, more = 0, True
     while more:
         message = await receive()
@@ -64,7 +67,8 @@ async def _take(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": answer})
 
 
-async def _give(scope: Scope, receive: Receive, send: Send) -> None:
+async def give_bytes(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer as many bytes as the query asks for."""
     text = "".join(parse_qs(scope["query_string"].decode("latin-1")).get("num_bytes", []))
     if not (text.isascii() and text.isdecimal()) or len(text) > 9 or int(text) > MAX_SPEED_BYTES:
         raise InvalidMessage("num_bytes says how many are wanted", expected=f"0 to {MAX_SPEED_BYTES}", actual=text[:40])

@@ -119,6 +119,15 @@ def test_every_operation_says_what_it_is_and_may_fail_with_a_problem(document: D
     assert failures == {route: [PROBLEM_CONTENT_TYPE] for route in operations}
     ids = [operation["operationId"] for operation in operations.values()]
     assert len(ids) == len(set(ids))
+    assert all(re.fullmatch(r"[a-z]\w+", name) for name in ids)
+
+
+def test_every_json_answer_has_a_schema(document: Document) -> None:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            for content in (answer.get("content", {}) for answer in operation["responses"].values()):
+                schema = content.get("application/json", {}).get("schema", {})
+                assert schema.get("items", schema).get("additionalProperties") is not True, (method, path)
 
 
 def test_every_operation_names_the_scope_of_its_token(document: Document) -> None:

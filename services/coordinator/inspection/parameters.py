@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+from pydantic import BaseModel
+
 from ps_protocol.errors import InvalidMessage, NotFound
 from ps_protocol.frames import encode_header
 from ps_protocol.plan import SlicePlan
@@ -19,6 +21,35 @@ from ..coordinator import Coordinator
 from .arriving import ArrivingFrame, open_frames
 from .formats import Format, Tensor, check_json
 from .reading import current_plan, round_everywhere
+
+
+class BlockEntry(BaseModel):
+    """A block in the list of parameters: elements `begin` to `end` of the flattened parameter."""
+
+    name: str
+    begin: int
+    end: int
+    pserver: PserverIndex
+
+
+class ParameterEntry(BaseModel):
+    """A parameter in the list; `bytes` is the size of its values in its own dtype."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    group: int
+    bytes: int
+    blocks: list[BlockEntry]
+
+
+class ParameterList(BaseModel):
+    """All parameters of a run, in the model's order; `version` is the newest round that all pservers have applied."""
+
+    run: str
+    digest: str
+    version: Round
+    parameters: list[ParameterEntry]
 
 
 def describe_parameters(coordinator: Coordinator) -> dict[str, Any]:

@@ -15,12 +15,20 @@ from ps_protocol.statistics import ParameterStatistics
 from services.runtime.large_replies import LargeReplies, StreamedReply
 
 from ..coordinator import Coordinator
-from ..curves import MAX_POINTS
+from ..curves import MAX_POINTS, CurveList
 from ..events import MAX_EVENTS, Event
 from .activity import Activity, describe_activity
 from .event_stream import EventStreams
 from .formats import CONTENT_TYPES, Format
-from .parameters import describe_parameters, find_parameter, open_parameter, open_slots, owners_of, wait_for_newer
+from .parameters import (
+    ParameterList,
+    describe_parameters,
+    find_parameter,
+    open_parameter,
+    open_slots,
+    owners_of,
+    wait_for_newer,
+)
 from .reading import current_plan, read_versions, round_everywhere
 from .statistics import StatisticsKeeper
 from .status import describe_status
@@ -55,7 +63,7 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
         """Who takes part, how fast it goes, where it waits, and what each pserver has to do; asks nobody."""
         return describe_activity(coordinator, time.time())
 
-    @app.get(routes.PARAMETERS, tags=["inspection"])
+    @app.get(routes.PARAMETERS, tags=["inspection"], response_model=ParameterList)
     async def parameters() -> dict[str, Any]:
         """All parameters with their shapes, blocks and owners."""
         return describe_parameters(coordinator)
@@ -105,7 +113,7 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
         """The whole model of one round, while it trains, for `load_state_dict`: buffers and tied names included."""
         return StreamedReply(large, lambda: open_model(coordinator), CONTENT_TYPE)
 
-    @app.get(routes.CURVES, tags=["inspection"])
+    @app.get(routes.CURVES, tags=["inspection"], response_model=CurveList)
     async def curves(max_points: Annotated[int, Query(ge=2, le=MAX_POINTS)] = MAX_POINTS) -> dict[str, Any]:
         """What trainers report (`Session.report`), as curves: by name and rank, in columns.
 
