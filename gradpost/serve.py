@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 import typer
 from pydantic.fields import FieldInfo
 
+from ps_protocol.certificates import client_context, server_context
 from services.runtime.settings import ServiceSettings
 from services.runtime.start import import_process
 
@@ -35,6 +36,9 @@ def make_role_app(role: Role) -> typer.Typer:
 
     def run(**flags: Any) -> None:
         settings = read_settings(settings_class, flags)
+        for files, make_context in ((settings.server_tls, server_context), (settings.client_tls, client_context)):
+            if files.paths:
+                make_context(files)  # raises CertificateError before the service starts
         import_process(role).main(settings)  # ends the process
 
     run.__doc__ = f"Run a {role}. Settings: flag over GRADPOST_* over the file GRADPOST_SETTINGS_FILE over default."

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from .environment import SettingsError
 
 Build = Callable[[], ssl.SSLContext]
 
@@ -26,6 +29,10 @@ class TlsFiles:
     def paths(self) -> list[Path]:
         """Those that are there."""
         return [path for path in (self.ca, self.cert, self.key) if path is not None]
+
+
+class CertificateError(SettingsError, OSError):
+    """TLS files that cannot be used; the message names the file and the reason."""
 
 
 class WatchedFiles:
@@ -120,34 +127,72 @@ class FreshContext(ssl.SSLContext):
 def client_context(files: TlsFiles, *, with_system: bool = False) -> ssl.SSLContext:
     """A context for calling others: trusts `files.ca`, presents `files.cert` if there is one.
 
-    Without a `ca` it trusts the system's authorities, with `with_system` in any case.
+    Without a `ca` it trusts the system's authorities, with `with_system` in any case. Raises CertificateError.
     """
 
     def build() -> ssl.SSLContext:
-        context = ssl.create_default_context(cafile=None if with_system or files.ca is None else str(files.ca))
-        if files.ca is not None and with_system:
-            context.load_verify_locations(cafile=str(files.ca))
-        if files.cert is not None:
-            context.load_cert_chain(files.cert, files.key)
+        _check_readable(files)
+        with _naming(files.ca):
+            context = ssl.create_default_context(cafile=None if with_system or files.ca is None else str(files.ca))
+            if files.ca is not None and with_system:
+                context.load_verify_locations(cafile=str(files.ca))
+        if files.cert is not None or files.key is not None:
+            _load_chain(context, files)
         return context
 
     return FreshContext(files, build) if files.paths else build()
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """A context for being called: presents `files.cert`, and with a `ca` demands certificates that this one signed."""
+    """A context for being called: presents `files.cert`, and with a `ca` demands certificates that this one signed.
+
+    Raises CertificateError.
+    """
 
     def build() -> ssl.SSLContext:
-        assert files.cert is not None
+        _check_readable(files)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.sslobject_class = _SaysWhyNot
-        context.load_cert_chain(files.cert, files.key)
+        _load_chain(context, files)
         if files.ca is not None:
-            context.load_verify_locations(cafile=str(files.ca))
+            with _naming(files.ca):
+                context.load_verify_locations(cafile=str(files.ca))
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
     return FreshContext(files, build)
+
+
+def _check_readable(files: TlsFiles) -> None:
+    for path in files.paths:
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise CertificateError(f"the TLS file {path} cannot be read: {error.strerror}") from None
+
+
+@contextmanager
+def _naming(ca: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except ssl.SSLError:
+        raise CertificateError(f"the TLS file {ca} holds no certificate of an authority in PEM form") from None
+
+
+def _load_chain(context: ssl.SSLContext, files: TlsFiles) -> None:
+    cert, key = files.cert, files.key
+    if cert is None or key is None:
+        raise CertificateError(f"a TLS certificate and its key go together: give both or neither, not {cert or key}")
+
+    def refuse() -> NoReturn:  # OpenSSL would ask on the terminal
+        raise CertificateError(f"the TLS key {key} is encrypted: write it without a passphrase")
+
+    try:
+        context.load_cert_chain(cert, key, password=refuse)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise CertificateError(f"the TLS key {key} does not belong to the certificate {cert}") from None
+        raise CertificateError(f"{cert} and {key} hold no TLS certificate and no private key in PEM form") from None
 
 
 def _stamp(path: Path) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from ps_protocol.environment import PREFIX
 from services.coordinator.settings import CoordinatorSettings
 from services.runtime.settings import ServiceSettings
 
+from ..protocol.test_certificates import Authority
 from .conftest import ROOT, RunCommand
 
 
@@ -52,8 +53,7 @@ def test_flag_over_environment_over_file_over_default(
 
 
 def test_values_of_every_kind(run_command: RunCommand, served: list[ServiceSettings], tmp_path: Path) -> None:
-    pem = tmp_path / "ca.pem"
-    pem.touch()
+    pem = Authority(tmp_path).ca
     flags = (
         "--host 0.0.0.0 --insecure --port 0 --lease-seconds 2.5 --exit-when-done "
         f"--no-slice-parameters --tls-ca {pem} --advertise-address http://here:1/ --nonfinite allow"
@@ -85,6 +85,21 @@ def test_every_setting_of_the_role_is_a_flag(run_command: RunCommand, role: Role
     assert f"Usage: gradpost serve {role} [OPTIONS]" in outcome.stdout
     assert "[default: 127.0.0.1]" in outcome.stdout
     assert "auto|console|json" in outcome.stdout
+
+
+def test_a_key_of_another_certificate_is_one_line(
+    run_command: RunCommand, served: list[ServiceSettings], tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path)
+    one, other = authority.issue("one"), authority.issue("other")
+    outcome = run_command("serve", "coordinator", "--tls-cert", str(one.cert), "--tls-key", str(other.key))
+    assert (outcome.exit_code, served) == (2, [])
+    assert outcome.stderr == f"gradpost: error: the TLS key {other.key} does not belong to the certificate {one.cert}\n"
+    outcome = run_command("serve", "coordinator", "--tls-ca", str(one.key))
+    assert (outcome.exit_code, served) == (2, [])
+    assert (
+        outcome.stderr == f"gradpost: error: the TLS file {one.key} holds no certificate of an authority in PEM form\n"
+    )
 
 
 @pytest.mark.parametrize(

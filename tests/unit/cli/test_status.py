@@ -12,7 +12,7 @@ from ps_protocol.messages import ClusterStatus, PserverStatus, TrainerStatus
 from ps_protocol.routes import STATUS
 
 from .canned import serving
-from .conftest import RunCommand
+from .conftest import ROOT, RunCommand
 from .terminal import Terminal
 
 STATE = ClusterStatus(
@@ -180,3 +180,20 @@ def test_watch_on_a_terminal() -> None:
             terminal.wait_for("run 5f0c: failed")
             assert terminal.wait() == 0
             assert "Traceback" not in terminal.shown
+
+
+@pytest.mark.parametrize(
+    ("variable", "file", "message"),
+    [
+        ("TLS_CA", "nothing.pem", "the TLS file nothing.pem cannot be read: No such file or directory"),
+        ("TLS_CLIENT_CERT", "pyproject.toml", "a TLS certificate and its key go together: give both or neither, not "
+                                              "pyproject.toml"),
+    ],
+)  # fmt: skip
+def test_tls_files_that_cannot_be_used_are_one_line(
+    run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, variable: str, file: str, message: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv(f"GRADPOST_{variable}", file)
+    outcome = run_command("status")
+    assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (2, "", f"gradpost: error: {message}\n")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ps_protocol.certificates import CertificateError
 from trainer_client import ParameterClient
 from trainer_client.settings import read_settings
 
@@ -81,3 +82,8 @@ async def test_what_was_decided_by_joining_cannot_be_set_any_more() -> None:
     assert client.settings.bucket_bytes == 1000
     with pytest.raises(ValueError, match="bucket_bytes"):
         client.configure(bucket_bytes=0)
+
+
+def test_tls_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CertificateError, match=r"the TLS file .*ca\.pem cannot be read: No such file"):
+        ParameterClient(tls_ca=tmp_path / "ca.pem")
