@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import secrets
+import ssl
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -236,6 +237,11 @@ class Membership:
                 return await self._request(method, path, message, params)
             except httpx.TransportError as error:
                 cause = f"{type(error).__name__}: {error}".removesuffix(": ")
+                if path == JOIN_TRAINER and _is_certificate_refused(error):  # waiting longer changes nothing
+                    raise Unreachable(
+                        f"the certificate of the coordinator at {self._coordinator} is not trusted ({cause}): set "
+                        "GRADPOST_TLS_CA to the authority that signed it, and GRADPOST_COORDINATOR to a name in it"
+                    ) from error
                 self._say("waiting", f"waiting for the coordinator at {self._coordinator} ({cause})")
                 if loop.time() - silent_since > self._settings.retry_seconds:
                     # A port that serves TLS accepts the connection and closes it without an answer to plain HTTP.
@@ -276,3 +282,9 @@ class Membership:
         )
         raise_for_problem(response)
         return response.content
+
+
+def _is_certificate_refused(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error is not None

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 import trustme
 
+from ps_protocol.certificates import TlsFiles
+from ps_protocol.errors import Unreachable
 from services.runtime import server as server_module
+from trainer_client.membership import Membership
+from trainer_client.settings import read_settings
 from trainer_client.transport.connections import make_bulk_client, make_control_client
 from trainer_client.transport.extensions import BODY_EXTENSION
 
@@ -49,3 +53,16 @@ async def test_the_whole_authority_is_replaced(http2: bool, tmp_path: Path, monk
             url = f"{service.address}/raw/fine"
             assert (await bulk.post(url, extensions=BODY)).status_code == 200
             assert (await control.post(url, content=b"12345")).status_code == 200
+
+
+@pytest.mark.asyncio
+async def test_a_coordinator_whose_certificate_is_not_trusted_is_given_up_at_once(tmp_path: Path) -> None:
+    issued, other = Authority(tmp_path / "authority").issue("service"), Authority(tmp_path / "other")
+    async with (
+        running(Sample().make_app(), tls_cert=issued.cert, tls_key=issued.key) as service,
+        make_control_client(TlsFiles(other.ca), None) as control,
+        asyncio.timeout(30),
+    ):
+        membership = Membership(read_settings(coordinator=service.address, retry_seconds=600), control)
+        with pytest.raises(Unreachable, match=r"is not trusted .*unable to get local issuer.* set GRADPOST_TLS_CA"):
+            await membership.join(None)
