@@ -42,6 +42,11 @@ def test_headers_come_back_exactly_and_are_taken(parts: list[float]) -> None:
         assert math.isnan(back.norm) or back.norm >= 0
 
 
+def test_a_number_may_have_any_decimal_form() -> None:
+    told = ShardNorm(DIGEST, 1e-7)
+    assert {AgreedNorm.from_header(f"{DIGEST} {own} 2").own.is_same(told) for own in ("1e-7", "0.0000001")} == {True}
+
+
 @pytest.mark.parametrize(
     "text",
     [
