@@ -78,8 +78,8 @@ def make_coordinator_app(
         address, hosts = message.metrics_address, getattr(app.state, "hosts", KnownHosts([]))
         if address is not None and not is_own_address(address, client[0], server[0], hosts):
             log.info(
-                "a trainer's metrics are not listed for Prometheus: they are at another address than the trainer; "
-                "add its host to allowed_hosts",
+                "a trainer's metrics are not listed for Prometheus, because they are at another host than the trainer; "
+                "set its metrics_host, or add the host to allowed_hosts",
                 metrics_address=address,
                 client=client[0],
             )

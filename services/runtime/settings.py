@@ -86,7 +86,7 @@ class ServiceSettings(BaseSettings):
     allowed_hosts: str | None = Field(
         default=None,
         description="further host names that it goes by, separated by commas; `*.example.com` for all below it, `*` "
-        "for any",
+        "for any. The coordinator also lists trainers' metrics at these hosts",
     )
     max_body_bytes: int = Field(
         default=_LIMITS.max_body_bytes, ge=1, description="largest frame that a pserver takes; every block must fit"
