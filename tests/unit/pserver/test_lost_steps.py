@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ps_protocol.errors import FutureRound
+from ps_protocol.errors import DelayExceeded, FutureRound
 
 from .support import Bench
 from .test_async_durability import life, steps
@@ -60,7 +60,8 @@ async def play(folder: Path, script: list[tuple]) -> None:
                 await turns()
             log.open_up()
             results = await asyncio.gather(*pushes, return_exceptions=True)
-            assert all(result is None or isinstance(result, FutureRound) for result in results)
+            refused = [result for result in results if result is not None]
+            assert all(isinstance(error, FutureRound | DelayExceeded) for error in refused), refused
         await pserver.run.settle()
         await pserver.run._drain()
         assert clocks.applied == clocks.taken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +40,9 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     init = Shard.__init__
 
     def watched(self: Shard, *arguments: Any) -> None:
+        deadline = time.monotonic() + 2
+        while shards and time.monotonic() < deadline:  # a thread may be about to forget what it has worked on
+            time.sleep(0.001)
         counts.append(len(shards))
         init(self, *arguments)
         shards.add(self)
