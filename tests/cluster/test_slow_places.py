@@ -109,8 +109,8 @@ def test_all_pservers_make_the_same_checkpoints_at_the_pace_of_the_slowest(tmp_p
             still = [round_ for round_ in listed if round_ in complete(run)]
             assert [round_ for round_ in still if round_ not in shards[0] or round_ not in shards[1]] == []
             assert len(listed) <= KEEP + 1
-        asked = run.round_of(0)
-        assert run.make_checkpoint() >= asked - 1
+        known = run.cluster.status().round  # by the newest heartbeats
+        assert run.make_checkpoint() >= known
         for child in run.cluster.trainers:
             child.signal(SIGKILL)
 
