@@ -21,6 +21,7 @@ SABOTAGES = {
     "dedupe": ("duplicate requests", "late requests"),
     "order": ("trainer hangs while its heartbeats live",),
     "log": ("pserver killed",),
+    "places": ("place of one pserver hanging",),
 }
 SHOWN_VIOLATIONS = 10
 
@@ -70,7 +71,7 @@ class Campaign:
             seed, may_fake_time=find_libfaketime() is not None, mode=self._mode if self._sabotage else None
         )
         if self._sabotage:
-            setup = replace(setup, seconds=8.0, max_delay=0, on_trainer_loss="wait")
+            setup = replace(setup, seconds=8.0, max_delay=0, on_trainer_loss="wait", checkpoint_rounds=7)
         folder = Path(tempfile.mkdtemp(prefix=f"gradpost-chaos-{seed}-", dir=self._folder))
         episode = Episode(setup, folder, kinds=self._kinds, sabotage=self._sabotage)
         kept = True

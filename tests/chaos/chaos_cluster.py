@@ -82,6 +82,10 @@ class ChaosCluster(LocalCluster):
         """What is added to the wall clock of a process of this name, in seconds with a sign."""
         return self.folder / f"clock of {name}"
 
+    def place_file(self, name: str) -> Path:
+        """Return the file that says what a service's place of checkpoints does: see `service.py`."""
+        return self.folder / f"place of {name}"
+
     def name_client(self, port: int) -> str:
         """Which trainer has a connection from this port; nothing if it is another process."""
         inode = _inode_of(port)
@@ -103,11 +107,10 @@ class ChaosCluster(LocalCluster):
             proxy = self.proxies[int(name.split()[1])]
             proxy.target = _free_port()
             env |= {"GRADPOST_PORT": proxy.target, "GRADPOST_ADVERTISE_ADDRESS": proxy.address}
-        if self._sabotage is not None:
-            env |= {"CHAOS_SABOTAGE": self._sabotage, "CHAOS_SERVICE": module}
-            module = "tests.chaos.sabotaged"
+        self.place_file(name).touch()
+        env |= {"CHAOS_SERVICE": module, "CHAOS_PLACE": self.place_file(name), "CHAOS_SABOTAGE": self._sabotage or ""}
         env = {key: str(value) for key, value in env.items()} | self._clock_of(name)
-        return super()._spawn_service(name, module, pass_fds=pass_fds, **env)
+        return super()._spawn_service(name, "tests.chaos.service", pass_fds=pass_fds, **env)
 
     def _clock_of(self, name: str) -> dict[str, str]:
         # Not for trainers: under libfaketime 0.9.10 a time.sleep of Python is refused (EINVAL).

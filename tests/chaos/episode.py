@@ -28,6 +28,7 @@ from .setup import PARAMETERS, Setup
 TICK_SECONDS = 0.05
 START_SECONDS = 90.0
 END_SECONDS = 120.0  # after the last fault is healed: then something waits for ever
+RECOVERY_SECONDS = 20.0  # after which a fault that is healed has no effect any more
 STOP_GRACE_SECONDS = 30.0  # for a pserver to end after SIGTERM
 FIRST_STEPS = 5
 LAST_STEPS = 10  # after the newest that anybody has begun when the end is agreed on
@@ -264,7 +265,7 @@ class Episode:
             self._claimed.discard((role, victim))
 
     def _is_claimed(self, victim: str) -> bool:
-        return any(claimed == victim and role != "link" for role, claimed in tuple(self._claimed))
+        return (victim.split()[0], victim) in self._claimed
 
     def choose(self, role: str) -> str:
         """Somebody of this role who has no such fault now. Raises IndexError if there is nobody."""
@@ -296,6 +297,15 @@ class Episode:
     def sleep(self, least: float, most: float) -> None:
         """Wait for a random time, or until the history is over."""
         self._over.wait(self.chance.uniform(least, most))
+
+    def is_quiet(self, since: float, *roles: str) -> bool:
+        """Return whether the cluster has had no other faults since then, and time before to recover from them."""
+        others = [injection for injection in self.injections if FAULTS[injection.kind].role not in roles]
+        return all(injection.healed_at < since - RECOVERY_SECONDS for injection in others)
+
+    def has_stepped_since(self, at: float) -> bool:
+        """Return whether a trainer has ended a step after this time."""
+        return any(record["what"] == "end" and record["at"] > at for record in reversed(self.reader.records))
 
     def child(self, name: str) -> Child:
         """The newest process of this name."""

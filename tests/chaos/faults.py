@@ -7,7 +7,8 @@ returns; a process that has died then is started again by the episode. `docs/fau
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,12 @@ from .setup import LEASE_SECONDS, ROUND_TIMEOUT_SECONDS, Setup
 if TYPE_CHECKING:
     from .episode import Episode
 
-Role = Literal["trainer", "pserver", "coordinator", "link"]
+Role = Literal["trainer", "pserver", "coordinator", "link", "place"]
 Inject: TypeAlias = "Callable[[Episode, str], bool | None]"
 
 DYING_SECONDS = 12.0  # for a process to reach the failpoint that is armed
 RIVAL_SECONDS = 40.0  # for a second process to be refused
+STANDSTILL_SECONDS = 3.0  # without any step, while nothing but a place of checkpoints is disturbed
 DISK_ERRORS = ("enospc", "eio", "erofs")
 
 
@@ -242,6 +244,23 @@ def _fail_disk(episode: Episode, victim: str, failpoint: str) -> None:
     episode.note(failpoint)
     # One that cannot write down who it is ends; else it has to live with it.
     episode.start(victim, may_die="rename" in failpoint, GRADPOST_FAILPOINTS=failpoint)
+
+
+def _disturb_place(episode: Episode, victim: str, actions: Sequence[str]) -> None:
+    """Disturb the place of one pserver alone; training goes on meanwhile."""
+    file, action = episode.cluster.place_file(victim), episode.chance.choice(actions)
+    episode.note(action)
+    began = time.monotonic()
+    _write_whole(file, action)
+    episode.sleep(0.5, ROUND_TIMEOUT_SECONDS + 4)
+    at = time.monotonic() - STANDSTILL_SECONDS
+    _write_whole(file, "")
+    if at > began and episode.is_quiet(began, "place") and not episode.has_stepped_since(at):
+        episode.complain(f"training stood still while the place of {victim} did this: {action}")
+
+
+for _how, _actions in (("slow", ("slow 0.2", "slow 1")), ("failing", DISK_ERRORS), ("hanging", ("hang",))):
+    _fault(f"place of one pserver {_how}", "place")(partial(_disturb_place, actions=_actions))
 
 
 @_fault("log damaged", "pserver", _with_rollback)

@@ -1,14 +1,10 @@
-"""A service that is broken on purpose, to see that a campaign notices: `python -m tests.chaos --sabotage …`.
-
-Breaks what `CHAOS_SABOTAGE` names and then runs the service that `CHAOS_SERVICE` names.
-"""
+"""Ways to break a service on purpose, to see that a campaign notices: `python -m tests.chaos --sabotage …`."""
 
 from __future__ import annotations
 
-import os
 import random
-import runpy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from ps_protocol.fence import Fence
 from ps_protocol.messages import PushAnswer
@@ -17,12 +13,16 @@ from services.pserver.admission import Admission
 from services.pserver.bodies import Body
 from services.pserver.clocks import Clocks
 from services.pserver.durable.records import Buffer
+from services.pserver.durable.storage import RunStorage
 from services.pserver.durable.update_log import Update, UpdateLog
+from services.pserver.history import History
 from services.pserver.pushes import read_blocks
 from services.pserver.rounds import Rounds
+from services.pserver.shard import Shard
 from services.pserver.sync_run import SyncRun
 
 _push, _append, _required, _admit = SyncRun.push, UpdateLog.append, Rounds.required, Clocks.admit
+_snapshot = RunStorage.snapshot
 
 
 def break_dedupe() -> None:
@@ -67,6 +67,16 @@ def break_log() -> None:
     UpdateLog.append = append  # type: ignore[method-assign]
 
 
-if __name__ == "__main__":
-    {"dedupe": break_dedupe, "order": break_order, "log": break_log}[os.environ["CHAOS_SABOTAGE"]]()
-    runpy.run_module(os.environ["CHAOS_SERVICE"], run_name="__main__", alter_sys=True)
+def break_places() -> None:
+    """A round waits until a checkpoint is written."""
+
+    def snapshot(self: RunStorage, shard: Shard, history: History, *, is_own: bool = False) -> Callable[[], object]:
+        write = _snapshot(self, shard, history, is_own=is_own)
+        with suppress(OSError):
+            write()
+        return write
+
+    RunStorage.snapshot = snapshot  # type: ignore[method-assign]
+
+
+SABOTAGES = {"dedupe": break_dedupe, "order": break_order, "log": break_log, "places": break_places}

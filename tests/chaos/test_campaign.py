@@ -30,6 +30,7 @@ def test_a_history_without_violations(tmp_path: Path, capsys: pytest.CaptureFixt
         ("dedupe", "sync"),
         ("order", "sync"),
         ("log", "async"),
+        ("places", "sync"),
         pytest.param("dedupe", "async", marks=pytest.mark.soak),
         pytest.param("log", "sync", marks=pytest.mark.soak),
     ],

@@ -1,0 +1,50 @@
+"""A service of a history: its place of checkpoints does what a file says, and a sabotage may break its code.
+
+Runs the service that `CHAOS_SERVICE` names. The file `CHAOS_PLACE` is read before each operation on the place: it is
+empty, or says `slow SECONDS`, `hang`, `eio`, `enospc` or `erofs`. A hanging operation goes on once the file says
+something else.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import runpy
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from services.runtime.places import LocalPlace
+
+CHECK_SECONDS = 0.02
+
+
+def disturb_place(file: Path) -> None:
+    """Let every operation on a local place of checkpoints do first what the file says."""
+    for name in ("write", "read", "list", "delete"):
+        setattr(LocalPlace, name, _disturb(getattr(LocalPlace, name), file))
+
+
+def _disturb(operation: Callable[..., Any], file: Path) -> Callable[..., Any]:
+    def disturbed(*arguments: Any) -> Any:
+        while (order := file.read_text()) == "hang":
+            time.sleep(CHECK_SECONDS)
+        action, _, seconds = order.partition(" ")
+        if action == "slow":
+            time.sleep(float(seconds))
+        elif action:
+            number = getattr(errno, action.upper())
+            raise OSError(number, f"{os.strerror(number)} (the campaign's)")
+        return operation(*arguments)
+
+    return disturbed
+
+
+if __name__ == "__main__":
+    disturb_place(Path(os.environ["CHAOS_PLACE"]))
+    if sabotage := os.environ.get("CHAOS_SABOTAGE"):
+        from tests.chaos.sabotaged import SABOTAGES
+
+        SABOTAGES[sabotage]()
+    runpy.run_module(os.environ["CHAOS_SERVICE"], run_name="__main__", alter_sys=True)
