@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .diary import Record, in_order, name_of
+from .draws import draw, seed_draws
 from .round_model import check_rounds
 from .setup import Setup
 from .step_model import check_steps
@@ -30,7 +31,7 @@ def find_violations(history: History) -> list[str]:
     """Everything that must not be, in words; nothing if all is well."""
     records = in_order(history.records)
     found = [f"{r['what']}: {r['text']}" for r in records if r["what"] == "wrong answer"]
-    found += _check_order(records) + _check_rollbacks(history, records)
+    found += _check_order(records) + _check_rollbacks(history, records) + _check_draws(history.setup, records)
     check = check_rounds if history.setup.mode == "sync" else check_steps
     return found + check(history.setup, records)
 
@@ -46,6 +47,18 @@ def _check_order(records: list[Record]) -> list[str]:
                 if version < before["blocks"][name][0]:
                     found.append(f"{name_of(record)} saw version {version} of {name} after {before['blocks'][name][0]}")
         newest[record["rank"]] = record
+    return found
+
+
+def _check_draws(setup: Setup, records: list[Record]) -> list[str]:
+    """The random numbers of a script depend on seed and step only: nothing else has drawn from its generators."""
+    found = []
+    for record in records:
+        if "draws" in record:
+            seed_draws(setup.seed, record["drawn_for"])
+            if record["draws"] != (expected := draw()):
+                numbers = f"drew {record['draws']} in step {record['drawn_for']}, not {expected}"
+                found.append(f"{name_of(record)} {numbers}")
     return found
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from .diary import Record
+from .draws import draw, seed_draws
 from .model import History, find_violations
 from .round_model import explain
 from .setup import UNIT, Setup
@@ -187,6 +188,15 @@ def test_a_wrong_answer_is_one() -> None:
     story = Story()
     story.add("wrong answer", 0, 0, text="half a body was taken")
     assert story.violations() == ["wrong answer: half a body was taken"]
+
+
+def test_random_numbers_depend_on_seed_and_step_only() -> None:
+    story = Story()
+    seed_draws(SYNC.seed, 3)
+    story.add("back", 0, 3, drawn_for=3, draws=draw())
+    assert story.violations() == []
+    story.add("back", 0, 3, drawn_for=3, draws=draw())
+    assert "in step 3, not" in story.violations()[0]
 
 
 def test_unseen_versions_leave_the_rounds_between_to_be_found_out() -> None:

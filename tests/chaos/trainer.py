@@ -20,6 +20,7 @@ import torch
 
 from ps_protocol.errors import GradpostError, NonFiniteGradient
 from tests.chaos.diary import Diary
+from tests.chaos.draws import draw, seed_draws
 from tests.chaos.setup import PARAMETERS, UNIT, Setup
 from tests.chaos.tricks import Tricks
 from trainer_client import RemoteOptimizer, connect
@@ -48,6 +49,7 @@ class ChaosTrainer:
         shape = (self.setup.num_pservers, 2, self.setup.num_trainers)
         self.parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name in PARAMETERS}
         self.local = torch.optim.SGD(list(self.parameters.items()), lr=1.0)
+        seed_draws(self.setup.seed, 0)
         self.session = connect()  # last: from now on others wait for this trainer
         self.rank = self.session.rank
         self.diary = Diary(folder / f"trainer-{self.rank}-{life}.jsonl", rank=self.rank, life=life)
@@ -62,17 +64,18 @@ class ChaosTrainer:
         """Step until the round that everybody stops at."""
         self.optimizer = RemoteOptimizer(self.local, max_grad_norm=NEVER_REACHED if self.setup.clips else None)
         self.steps = self.optimizer._steps
-        self.write_seen("start")
+        self.write_seen("start", drawn_for=0)
         while True:
             self.obey()
-            attempt = self.attempt
+            attempt, step = self.attempt, self.steps.begun + 1
+            seed_draws(self.setup.seed, step)
             if self.steps.begun < self.last_step():
                 self.step()
             elif self.steps.begun > self.steps.landed:
                 self.optimizer.synchronize()
             else:
                 break
-            self.write_seen("end" if self.attempt == attempt else "back")
+            self.write_seen("end" if self.attempt == attempt else "back", drawn_for=step)
         self.diary.write("done", round=self.steps.landed)
 
     @property
@@ -112,15 +115,18 @@ class ChaosTrainer:
                 raise
             self.diary.write("refused", round=step, attempt=self.attempt)
 
-    def write_seen(self, what: str) -> None:
-        """Every block with its version; in asynchronous modes that is this trainer's own step."""
+    def write_seen(self, what: str, *, drawn_for: int) -> None:
+        """Every block with its version; in asynchronous modes that is this trainer's own step.
+
+        The random numbers are drawn from generators that were seeded for the step `drawn_for` before it began.
+        """
         landed, blocks = self.steps.landed, {}
         for pserver, shard in enumerate(self.session.client.plan.shards):
             version = self.tricks.versions[pserver][landed]
             for block in shard:
                 values = self.parameters[block.parameter].detach().flatten()[block.begin : block.end].tolist()
                 blocks[block.name] = [version, *values]
-        self.diary.write(what, round=landed, attempt=self.attempt, blocks=blocks)
+        self.diary.write(what, round=landed, attempt=self.attempt, blocks=blocks, drawn_for=drawn_for, draws=draw())
 
 
 def start_quickly() -> None:
