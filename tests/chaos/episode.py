@@ -21,7 +21,7 @@ from trainer_client.testing import Child
 from .chaos_cluster import ChaosCluster
 from .diary import Reader
 from .faults import FAULTS, Fault
-from .model import History, find_violations
+from .model import EXPELLED, History, find_violations
 from .proxy import Proxy
 from .setup import PARAMETERS, Setup
 
@@ -33,7 +33,6 @@ STOP_GRACE_SECONDS = 30.0  # for a pserver to end after SIGTERM
 FIRST_STEPS = 5
 LAST_STEPS = 10  # after the newest that anybody has begun when the end is agreed on
 PAUSE_SECONDS = (0.7, 2.5)  # between two faults
-EVICTED = "StaleTrainer"  # how a trainer ends without whom the others have gone on
 
 
 @dataclass
@@ -161,7 +160,7 @@ class Episode:
             return
         self.reader.read()
         last = next((r for r in reversed(self.reader.records) if r["rank"] == rank), {})
-        is_evicted = last.get("kind") == EVICTED and self.setup.on_trainer_loss == "continue"
+        is_evicted = last.get("kind") == EXPELLED and self.setup.on_trainer_loss == "continue"
         if is_evicted and self._stop_file.exists():
             self._done.add(rank)  # the others may have ended without it by now
             return
@@ -318,15 +317,15 @@ class Episode:
         """What stands in front of a pserver."""
         return self.cluster.proxies[int(victim.split()[1])]
 
-    def lose(self, role: str) -> None:
-        """From now on somebody of this role may be missing, with what was held there."""
-        self._lost.setdefault(role, []).append(time.monotonic())
+    def lose(self, name: str) -> None:
+        """From now on this process, or any of this role, may be missing, with what was held there."""
+        self._lost.setdefault(name, []).append(time.monotonic())
 
     def kill(self, victim: str) -> None:
         """kill -9; returns when it is dead."""
         child = self.child(victim)
         self._condemned.add(child.pid)
-        self.lose(victim.split()[0])
+        self.lose(victim)
         child.signal(SIGKILL)
         child.wait(10)
 
@@ -334,7 +333,7 @@ class Episode:
         """SIGTERM, which must end it with 0."""
         child = self.child(victim)
         self._condemned.add(child.pid)
-        self.lose(victim.split()[0])
+        self.lose(victim)
         was_serving = child.pid in self._serving  # else it may not know the signal yet
         child.signal(SIGTERM)
         if (code := child.wait_or_kill(STOP_GRACE_SECONDS)) != 0 and was_serving:
@@ -354,17 +353,17 @@ class Episode:
         child = self.child(victim)
         begin = time.monotonic()
         child.wait_or_kill(seconds)
-        self.lose(victim.split()[0])
+        self.lose(victim)
         return time.monotonic() - begin < seconds
 
     def pause(self, victim: str, least: float, most: float) -> None:
         """SIGSTOP, and SIGCONT after a random time."""
         child = self.child(victim)
-        self.lose(victim.split()[0])
+        self.lose(victim)
         child.signal(SIGSTOP)
         self.sleep(least, most)
         child.signal(SIGCONT)
-        self.lose(victim.split()[0])
+        self.lose(victim)
 
     def order(self, victim: str, **order: Any) -> None:
         """Tell a trainer to do something before its next step."""

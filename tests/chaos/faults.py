@@ -74,6 +74,12 @@ for _role, _seconds in (("trainer", 1), ("pserver", 2), ("coordinator", 3)):
     _fault(f"{_role} killed", _role)(partial(_kill, max_seconds=_seconds))
 
 
+@_fault("pserver away for longer than the round time-out", "pserver")
+def _keep_away(episode: Episode, victim: str) -> None:
+    episode.kill(victim)
+    episode.sleep(ROUND_TIMEOUT_SECONDS + 1, ROUND_TIMEOUT_SECONDS + 4)
+
+
 @_fault("trainer and pserver killed together", "pserver")
 def _kill_two(episode: Episode, victim: str) -> None:
     episode.kill(victim)
@@ -148,7 +154,7 @@ for _role in ("trainer", "pserver", "coordinator"):
 @_fault("trainer hangs while its heartbeats live", "trainer")
 def _hang(episode: Episode, victim: str) -> None:
     seconds = episode.chance.choice((0.5, ROUND_TIMEOUT_SECONDS + 2.5))
-    episode.lose("trainer")
+    episode.lose(victim)
     episode.order(victim, do="hang", seconds=seconds)
     episode.sleep(seconds, seconds)
 

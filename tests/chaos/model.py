@@ -16,6 +16,8 @@ from .round_model import check_rounds
 from .setup import Setup
 from .step_model import check_steps
 
+EXPELLED = "StaleTrainer"  # the error of a trainer without which the others have gone on
+
 
 @dataclass
 class History:
@@ -24,7 +26,11 @@ class History:
     setup: Setup
     records: list[Record]
     disk_damaged: Sequence[float] = ()  # when something was taken from a disk: a rollback may follow
-    lost: dict[str, list[float]] = field(default_factory=dict)  # by role: when processes died, or were cut off
+    lost: dict[str, list[float]] = field(default_factory=dict)  # by role or name: when processes died, or were cut off
+
+    def losses(self, *names: str) -> list[float]:
+        """Return when processes of these names may have been lost; a role stands for all of its processes."""
+        return [at for name in names for at in self.lost.get(name, ())]
 
 
 def find_violations(history: History) -> list[str]:
@@ -32,6 +38,7 @@ def find_violations(history: History) -> list[str]:
     records = in_order(history.records)
     found = [f"{r['what']}: {r['text']}" for r in records if r["what"] == "wrong answer"]
     found += _check_order(records) + _check_rollbacks(history, records) + _check_draws(history.setup, records)
+    found += _check_expulsions(history, records)
     check = check_rounds if history.setup.mode == "sync" else check_steps
     return found + check(history.setup, records)
 
@@ -47,6 +54,21 @@ def _check_order(records: list[Record]) -> list[str]:
                 if version < before["blocks"][name][0]:
                     found.append(f"{name_of(record)} saw version {version} of {name} after {before['blocks'][name][0]}")
         newest[record["rank"]] = record
+    return found
+
+
+def _check_expulsions(history: History, records: list[Record]) -> list[str]:
+    """The others go on without a trainer only if something was done to it, not because others are away."""
+    found = []
+    before: dict[int, tuple[int, float, float]] = {}  # of each rank: life, its last record, that of the life before
+    for record in (r for r in records if "rank" in r):
+        life, at, since = before.get(record["rank"], (0, 0.0, 0.0))
+        before[record["rank"]] = record["life"], record["at"], since if life == record["life"] else at
+        if record["what"] == "error" and record["kind"] == EXPELLED:
+            since = before[record["rank"]][2]
+            losses = history.losses("trainer", f"trainer {record['rank']}")
+            if not any(since <= loss < record["at"] for loss in losses):
+                found.append(f"{name_of(record)} was expelled, and nothing had been done to it: {record['text']}")
     return found
 
 
@@ -77,7 +99,12 @@ def _check_rollbacks(history: History, records: list[Record]) -> list[str]:
             lost = max(newest[max(newest)] - record["round"], 0)
             is_damaged = any(at < damage < record["at"] for damage in history.disk_damaged)
             are_lost = [
-                any(settled < loss < record["at"] for loss in history.lost.get(role, ()))
+                any(
+                    settled < loss < record["at"]
+                    for name in history.lost
+                    if name.startswith(role)
+                    for loss in history.lost[name]
+                )
                 for role in ("trainer", "pserver")
             ]
             if not is_damaged and not (all(are_lost) and lost <= 1 + history.setup.max_delay):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Collection
 from functools import lru_cache
 
 from .diary import Record, Values, name_of
@@ -19,7 +20,6 @@ def check_rounds(setup: Setup, records: list[Record]) -> list[str]:
     """What must not be, in words."""
     found: list[str] = []
     steps = _Steps(records)
-    everybody = frozenset(range(setup.num_trainers))
     versions: dict[str, dict[int, Values]] = {}  # of each block, as they are in the newest attempt
     for attempt in sorted({r["attempt"] for r in records if "blocks" in r}):
         seen = [r for r in records if "blocks" in r and r["attempt"] == attempt]
@@ -43,11 +43,37 @@ def check_rounds(setup: Setup, records: list[Record]) -> list[str]:
                 missing = {rank for rank, life in ended} - ranks
                 if missing and not is_skipped:
                     found.append(f"round {round_} lacks trainers {sorted(missing)}, who have ended it")
+                everybody = steps.members(round_, setup.num_trainers)
                 if setup.on_trainer_loss == "wait" and ranks != everybody and not is_skipped:
                     found.append(f"round {round_} is made of trainers {sorted(ranks)}, not of everybody")
+                if (undone := steps.done_before(attempt, round_) - ranks) and not is_skipped:
+                    found.append(f"round {round_} was made again without trainers {sorted(undone)}, who were done")
                 if ranks and ended & nan:
                     found.append(f"round {round_} was not skipped, although a gradient was not finite")
-    return found
+    return found + [text for r in records if r["what"] == "final" for text in _check_final(setup, steps, r)]
+
+
+def _check_final(setup: Setup, steps: _Steps, final: Record) -> list[str]:
+    """Under `wait` the end is known without any version before it: it has the bits of the undisturbed run."""
+    if setup.on_trainer_loss != "wait":
+        return []
+    doubtful = sorted({round_ for (_, round_), lives in steps.nan.items() if lives})
+    skips = itertools.chain.from_iterable(itertools.combinations(doubtful, n) for n in range(len(doubtful) + 1))
+    ends = [_values_after(final["round"], steps, setup.num_trainers, skipped) for skipped in skips]
+    reached = {name: tuple(values) for name, (_, *values) in final["blocks"].items()}
+    if any(all(values == end for values in reached.values()) for end in ends):
+        return []
+    return [f"the end after round {final['round']} is not that of the undisturbed run, {ends[0]}: {reached}"]
+
+
+def _values_after(last: int, steps: _Steps, num_trainers: int, skipped: Collection[int]) -> Values:
+    counts, rounds = [0.0] * num_trainers, [0.0] * num_trainers
+    for round_ in range(1, last + 1):
+        members = steps.members(round_, num_trainers)
+        for rank in () if round_ in skipped else members:
+            counts[rank] += UNIT / len(members)
+            rounds[rank] += UNIT / len(members) * round_
+    return (*counts, *rounds)
 
 
 class _Steps:
@@ -58,9 +84,23 @@ class _Steps:
         self.ended: defaultdict[Version, set[tuple[int, int]]] = defaultdict(set)
         self.nan: defaultdict[Version, set[tuple[int, int]]] = defaultdict(set)  # begun with a gradient that has some
         self.first_seen: dict[Version, float] = {}  # by anybody
+        self._done: dict[int, tuple[int, int, int]] = {}  # of each rank: attempt, life, and round
         self._under_way: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
         for record in records:
             self._add(record)
+
+    def members(self, round_: int, num_trainers: int) -> Ranks:
+        """Return the ranks that are not done before this round."""
+        last = {rank: done for rank, (_, _, done) in self._done.items()}
+        return frozenset(rank for rank in range(num_trainers) if round_ <= last.get(rank, round_))
+
+    def done_before(self, attempt: int, round_: int) -> Ranks:
+        """Return the ranks that were done in an attempt before this one, and had ended this round in it."""
+        return frozenset(
+            rank
+            for rank, (was, life, _) in self._done.items()
+            if was < attempt and (rank, life) in self.ended[was, round_]
+        )
 
     def _add(self, record: Record) -> None:
         life = record.get("rank", -1), record.get("life", 0)
@@ -79,6 +119,8 @@ class _Steps:
             for round_ in over:
                 self.ended[record["attempt"], round_].add(life)
             self._under_way[life] -= over
+        elif record["what"] == "done":
+            self._done[record["rank"]] = record["attempt"], record["life"], record["round"]
         for version, *_ in record.get("blocks", {}).values():
             self.first_seen.setdefault((record["attempt"], version), record["at"])
 

@@ -87,6 +87,51 @@ def test_who_has_ended_a_round_is_in_it() -> None:
     assert found == ["round 2 lacks trainers [1], who have ended it"]
 
 
+def test_a_trainer_that_is_done_is_in_no_later_round() -> None:
+    story = Story()
+    story.train([BOTH, BOTH])
+    story.add("done", 1, 2)
+    story.add("begin", 0, 3)
+    story.add("end", 0, 3, values_after([BOTH, BOTH, (0,)]))
+    assert story.violations() == []
+
+
+def test_a_round_is_not_made_again_without_a_trainer_that_is_done() -> None:
+    story = Story()
+    story.train([BOTH, BOTH])
+    story.add("done", 1, 2)
+    story.add("back", 0, 1, values_after([BOTH]), attempt=1)
+    story.add("begin", 0, 2, attempt=1)
+    story.add("end", 0, 2, values_after([BOTH, (0,)]), attempt=1)
+    found = story.violations(Setup(seed=0, on_trainer_loss="continue"), disk_damaged=[5.0])
+    assert found == ["round 2 was made again without trainers [1], who were done"]
+
+
+def test_the_end_is_that_of_the_undisturbed_run() -> None:
+    story = Story()
+    story.train([BOTH, BOTH])
+    sets = [BOTH] * 8
+    end: Record = {"what": "final", "at": 100.0, "round": 8, "attempt": 0}  # too far away to be told otherwise
+    assert story.violations() == []
+    story.records.append({**end, "blocks": {name: [8, *values_after(sets)] for name in BLOCKS}})
+    assert story.violations() == []
+    sets[4] = (0,)
+    story.records[-1]["blocks"] = {name: [8, *values_after(sets)] for name in BLOCKS}
+    assert "is not that of the undisturbed run" in story.violations()[0]
+
+
+def test_a_trainer_is_expelled_only_if_something_was_done_to_it() -> None:
+    story = Story()
+    story.train([BOTH, (0,)])
+    story.add("error", 1, 2, kind="StaleTrainer", text="lost")
+    policy = Setup(seed=0, on_trainer_loss="continue")
+    text = "trainer 1 (life 1) was expelled, and nothing had been done to it: lost"
+    assert story.violations(policy) == [text]
+    assert story.violations(policy, lost={"pserver 0": [2.0], "trainer 0": [2.0]}) == [text]
+    assert story.violations(policy, lost={"trainer 1": [2.0]}) == []
+    assert story.violations(policy, lost={"trainer": [2.0]}) == []
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -76,7 +76,7 @@ class ChaosTrainer:
             else:
                 break
             self.write_seen("end" if self.attempt == attempt else "back", drawn_for=step)
-        self.diary.write("done", round=self.steps.landed)
+        self.diary.write("done", round=self.steps.landed, attempt=self.attempt)
 
     @property
     def attempt(self) -> int:
