@@ -27,7 +27,7 @@ def find_libfaketime() -> Path | None:
 
 
 class ChaosCluster(LocalCluster):
-    """Every pserver is behind a proxy. The folder gets what services and trainers leave behind."""
+    """Every service is behind a proxy. The folder gets what services and trainers leave behind."""
 
     def __init__(self, setup: Setup, folder: Path, *, sabotage: str | None, **arguments: Any) -> None:
         super().__init__(
@@ -45,6 +45,7 @@ class ChaosCluster(LocalCluster):
         self.setup = setup
         self.folder = folder
         self.proxies = [Proxy(self.name_client) for _ in range(setup.num_pservers)]
+        self.coordinator_proxy = Proxy(self.name_client)
         self.lives = [0] * setup.num_trainers
         self._sabotage = sabotage
         self._faketime = find_libfaketime() if setup.fakes_time else None
@@ -52,9 +53,17 @@ class ChaosCluster(LocalCluster):
     def stop(self, grace_seconds: float = 10.0) -> dict[str, int]:
         """See LocalCluster."""
         codes = super().stop(grace_seconds)
-        while self.proxies:
-            self.proxies.pop().close()
+        for proxy in (*self.proxies, self.coordinator_proxy):
+            proxy.close()
         return codes
+
+    def environment(self) -> dict[str, str]:
+        """See LocalCluster. Trainers and pservers reach the coordinator through its proxy."""
+        env = super().environment()
+        if self.address:
+            self.coordinator_proxy.target = int(self.address.rpartition(":")[2])
+            env["GRADPOST_COORDINATOR"] = self.coordinator_proxy.address
+        return env
 
     def restart_coordinator(self, **env: Any) -> Child:
         """Start the coordinator again at its address, without waiting until it serves: it may die before."""

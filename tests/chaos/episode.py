@@ -268,10 +268,12 @@ class Episode:
 
     def choose(self, role: str) -> str:
         """Somebody of this role who has no such fault now. Raises IndexError if there is nobody."""
+        pservers = [f"pserver {index}" for index in range(self.setup.num_pservers)]
         names = {
             "trainer": [f"trainer {rank}" for rank in range(self.setup.num_trainers)],
             "coordinator": ["coordinator"],
-        }.get(role, [f"pserver {index}" for index in range(self.setup.num_pservers)])
+            "gateway": ["coordinator", *pservers],
+        }.get(role, pservers)
         return self.chance.choice([name for name in names if (role, name) not in self._claimed])
 
     # ------------------------------------------------------------------ for faults
@@ -314,7 +316,9 @@ class Episode:
         return (self.cluster.trainers if role == "trainer" else self.cluster.pservers)[int(number)]
 
     def proxy(self, victim: str) -> Proxy:
-        """What stands in front of a pserver."""
+        """What stands in front of a service."""
+        if victim == "coordinator":
+            return self.cluster.coordinator_proxy
         return self.cluster.proxies[int(victim.split()[1])]
 
     def lose(self, name: str) -> None:

@@ -21,7 +21,7 @@ from .setup import LEASE_SECONDS, ROUND_TIMEOUT_SECONDS, Setup
 if TYPE_CHECKING:
     from .episode import Episode
 
-Role = Literal["trainer", "pserver", "coordinator", "link", "place"]
+Role = Literal["trainer", "pserver", "coordinator", "link", "gateway", "place"]
 Inject: TypeAlias = "Callable[[Episode, str], bool | None]"
 
 DYING_SECONDS = 12.0  # for a process to reach the failpoint that is armed
@@ -194,6 +194,22 @@ def _slow_down(episode: Episode, victim: str) -> None:
     episode.proxy(victim).delay_seconds = episode.chance.uniform(0.01, 0.1)
     episode.sleep(1, 4)
     episode.proxy(victim).delay_seconds = 0.0
+
+
+@_fault("proxy answers pages", "gateway")
+def _answer_pages(episode: Episode, victim: str) -> None:
+    proxy = episode.proxy(victim)
+    episode.lose("trainer")  # a trainer that reaches a service through no proxy may be given up
+    proxy.page = episode.chance.choice((404, 502))
+    proxy.reset()  # connections that were open before end up at the page, too
+    episode.sleep(*episode.chance.choice(((0.3, 2), (LEASE_SECONDS + 1, ROUND_TIMEOUT_SECONDS + 2))))
+    proxy.page = None
+    proxy.reset()
+
+
+@_fault("proxy cuts replies off", "gateway")
+def _cut_replies_off(episode: Episode, victim: str) -> None:
+    episode.proxy(victim).num_cut_replies += episode.chance.randint(1, 5)
 
 
 def _block(episode: Episode, victim: str, client: str, *directions: Direction) -> None:

@@ -1,4 +1,4 @@
-"""A network that can be told to misbehave: a TCP proxy in front of one pserver."""
+"""A network that can be told to misbehave: a TCP proxy in front of one service."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-Direction = Literal["up", "down"]  # to the pserver, and from it
+from .pages import answer_pages
+
+Direction = Literal["up", "down"]  # to the service, and from it
 
 EVERYBODY = ""
 UPLOAD_BYTES = 400  # a chunk of at least so much is the body of a push
@@ -23,11 +25,11 @@ CHUNK_BYTES = 64 * 1024
 
 @dataclass(eq=False)
 class _Connection:
-    """One client's connection and the one to the pserver behind it."""
+    """One client's connection and the one to the service behind it."""
 
     client: str
     ends: tuple[asyncio.StreamWriter, asyncio.StreamWriter]
-    is_deaf: bool = False  # what the pserver answers is lost
+    is_deaf: bool = False  # what the service answers is lost
 
     def reset(self) -> None:
         for writer in self.ends:
@@ -43,10 +45,12 @@ class Proxy:
     """
 
     def __init__(self, name_client: Callable[[int], str]) -> None:
-        self.target = 0  # the pserver's port
+        self.target = 0  # the service's port
         self.blocked: set[tuple[Direction, str]] = set()  # directions and clients; bytes are held back, none is lost
         self.delay_seconds = 0.0  # of every chunk
         self.num_lost_replies = 0  # so many uploads are still to be forwarded whose answers are lost
+        self.num_cut_replies = 0  # so many replies still end in their middle, as if the service had closed
+        self.page: int | None = None  # the status of the page that answers every request on a new connection
         self._name_client = name_client
         self._connections: set[_Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -98,6 +102,10 @@ class Proxy:
         client = self._name_client(writer.get_extra_info("peername")[1])
         try:
             await self._pass("up", client)  # a partition holds back the first packet, too
+            if self.page is not None:
+                await answer_pages(reader, writer, self.page)
+                writer.close()
+                return
             there, back = await asyncio.open_connection("127.0.0.1", self.target)
         except (OSError, asyncio.CancelledError):
             writer.transport.abort()
@@ -133,6 +141,10 @@ class Proxy:
                 await self._pass(direction, connection.client)
                 if direction == "down" and connection.is_deaf:
                     connection.reset()
+                    return
+                if direction == "down" and self.num_cut_replies and len(chunk) > 1:
+                    self.num_cut_replies -= 1
+                    sink.write(chunk[: len(chunk) // 2])
                     return
                 sink.write(chunk)
                 if direction == "up" and self.num_lost_replies and len(chunk) >= UPLOAD_BYTES:

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from .chaos_cluster import _inode_of, _sockets_of
@@ -105,6 +106,26 @@ def test_connections_break(client: socket.socket, proxy: Proxy) -> None:
     proxy.reset()
     with pytest.raises(ConnectionResetError):
         client.recv(100)
+
+
+def test_a_reply_is_cut_off(client: socket.socket, proxy: Proxy) -> None:
+    client.sendall(b"abcdefghijkl")
+    assert client.recv(100) == b"12"
+    proxy.num_cut_replies = 1
+    client.sendall(b"abcdefghijkl")
+    assert client.recv(100) == b"1"
+    assert client.recv(100) == b""
+
+
+@pytest.mark.parametrize("http2", [True, False])
+def test_a_page_is_the_answer_to_every_request(proxy: Proxy, server: Server, http2: bool) -> None:
+    proxy.page = 502
+    with httpx.Client(http1=not http2, http2=http2, trust_env=False) as client:
+        for body in (b"", b"x" * 200_000):
+            response = client.post(f"{proxy.address}/v1/send", content=body)
+            assert (response.status_code, response.headers["content-type"]) == (502, "text/html")
+            assert "<h1>Bad Gateway</h1>" in response.text
+    assert server.received == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
