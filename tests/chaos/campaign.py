@@ -93,6 +93,7 @@ class Campaign:
             self._measured[injection.kind].append(measure(injection, episode.reader.records, ranks))
         print(
             f"history {self.num_histories} (seed {seed}: {setup}): {episode.rounds} rounds, "
+            f"{episode.num_restorable} checkpoints read, "
             f"{len(episode.injections)} faults, {len(episode.violations)} violations",
             flush=True,
         )

@@ -24,6 +24,7 @@ from .faults import FAULTS, Fault
 from .model import EXPELLED, History, find_violations
 from .proxy import Proxy
 from .setup import PARAMETERS, Setup
+from .watch import Watch
 
 TICK_SECONDS = 0.05
 START_SECONDS = 90.0
@@ -60,6 +61,7 @@ class Episode:
         self.violations: list[str] = []
         self.reader = Reader(folder)
         self.rounds = 0
+        self.num_restorable = 0  # how often a checkpoint that was listed was read, and was whole
         self._sabotage = sabotage
         self._stop_file = folder / "stop"
         self._kinds = [fault for fault in FAULTS.values() if fault.kind in kinds and fault.fits(setup)]
@@ -69,6 +71,7 @@ class Episode:
         self._condemned: set[int] = set()  # processes that are to die
         self._lost: dict[str, list[float]] = {}
         self._damaged: list[float] = []
+        self._spoiled: set[Path] = set()
         self._may_damage = True
         self._serving: set[int] = set()  # processes that have got so far
         self._done: set[int] = set()
@@ -82,10 +85,14 @@ class Episode:
             with self.cluster:
                 for rank in range(self.setup.num_trainers):
                     self.cluster.start_rank(rank)
+                watch = Watch(self.setup, self.state, self.cluster.address, self.complain, self._spoiled)
+                watch.start()
                 try:
                     self._live()
                 finally:
                     self._over.set()
+                    watch.stop()
+                    self.num_restorable = watch.num_restorable
                     for thread in self._threads:
                         thread.join()
         finally:
@@ -385,4 +392,5 @@ class Episode:
         if loses_rounds:
             self._damaged.append(time.monotonic())
         self.note(f"damaged {path.name}")
+        self._spoiled.add(path)
         path.write_bytes(content)

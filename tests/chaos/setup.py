@@ -11,6 +11,7 @@ from ps_protocol.vocabulary import LossPolicy, Mode, NonfinitePolicy
 LEASE_SECONDS = 2.0
 ROUND_TIMEOUT_SECONDS = 4.0
 PARAMETERS = ("a", "b", "c")
+KEEP_CHECKPOINTS = 2
 UNIT = 12  # of a gradient: 1, 2, 3 and 4 divide it
 
 
@@ -25,6 +26,7 @@ class Setup:
     on_trainer_loss: LossPolicy = "wait"
     nonfinite: NonfinitePolicy = "reject"
     checkpoint_rounds: int = 20
+    max_log_bytes: int = 1 << 20
     num_pservers: int = 2
     num_trainers: int = 2
     http2: bool = True
@@ -45,6 +47,8 @@ class Setup:
             "http2": self.http2,
             "durability": self.durability,
             "checkpoint_rounds": self.checkpoint_rounds,
+            "max_log_bytes": self.max_log_bytes,
+            "keep_checkpoints": KEEP_CHECKPOINTS,
             "lease_seconds": LEASE_SECONDS,
             "round_timeout_seconds": ROUND_TIMEOUT_SECONDS,
             "min_block_size": 2 * self.num_trainers,  # so that each parameter has a block on every pserver
@@ -84,4 +88,5 @@ def draw_setup(seed: int, *, may_fake_time: bool, mode: Mode | None = None) -> S
         durability=chance.choice(("log", "log", "fsync")),
         http2=chance.random() < 0.7,
         clips=chance.random() < 0.5 and mode == "sync",
+        max_log_bytes=chance.choice((16, 1024)) * 1024,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ def test_a_history_without_violations(tmp_path: Path, capsys: pytest.CaptureFixt
     output = capsys.readouterr().out
     assert campaign.num_violations == 0, output
     assert len(campaign.kinds) >= 6
+    assert re.search(r"[1-9]\d* checkpoints read", output)
     last = f"chaos: seed=1 histories=1 faults={campaign.num_faults} "
     assert output.splitlines()[-1].startswith(last)
 

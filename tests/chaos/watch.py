@@ -1,0 +1,118 @@
+"""Looks at the disks of a history all the time: what is listed as complete can be restored, and logs are bounded."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import httpx
+
+from services.runtime.checkpoints import read_manifest, read_shard_file
+from services.runtime.places import LocalPlace
+
+from .setup import KEEP_CHECKPOINTS, Setup
+
+LOOK_SECONDS = 0.5
+ANSWER_SECONDS = 10.0
+
+
+class Watch:
+    """Looks from a thread of its own, from `start` to `stop`; `complain` is called with what must not be.
+
+    `spoiled` are files that were damaged on purpose.
+    """
+
+    def __init__(
+        self, setup: Setup, state: Path, address: str, complain: Callable[[str], None], spoiled: Collection[Path]
+    ) -> None:
+        self.num_restorable = 0  # checkpoints that were listed before and after they were read, and were whole
+        self._setup = setup
+        self._state = state
+        self._place = LocalPlace(state / "checkpoints")
+        self._http = httpx.Client(base_url=address, timeout=ANSWER_SECONDS, trust_env=False)
+        self._complain = complain
+        self._spoiled = spoiled
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch")
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look once more, and end."""
+        self._is_over.set()
+        self._thread.join()
+        self._http.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over.wait(LOOK_SECONDS):
+                self.look()
+            self.look()
+        except Exception as error:
+            self._complain(f"the disks could not be looked at: {error!r}")
+
+    def look(self) -> None:
+        """Look at everything once."""
+        self._look_at_checkpoints()
+        for index in range(self._setup.num_pservers):
+            self._look_at_disk(index)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _look_at_checkpoints(self) -> None:
+        before = self._list_complete()
+        found = {one: error for one in before if (error := self._read(*one)) is not None}
+        still = set(self._list_complete())  # else it was deleted, or undone, while it was read
+        self.num_restorable += len(still.intersection(before) - set(found))
+        for run, round_ in still & set(found):
+            self._complain(f"the checkpoint of round {round_} is listed as complete, but {found[run, round_]}")
+
+    def _list_complete(self) -> list[tuple[str, int]]:
+        """Return run and round of each checkpoint that the coordinator lists; none while it is away."""
+        try:
+            response = self._http.get("/v1/checkpoints")
+        except httpx.TransportError:
+            return []
+        return [(one["run"], one["round"]) for one in response.raise_for_status().json()]
+
+    def _read(self, run: str, round_: int) -> str | None:
+        """Return why a checkpoint cannot be restored; None if it can, or was damaged on purpose."""
+        try:
+            manifest = read_manifest(self._place, run, round_)
+            if manifest is None:
+                return "it has no manifest"
+            for file in manifest.shards:
+                if not any(path.name == file.name and int(path.parent.name) == round_ for path in self._spoiled):
+                    read_shard_file(self._place, run, file)
+        except OSError as error:
+            return str(error)
+        return None if len(manifest.shards) == self._setup.num_pservers else f"it has {len(manifest.shards)} shards"
+
+    # ------------------------------------------------------------------ bounds
+
+    def _look_at_disk(self, index: int) -> None:
+        """Hold the disk that a pserver takes against the bounds of docs/durability.md."""
+        own, log = [], 0
+        for path in self._state.glob(f"pserver-{index}/log/*"):
+            if path.suffix == ".checkpoint":
+                own.append(_size_of(path))
+            else:
+                log += _size_of(path)
+        shards = self._state.glob(f"checkpoints/*/*/pserver-{index}-of-*.safetensors")
+        sizes = [*own, *map(_size_of, shards)]
+        most = (KEEP_CHECKPOINTS + 2) * self._setup.max_log_bytes
+        if log > most:
+            self._complain(f"the log of pserver {index} takes {log} bytes, {most} at most are documented")
+        most = 2 * (KEEP_CHECKPOINTS + 1) * max(sizes, default=0)
+        if sum(sizes) > most:
+            self._complain(f"the checkpoints of pserver {index} take {sum(sizes)} bytes, {most} at most are documented")
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # deleted, or renamed, meanwhile
+        return 0
