@@ -128,8 +128,9 @@ class PserverRegistry:
         member = self.members.get(index)
         if member is None or member.info.incarnation != incarnation or member.is_stopping:
             return False
+        since = max(since, member.here_since)
         is_heard = member.seen_at - since > (now - since) / 2
-        return is_heard and now - max(member.here_since, since) > self.lease_seconds
+        return is_heard and now - since > self.lease_seconds
 
     def expire(self, now: float) -> list[PserverMember]:
         """Move those whose lease has run out to the lost ones, and return them."""

@@ -234,7 +234,7 @@ def recall_cluster(cluster: Cluster, record: ClusterRecord, now: float) -> None:
     for pserver in record.pservers:
         if pserver.info.index < cluster.registry.num_pservers:
             cluster.registry.members[pserver.info.index] = PserverMember(
-                pserver.info, pserver.instance, now, restored=pserver.restored, is_recalled=True
+                pserver.info, pserver.instance, now, restored=pserver.restored, here_since=now, is_recalled=True
             )
     if record.run is not None:
         _recall_run(cluster, record.run, now)

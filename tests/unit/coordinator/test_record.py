@@ -127,6 +127,20 @@ def test_everybodys_lease_begins_anew_and_then_counts(tmp_path):
     assert sorted(after.run.members) == []
 
 
+def test_no_trainer_is_cut_off_from_a_pserver_that_the_coordinator_has_not_heard_since_its_restart(tmp_path):
+    cluster = make_cluster(on_trainer_loss="wait", durability="log")
+    recall_cluster(cluster, through_the_disk(training(), tmp_path), 100.0)
+    cut_off = alive().model_copy(update={"unreachable": {0: (1, LEASE + 1)}})
+    cluster.trainer_heartbeat(0, cut_off, 100.1)
+    assert not cluster.run.trainers[0].is_stuck
+    later = 100.0 + LEASE + 0.1
+    cluster.trainer_heartbeat(0, cut_off, later)  # the lease of the pserver has run out, and it is not removed yet
+    assert not cluster.run.trainers[0].is_stuck
+    cluster.pserver_heartbeat(0, beat(run=cluster.run.name), later)
+    cluster.trainer_heartbeat(0, cut_off, later)
+    assert cluster.run.trainers[0].is_stuck
+
+
 def test_later_lives_get_higher_numbers(tmp_path):
     after = make_cluster(on_trainer_loss="wait", durability="log")
     recall_cluster(after, through_the_disk(training(), tmp_path), 100.0)
