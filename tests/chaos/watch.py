@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Collection
+from glob import glob  # folders may be deleted meanwhile, which a Path's raises
 from pathlib import Path
 
 import httpx
@@ -96,13 +98,12 @@ class Watch:
     def _look_at_disk(self, index: int) -> None:
         """Hold the disk that a pserver takes against the bounds of docs/durability.md."""
         own, log = [], 0
-        for path in self._state.glob(f"pserver-{index}/log/*"):
-            if path.suffix == ".checkpoint":
-                own.append(_size_of(path))
+        for name in glob(f"{self._state}/pserver-{index}/log/*"):
+            if name.endswith(".checkpoint"):
+                own.append(_size_of(name))
             else:
-                log += _size_of(path)
-        shards = self._state.glob(f"checkpoints/*/*/pserver-{index}-of-*.safetensors")
-        sizes = [*own, *map(_size_of, shards)]
+                log += _size_of(name)
+        sizes = [*own, *map(_size_of, glob(f"{self._state}/checkpoints/*/*/pserver-{index}-of-*.safetensors"))]
         most = (KEEP_CHECKPOINTS + 2) * self._setup.max_log_bytes
         if log > most:
             self._complain(f"the log of pserver {index} takes {log} bytes, {most} at most are documented")
@@ -111,8 +112,8 @@ class Watch:
             self._complain(f"the checkpoints of pserver {index} take {sum(sizes)} bytes, {most} at most are documented")
 
 
-def _size_of(path: Path) -> int:
+def _size_of(name: str) -> int:
     try:
-        return path.stat().st_size
+        return os.stat(name).st_size
     except FileNotFoundError:  # deleted, or renamed, meanwhile
         return 0
