@@ -6,7 +6,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ START_SECONDS = 90.0
 END_SECONDS = 120.0  # after the last fault is healed: then something waits for ever
 RECOVERY_SECONDS = 20.0  # after which a fault that is healed has no effect any more
 STOP_GRACE_SECONDS = 30.0  # for a pserver to end after SIGTERM
+LAST_FAULT_SECONDS = 3 * END_SECONDS  # for the one that comes after all others
 FIRST_STEPS = 5
 LAST_STEPS = 10  # after the newest that anybody has begun when the end is agreed on
 PAUSE_SECONDS = (0.7, 2.5)  # between two faults
@@ -64,7 +65,10 @@ class Episode:
         self.num_restorable = 0  # how often a checkpoint that was listed was read, and was whole
         self._sabotage = sabotage
         self._stop_file = folder / "stop"
-        self._kinds = [fault for fault in FAULTS.values() if fault.kind in kinds and fault.fits(setup)]
+        fitting = [fault for fault in FAULTS.values() if fault.kind in kinds and fault.fits(setup)]
+        self._kinds = [fault for fault in fitting if not fault.is_last]
+        self._last = [fault for fault in fitting if fault.is_last]
+        self._stops: dict[int, int] = {}  # by rank: the last step of trainers that may end
         self._threads: list[threading.Thread] = []
         self._over = threading.Event()
         self._claimed: set[tuple[str, str]] = set()  # role and victim of the faults that are under way
@@ -110,22 +114,33 @@ class Episode:
             return
         deck = self._deal()
         until = time.monotonic() + self.setup.seconds
-        while time.monotonic() < until and not self.violations:
+        while self._kinds and time.monotonic() < until and not self.violations:
             self._inject(next(deck))
             self._wait_until(lambda: False, self.chance.uniform(*PAUSE_SECONDS))
-        healed = self._wait_until(lambda: not any(t.is_alive() for t in self._threads), END_SECONDS)
+        healed = self._wait_until(self._are_healed, END_SECONDS)
         begun = {r: self._newest("begin", r) for r in range(self.setup.num_trainers)}
         if not healed or not self._wait_until(lambda: self._have_moved_on(begun), END_SECONDS):
             self.complain(f"somebody has waited for {END_SECONDS:g} s: {self._where()}")
             return
-        stop = max(self._newest("begin", rank) for rank in range(self.setup.num_trainers)) + LAST_STEPS
-        new = self.folder / "stop.new"
-        new.write_text(str(stop))
-        new.replace(self._stop_file)
+        for fault in self._last:
+            self._inject(fault)
+            self._wait_until(self._are_healed, LAST_FAULT_SECONDS)
+        self._set_stop(range(self.setup.num_trainers))
         if not self._wait_until(lambda: len(self._done) == self.setup.num_trainers, END_SECONDS):
             self.complain(f"not everybody has ended after {END_SECONDS:g} s: {self._where()}")
             return
         self._read_final()
+
+    def _are_healed(self) -> bool:
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _set_stop(self, ranks: Iterable[int]) -> None:
+        """Let these trainers end soon after the newest step that any has begun, unless they are to end already."""
+        stop = max(self._newest("begin", rank) for rank in range(self.setup.num_trainers)) + LAST_STEPS
+        self._stops = {**dict.fromkeys(ranks, stop), **self._stops}
+        new = self._stop_file.with_suffix(".new")
+        new.write_text(json.dumps(self._stops))
+        new.replace(self._stop_file)
 
     # ------------------------------------------------------------------ watching
 
@@ -168,7 +183,7 @@ class Episode:
         self.reader.read()
         last = next((r for r in reversed(self.reader.records) if r["rank"] == rank), {})
         is_evicted = last.get("kind") == EXPELLED and self.setup.on_trainer_loss == "continue"
-        if is_evicted and self._stop_file.exists():
+        if is_evicted and rank in self._stops:
             self._done.add(rank)  # the others may have ended without it by now
             return
         if not is_evicted:
@@ -279,6 +294,7 @@ class Episode:
         names = {
             "trainer": [f"trainer {rank}" for rank in range(self.setup.num_trainers)],
             "coordinator": ["coordinator"],
+            "administrator": ["coordinator"],
             "gateway": ["coordinator", *pservers],
         }.get(role, pservers)
         return self.chance.choice([name for name in names if (role, name) not in self._claimed])
@@ -305,6 +321,26 @@ class Episode:
     def sleep(self, least: float, most: float) -> None:
         """Wait for a random time, or until the history is over."""
         self._over.wait(self.chance.uniform(least, most))
+
+    def let_end(self, ranks: Sequence[int]) -> bool:
+        """Let these trainers end, and wait for it; False if they do not in time."""
+        self._set_stop(ranks)
+        until = time.monotonic() + END_SECONDS
+        while not self._done.issuperset(ranks):
+            if time.monotonic() > until:
+                self.complain(f"trainers {[*ranks]} have not ended after {END_SECONDS:g} s: {self._where()}")
+            if self.violations:
+                return False
+            time.sleep(TICK_SECONDS)
+        return True
+
+    def done_round(self, rank: int) -> int:
+        """Return the last round of a trainer that is done; 0 if it was expelled before it could end."""
+        return self._newest("done", rank)
+
+    def expect_rollback(self) -> None:
+        """From now on the run may go back."""
+        self._damaged.append(time.monotonic())
 
     def is_quiet(self, since: float, *roles: str) -> bool:
         """Return whether the cluster has had no other faults since then, and time before to recover from them."""
@@ -390,7 +426,7 @@ class Episode:
     def damage(self, path: Path, content: bytes, *, loses_rounds: bool) -> None:
         """Replace a file's content by a damaged one."""
         if loses_rounds:
-            self._damaged.append(time.monotonic())
+            self.expect_rollback()
         self.note(f"damaged {path.name}")
         self._spoiled.add(path)
         path.write_bytes(content)

@@ -14,19 +14,23 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from ps_protocol import routes
+
+from .administration import CHECKPOINT_SECONDS, ask, ask_until, list_checkpoints
 from .chaos_cluster import find_libfaketime
 from .proxy import EVERYBODY, Direction
-from .setup import LEASE_SECONDS, ROUND_TIMEOUT_SECONDS, Setup
+from .setup import FREEZABLE, LEASE_SECONDS, ROUND_TIMEOUT_SECONDS, Setup
 
 if TYPE_CHECKING:
     from .episode import Episode
 
-Role = Literal["trainer", "pserver", "coordinator", "link", "gateway", "place"]
+Role = Literal["trainer", "pserver", "coordinator", "link", "gateway", "place", "administrator"]
 Inject: TypeAlias = "Callable[[Episode, str], bool | None]"
 
 DYING_SECONDS = 12.0  # for a process to reach the failpoint that is armed
 RIVAL_SECONDS = 40.0  # for a second process to be refused
 STANDSTILL_SECONDS = 3.0  # without any step, while nothing but a place of checkpoints is disturbed
+HURRY_SECONDS = 3.0  # during which trainers compute nothing, and push without a pause
 DISK_ERRORS = ("enospc", "eio", "erofs")
 
 
@@ -41,6 +45,7 @@ class Fault:
     role: Role
     inject: Inject
     fits: Callable[[Setup], bool]
+    is_last: bool = False  # it comes once, after all others
 
 
 FAULTS: dict[str, Fault] = {}
@@ -54,9 +59,11 @@ def _with_rollback(setup: Setup) -> bool:
     return setup.mode == "sync"
 
 
-def _fault(kind: str, role: Role, fits: Callable[[Setup], bool] = _always) -> Callable[[Inject], Inject]:
+def _fault(
+    kind: str, role: Role, fits: Callable[[Setup], bool] = _always, *, is_last: bool = False
+) -> Callable[[Inject], Inject]:
     def register(inject: Inject) -> Inject:
-        FAULTS[kind] = Fault(kind, role, inject, fits)
+        FAULTS[kind] = Fault(kind, role, inject, fits, is_last)
         return inject
 
     return register
@@ -327,6 +334,55 @@ def _start_rival(episode: Episode, victim: str) -> bool:
     if not was_refused:
         episode.complain(f"a second process for {victim} was not refused")
     return True
+
+
+# ------------------------------------------------------------------ administrators
+
+
+@_fault("administrative changes under load", "administrator")
+def _administer(episode: Episode, victim: str) -> None:
+    for rank in range(episode.setup.num_trainers):
+        episode.order(f"trainer {rank}", do="hurry", seconds=HURRY_SECONDS)
+    change = episode.chance.choice(("rate", "freeze", "pause", "checkpoint", "evict"))
+    if change == "rate":
+        ask(episode, "PUT", routes.RATE, {"rate": 1.0})  # which is what trainers push
+        ask(episode, "PUT", routes.RATE, {"rate": None})
+    elif change == "freeze":
+        path = routes.FROZEN.replace("{name:path}", FREEZABLE)
+        ask(episode, "PUT", path)
+        ask(episode, "DELETE", path)
+    elif change == "pause":
+        ask(episode, "POST", routes.PAUSE)
+        episode.sleep(0, ROUND_TIMEOUT_SECONDS + 1)
+        if not ask_until(episode, (200,), "POST", routes.RESUME):
+            episode.complain("a run that was paused could not be resumed")
+    elif change == "checkpoint":
+        ask(episode, "POST", routes.CHECKPOINTS, seconds=CHECKPOINT_SECONDS)
+    elif episode.setup.on_trainer_loss == "continue":
+        rank = episode.chance.randrange(episode.setup.num_trainers)
+        episode.lose(f"trainer {rank}")
+        ask(episode, "POST", routes.EVICT.replace("{rank}", str(rank)))
+
+
+@_fault("coordinator killed after trainers are done, then a rollback", "coordinator", is_last=True)
+def _roll_back_behind_the_done(episode: Episode, victim: str) -> None:
+    ranks = range(episode.chance.randint(1, episode.setup.num_trainers - 1))
+    if not episode.let_end(ranks):
+        return
+    episode.kill(victim)
+    episode.start(victim, may_die=False)
+    if episode.chance.random() < 0.3:  # one of a round that no trainer has to take again
+        ask_until(episode, (200,), "POST", routes.CHECKPOINTS, seconds=CHECKPOINT_SECONDS)
+    listed = list_checkpoints(episode)
+    if not listed:
+        episode.complain("no checkpoint is listed after the coordinator was started again")
+        return
+    round_, done = episode.chance.choice(listed), max(map(episode.done_round, ranks))
+    episode.note(f"trainers {[*ranks]} are done with round {done}; there are checkpoints of {listed}")
+    episode.expect_rollback()
+    status = ask_until(episode, (200, 404, 409), "POST", routes.ROLL_BACK, {"round": round_})
+    if status == 200 and round_ < done:
+        episode.complain(f"the run went back to round {round_}, behind trainers that were done with round {done}")
 
 
 @_fault("clock jumps", "coordinator", lambda setup: setup.fakes_time and find_libfaketime() is not None)

@@ -11,6 +11,7 @@ from ps_protocol.vocabulary import LossPolicy, Mode, NonfinitePolicy
 LEASE_SECONDS = 2.0
 ROUND_TIMEOUT_SECONDS = 4.0
 PARAMETERS = ("a", "b", "c")
+FREEZABLE = "d"  # the same as these, but an administrator may freeze it, so that nothing is concluded from its values
 KEEP_CHECKPOINTS = 2
 UNIT = 12  # of a gradient: 1, 2, 3 and 4 divide it
 

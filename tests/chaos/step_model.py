@@ -43,7 +43,8 @@ def check_steps(setup: Setup, records: list[Record]) -> list[str]:
             if clocks[rank] < steps[rank].least(step):
                 found.append(f"{where} {clocks[rank]:g} of its own {step} steps")
             bound = setup.max_staleness
-            if bound is not None and setup.on_trainer_loss == "wait" and min(clocks) < step - bound:
+            taking_part = [clock for other, clock in enumerate(clocks) if other not in done]
+            if bound is not None and setup.on_trainer_loss == "wait" and min(taking_part, default=step) < step - bound:
                 found.append(f"{where} clocks {clocks} after step {step}: staler than {bound}")
             attempt, older = before.get((rank, name), (record["attempt"], tuple(values)))
             if attempt == record["attempt"] and any(new < old for new, old in zip(values, older, strict=True)):

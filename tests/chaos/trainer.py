@@ -21,7 +21,7 @@ import torch
 from ps_protocol.errors import GradpostError, NonFiniteGradient
 from tests.chaos.diary import Diary
 from tests.chaos.draws import draw, seed_draws
-from tests.chaos.setup import PARAMETERS, UNIT, Setup
+from tests.chaos.setup import FREEZABLE, PARAMETERS, UNIT, Setup
 from tests.chaos.tricks import Tricks
 from trainer_client import RemoteOptimizer, connect
 
@@ -47,7 +47,7 @@ class ChaosTrainer:
     def __init__(self, folder: Path, life: int) -> None:
         self.setup = Setup(**json.loads((folder / "setup.json").read_text()))
         shape = (self.setup.num_pservers, 2, self.setup.num_trainers)
-        self.parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name in PARAMETERS}
+        self.parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name in (*PARAMETERS, FREEZABLE)}
         self.local = torch.optim.SGD(list(self.parameters.items()), lr=1.0)
         seed_draws(self.setup.seed, 0)
         self.session = connect()  # last: from now on others wait for this trainer
@@ -55,13 +55,14 @@ class ChaosTrainer:
         self.diary = Diary(folder / f"trainer-{self.rank}-{life}.jsonl", rank=self.rank, life=life)
         self.orders = Orders(folder / f"orders-{self.rank}")
         self.is_nan_ordered = False
+        self.hurries_until = 0.0
         chance = random.Random(f"{self.setup.seed} {self.rank} {life}")
         self.tricks = Tricks(self.diary, chance, is_sync=self.setup.mode == "sync")
         self.tricks.play()
         self._stop = folder / "stop"
 
     def train(self) -> None:
-        """Step until the round that everybody stops at."""
+        """Step until the round that this trainer is to end with."""
         self.optimizer = RemoteOptimizer(self.local, max_grad_norm=NEVER_REACHED if self.setup.clips else None)
         self.steps = self.optimizer._steps
         self.write_seen("start", drawn_for=0)
@@ -84,12 +85,15 @@ class ChaosTrainer:
         return self.session.client.membership.news.attempt
 
     def last_step(self) -> float:
-        return int(self._stop.read_text()) if self._stop.exists() else float("inf")
+        stops = json.loads(self._stop.read_text()) if self._stop.exists() else {}
+        return float(stops.get(str(self.rank), "inf"))
 
     def obey(self) -> None:
         for order in self.orders.read():
             if order["do"] == "hang":
                 time.sleep(order["seconds"])  # heartbeats have a thread of their own
+            elif order["do"] == "hurry":
+                self.hurries_until = time.monotonic() + order["seconds"]
             elif order["do"] == "nan":
                 self.is_nan_ordered = True
             else:
@@ -106,7 +110,8 @@ class ChaosTrainer:
         if with_nan:
             gradient[0, 0, 0] = float("nan")  # on one pserver alone
             self.parameters[PARAMETERS[0]].grad = gradient
-        time.sleep(COMPUTE_SECONDS)
+        if time.monotonic() > self.hurries_until:
+            time.sleep(COMPUTE_SECONDS)
         self.diary.write("begin", round=step, attempt=self.attempt, nan=with_nan)
         try:
             self.optimizer.step()
@@ -123,7 +128,7 @@ class ChaosTrainer:
         landed, blocks = self.steps.landed, {}
         for pserver, shard in enumerate(self.session.client.plan.shards):
             version = self.tricks.versions[pserver][landed]
-            for block in shard:
+            for block in (block for block in shard if block.parameter in PARAMETERS):
                 values = self.parameters[block.parameter].detach().flatten()[block.begin : block.end].tolist()
                 blocks[block.name] = [version, *values]
         self.diary.write(what, round=landed, attempt=self.attempt, blocks=blocks, drawn_for=drawn_for, draws=draw())
