@@ -367,13 +367,17 @@ def _administer(episode: Episode, victim: str) -> None:
 @_fault("coordinator killed after trainers are done, then a rollback", "coordinator", is_last=True)
 def _roll_back_behind_the_done(episode: Episode, victim: str) -> None:
     ranks = range(episode.chance.randint(1, episode.setup.num_trainers - 1))
+    place, goes_behind = episode.cluster.place_file("pserver 0"), episode.chance.random() < 0.7
+    if goes_behind:
+        _write_whole(place, "eio")  # so that no checkpoint of a later round than theirs becomes complete
     if not episode.let_end(ranks):
         return
     episode.kill(victim)
     episode.start(victim, may_die=False)
-    if episode.chance.random() < 0.3:  # one of a round that no trainer has to take again
+    if not goes_behind:
         ask_until(episode, (200,), "POST", routes.CHECKPOINTS, seconds=CHECKPOINT_SECONDS)
     listed = list_checkpoints(episode)
+    _write_whole(place, "")
     if not listed:
         episode.complain("no checkpoint is listed after the coordinator was started again")
         return
