@@ -275,13 +275,22 @@ class DeclareModel(Message):
     max_grad_norm: Real | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="clip the aggregated gradient to this norm"
     )
-    average_buffers: Count = Field(default=0, description="rounds from one mean of what is averaged to the next")
     aliases: dict[Name, Name] = Field(
         default={}, max_length=MAX_TENSORS, description="further names of tied tensors, for exported models"
     )
     rendezvous: Text | None = Field(
         default=None, max_length=300, description="strategy ring, rank 0: where the trainers meet; its own affair"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_earlier(cls, value: Any) -> Any:
+        match value:
+            case {"average_buffers": 0, **rest}:
+                return rest
+            case {"average_buffers": _}:
+                raise ValueError("average_buffers is a setting of earlier versions; buffers are averaged by default")
+        return value
 
 
 class PlanReady(Message):

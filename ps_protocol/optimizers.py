@@ -33,6 +33,19 @@ class OptimizerSpec:
     name: str
     group_flags: tuple[dict[str, bool], ...]
 
+    def with_means(self) -> OptimizerSpec:
+        """Return this spec with one more group, whose update rule is MEAN."""
+        return OptimizerSpec(self.name, (*self.group_flags, {MEAN: True}))
+
+    def rule(self, group: int) -> str:
+        """Return the update rule of a parameter group: the optimizer's name, or MEAN."""
+        return MEAN if MEAN in self.group_flags[group] else self.name
+
+    @property
+    def num_stepped(self) -> int:
+        """The number of groups that the optimizer steps. A group whose rule is MEAN comes after them."""
+        return sum(MEAN not in flags for flags in self.group_flags)
+
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> OptimizerSpec:
         """Checked; raises UnsupportedOptimizer."""
@@ -43,6 +56,9 @@ class OptimizerSpec:
                 raise UnsupportedOptimizer("an optimizer is an object of its name and its group_flags, nothing else")
 
 
+# The update rule of buffers. A push contains their values, and value += lr * (mean of the pushed values - value).
+MEAN = "mean"
+_MEAN = OptimizerRule(("lr",), (MEAN,))
 _ADAM = OptimizerRule(("lr", "betas", "eps", "weight_decay"), ("amsgrad", "maximize", "decoupled_weight_decay"))
 
 RULES: Mapping[str, OptimizerRule] = {
@@ -77,6 +93,8 @@ def check_optimizer(name: str, group_flags: Sequence[Mapping[str, Any]]) -> Opti
         reason = REFUSED.get(name, "it is not on the list, so it is not known to be element-wise")
         raise UnsupportedOptimizer(f"{name} cannot run on a pserver: {reason}", expected=", ".join(RULES), actual=name)
     for index, flags in enumerate(group_flags):
+        if 0 < index == len(group_flags) - 1 and flags == {MEAN: True} and flags[MEAN] is True:
+            continue
         if (
             not isinstance(flags, Mapping)
             or set(flags) != set(rule.flags)
@@ -95,7 +113,6 @@ def check_hyper_parameters(spec: OptimizerSpec, groups: object) -> list[HyperPar
 
     Every number of the rule must be there, finite and not negative; betas are pairs in [0, 1).
     """
-    names = RULES[spec.name].numbers
     if not isinstance(groups, list) or len(groups) != len(spec.group_flags):
         raise BadHyperParameters(
             "hyper-parameters must be a list with one object for each parameter group",
@@ -103,6 +120,7 @@ def check_hyper_parameters(spec: OptimizerSpec, groups: object) -> list[HyperPar
             actual=f"{len(groups)} groups" if isinstance(groups, list) else type(groups).__name__,
         )
     for index, numbers in enumerate(groups):
+        names = (_MEAN if spec.rule(index) == MEAN else RULES[spec.name]).numbers
         if not isinstance(numbers, dict) or set(numbers) != set(names):
             raise BadHyperParameters(
                 f"group {index} of {spec.name} needs exactly its numbers",

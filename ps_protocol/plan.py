@@ -12,11 +12,10 @@ from functools import cached_property
 from typing import Any
 
 from .errors import BadModel
-from .optimizers import OptimizerSpec
+from .optimizers import MEAN, OptimizerSpec
 from .placement import PLACE
 from .slicing import DEFAULT_MIN_BLOCK_SIZE, slice_parameter
 from .vocabulary import (
-    AVERAGED,
     DTYPE_BYTES,
     PARAMETER_DTYPES,
     Block,
@@ -64,6 +63,14 @@ class SlicePlan:
         return {spec.name: spec for spec in self.parameters}
 
     @cached_property
+    def means(self) -> frozenset[str]:
+        """The names of the parameters whose update rule is MEAN: float buffers. They are exact on the wire."""
+        if self.optimizer is None:
+            return frozenset()
+        rules = [self.optimizer.rule(group) for group in range(len(self.optimizer.group_flags))]
+        return frozenset(spec.name for spec in self.parameters if rules[spec.group] == MEAN)
+
+    @cached_property
     def shards(self) -> tuple[tuple[Block, ...], ...]:
         """The blocks of each pserver, in plan order."""
         shards: list[list[Block]] = [[] for _ in range(self.num_pservers)]
@@ -80,14 +87,16 @@ class SlicePlan:
         return {name: tuple(its) for name, its in blocks.items()}
 
     def pushed(self, block: Block) -> list[WireTensor]:
-        """The tensors that a gradient of this block is on the wire; what is averaged is no gradient, and goes whole."""
-        spec = self.parameter[block.parameter]
-        wire = AS_THEY_ARE if spec.group == AVERAGED else self.wire
-        return wire.pushed(block.name, spec.dtype, block.num_elements)
+        """The tensors that the push of this block consists of."""
+        dtype = self.parameter[block.parameter].dtype
+        return self._wire_of(block.parameter).pushed(block.name, dtype, block.num_elements)
 
     def pulled(self, parameter: str) -> str:
         """The dtype of a parameter's values on the wire, when trainers pull them."""
-        return self.wire.pulled(self.parameter[parameter].dtype)
+        return self._wire_of(parameter).pulled(self.parameter[parameter].dtype)
+
+    def _wire_of(self, parameter: str) -> WireTypes:
+        return AS_THEY_ARE if parameter in self.means else self.wire
 
     def block_bytes(self, block: Block) -> int:
         """Size of a block's values in the parameter's dtype."""
@@ -252,11 +261,15 @@ def _check_model(
     names: set[str] = set()
     for spec in parameters:
         _check_tensor("parameter", spec.name, spec.shape, spec.dtype, PARAMETER_DTYPES, names)
-        is_group = is_size(spec.group) and (num_groups is None or spec.group < num_groups)
-        if not is_group and (type(spec.group), spec.group) != (int, AVERAGED):
+        if (type(spec.group), spec.group) == (int, -1):
+            raise BadModel(
+                f"buffer {spec.name!r:.200} belongs to the setting average_buffers, which this version does not have. "
+                "Export the model with the version that wrote it, and load the file in a new run"
+            )
+        if not is_size(spec.group) or (num_groups is not None and spec.group >= num_groups):
             raise BadModel(
                 f"parameter {spec.name!r:.200} is in a group that the optimizer does not have",
-                expected=f"{'0 or more' if num_groups is None else f'one of {num_groups}'}, or {AVERAGED}: averaged",
+                expected="0 or more" if num_groups is None else f"one of {num_groups}",
                 actual=f"{spec.group!r:.80}",
             )
     names_of_parameters = frozenset(names)

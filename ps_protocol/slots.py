@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from .errors import MalformedFrame
+from .optimizers import MEAN
 
 Options = dict[str, Any]  # the numbers and the flags of one parameter group
 
@@ -48,6 +49,7 @@ def _always(*names: str) -> Callable[[Options], tuple[str, ...]]:
 
 # The slots that an optimizer needs under these options.
 SLOTS: Mapping[str, Callable[[Options], tuple[str, ...]]] = {
+    MEAN: _always(),
     "SGD": _sgd,
     "Adam": _adam,
     "AdamW": _adam,

@@ -68,12 +68,9 @@ def is_name(value: object) -> TypeGuard[str]:
     return value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
 
 
-AVERAGED = -1  # instead of a parameter group: what is pushed are values, and their mean becomes the value
-
-
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """What a plan knows of one parameter; `group` is the index of its optimizer parameter group, or AVERAGED."""
+    """What a plan knows of one parameter; `group` is the index of its optimizer parameter group."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,91 +1,88 @@
-"""Buffers that become their mean over all trainers now and then: the statistics of batch norm, as a rule.
+"""A model's float buffers, such as the statistics of batch norm, whose mean over all trainers the pservers keep.
 
-In between each trainer's own forward passes change them. They travel as parameters do that the optimizer does not step:
-pushed are values, in every so many rounds, and the mean of a round's is what there is then.
+They are parameters of the plan whose update rule is MEAN: each step pushes their values instead of gradients. The mean
+is what is pulled, exported and written to checkpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ps_protocol.errors import BadModel
-from ps_protocol.vocabulary import PARAMETER_DTYPES, Round
+from ps_protocol.vocabulary import PARAMETER_DTYPES, ParameterSpec
 
+from .device_copies import is_away
 from .model_tensors import stored_tensors
-from .tensors import WIRE_DTYPES
+from .tensors import WIRE_DTYPES, wire_dtype
 
 
 class BufferAverages:
-    """Of one trainer. Nothing here blocks."""
+    """The float buffers of a model's `state_dict()`, and their newest pulled means. Without a model there are none."""
 
-    def __init__(self, find: Callable[[], Mapping[str, Tensor]], interval: int) -> None:
-        """`find` gives the model's buffers by name as they are now; `interval` is in rounds."""
-        self._find = find
-        self._interval = interval
-        self._landed: Round = 0
-        # What is pulled in any round lands here, and not in what a forward pass has just changed.
-        self.means = {name: buffer.detach().clone() for name, buffer in find().items()}
+    def __init__(self, model: nn.Module | None, trained: dict[str, Tensor]) -> None:
+        """`trained` are the optimizer's parameters by name."""
+        modules = () if model is None else model.modules()
+        owners = {id(buffer): (module, key) for module in modules for key, buffer in module._buffers.items()}
+        found = {
+            name: tensor
+            for name, tensor in stored_tensors(model, trained).items()
+            if id(tensor) in owners and WIRE_DTYPES.get(tensor.dtype) in PARAMETER_DTYPES
+        }
+        self._owners = {name: owners[id(tensor)] for name, tensor in found.items()}
+        self.means: Mapping[str, Tensor] = {  # host memory that pulls are written to
+            name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for name, tensor in found.items()
+        }
 
-    def _buffers(self) -> Mapping[str, Tensor]:
-        """Modules may have new tensors by now. Raises BadModel if those are of another kind."""
-        buffers = self._find()
-        for name, mean in self.means.items():
-            buffer = buffers.get(name)
+    def specs(self, group: int) -> list[ParameterSpec]:
+        """Return the buffers as parameters of this group."""
+        return [ParameterSpec(n, tuple(mean.shape), wire_dtype(n, mean), group) for n, mean in self.means.items()]
+
+    def _buffers(self) -> list[Tensor]:
+        """Return the buffers as they are now: a module may replace one by another tensor. Raises BadModel."""
+        buffers = []
+        for (name, mean), (module, key) in zip(self.means.items(), self._owners.values(), strict=True):
+            buffer = module._buffers.get(key)
             if buffer is None or (buffer.shape, buffer.dtype) != (mean.shape, mean.dtype):
                 raise BadModel(
                     f"buffer {name!r} has become another one; all trainers agreed on it when the run began",
                     expected=f"{mean.dtype} {list(mean.shape)}",
                     actual=None if buffer is None else f"{buffer.dtype} {list(buffer.shape)}",
                 )
+            buffers.append(buffer)
         return buffers
 
-    def is_due(self, round_: Round) -> bool:
-        """Whether this round averages them."""
-        return round_ % self._interval == 0
+    def changed_values(self) -> dict[str, Tensor]:
+        """Return flat host copies of the buffers that are no longer their mean, by name. Raises BadModel.
 
-    def values_for(self, round_: Round) -> dict[str, Tensor]:
-        """What is pushed in this round, by name: flat copies, or nothing.
-
-        One that has become NaN or infinite counts as it was at first, or in the last round of this kind: it would spoil
-        all others, and stay so. Raises BadModel.
+        One with NaN or infinity is left out: it would spoil the mean for all trainers.
         """
-        if not self.is_due(round_):
-            return {}
-        buffers, values = self._buffers(), {}
-        for name, mean in self.means.items():
-            is_finite = bool(torch.isfinite(buffers[name]).all())
-            values[name] = (buffers[name] if is_finite else mean).detach().reshape(-1).clone()
-        return values
+        copies = dict(zip(self.means, _copy_flat(self._buffers(), torch.device("cpu")), strict=True))
+        are_finite = bool(torch.cat(list(copies.values())).isfinite().all()) if copies else True
+        return {
+            name: copy
+            for name, copy in copies.items()
+            if not torch.equal(copy, self.means[name].view(-1)) and (are_finite or bool(copy.isfinite().all()))
+        }
 
-    def begin(self, version: Round) -> None:
-        """The run begins, or goes on, with the means as they are now."""
-        self._landed = version
-        self._take()
-
-    def landed(self, version: Round, was_skipped: Callable[[Round], bool]) -> None:
-        """This version is in the means; a round that was skipped has made none."""
-        newest_due = version // self._interval * self._interval
-        if newest_due > self._landed and not was_skipped(newest_due):
-            self._take()
-        self._landed = version
-
-    def _take(self) -> None:
-        buffers = self._buffers()
-        with torch.no_grad():
-            for name, mean in self.means.items():
-                buffers[name].copy_(mean)
+    def write_back(self) -> None:
+        """Copy the means to the buffers. Autograd does not notice, so a graph of an earlier pass stays valid."""
+        if not self.means:
+            return
+        buffers, means = [buffer.data for buffer in self._buffers()], list(self.means.values())
+        if is_away(buffers[0]):
+            copies = _copy_flat(means, buffers[0].device)
+            means = [copy.view(mean.shape) for copy, mean in zip(copies, means, strict=True)]
+        torch._foreach_copy_(buffers, means)
 
 
-def choose_averaged(model: torch.nn.Module | None, trained: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What of a model can be averaged, besides what is trained: its float buffers. Raises BadModel."""
-    chosen = {
-        name: tensor
-        for name, tensor in stored_tensors(model, trained).items()
-        if not isinstance(tensor, torch.nn.Parameter) and WIRE_DTYPES.get(tensor.dtype) in PARAMETER_DTYPES
-    }
-    if not chosen:
-        raise BadModel("average_buffers: RemoteOptimizer(…, model=model) has no model, or that has no float buffers")
-    return chosen
+def _copy_flat(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return flat copies on a device. Tensors of one dtype and device take a single transfer."""
+    if not tensors:
+        return []
+    flat = torch.cat([tensor.detach().reshape(-1).to(tensors[0].device) for tensor in tensors]).to(device)
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [part.to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]

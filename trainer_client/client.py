@@ -66,7 +66,6 @@ _OF_THE_PLAN = {
     "pull_type",
     "topk",
     "max_grad_norm",
-    "average_buffers",
 }
 _OF_LOCAL_STEPS = {"local_steps", "outer_lr", "outer_momentum", "outer_nesterov"}
 _OF_OVERLAP = {"bucket_bytes", "overlap", "overlap_pulls", "accumulate_steps"}
@@ -206,7 +205,6 @@ class ParameterClient:
                     topk=settings.topk,
                     local_steps=settings.local_steps,
                     max_grad_norm=settings.max_grad_norm,
-                    average_buffers=settings.average_buffers,
                     aliases=dict(aliases or {}),
                     rendezvous=rendezvous,
                 )
@@ -443,8 +441,9 @@ class ParameterClient:
         """
         if not self.plan.wire.pulls_differences:
             return None
-        is_float32 = {block.name: self.plan.pulled(block.parameter) == "F32" for block in self.plan.blocks}
-        return [Differences({name: data for name, data in one.items() if is_float32[name]}) for one in destinations]
+        plan = self.plan
+        rounded = {b.name for b in plan.blocks if plan.pulled(b.parameter) == "F32" and b.parameter not in plan.means}
+        return [Differences({name: data for name, data in one.items() if name in rounded}) for one in destinations]
 
     async def pull(
         self,

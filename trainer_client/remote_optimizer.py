@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel, GradpostError, NonFiniteGradient
 from ps_protocol.messages import RunSummary
-from ps_protocol.vocabulary import AVERAGED, ParameterSpec, Round
+from ps_protocol.vocabulary import ParameterSpec, Round
 
 from .amp.unscaling import unscale_gradients
-from .buffer_averages import BufferAverages, choose_averaged
+from .buffer_averages import BufferAverages
 from .collectives import choose_device
 from .host.follower import FollowerSteps
 from .host.leader import LeaderSteps
@@ -54,15 +54,15 @@ class RemoteOptimizer(Optimizer):
         optimizer: one of the element-wise optimizers of torch.optim; in a ring any but LBFGS. Slots that it has, of a
             checkpoint say, are the run's from its first step on if this trainer brings the initial values, and are
             no more its own.
-        model: gives its buffers (batch norm statistics) and frozen parameters their start, and parameters their names.
+        model: gives its buffers and frozen parameters their start, and parameters their names. Its float buffers, such
+            as the statistics of batch norm, are averaged over all trainers in every step.
         session: from `connect()`; by default the open session, or a new one made with `arguments`.
         outer: with local steps, the optimizer that steps on the pservers, over the same parameters; by default SGD with
             `outer_lr` (1, or 1 / world size in asynchronous modes), `outer_momentum` (0) and `outer_nesterov`.
         arguments: `local_steps` (0: none; else `optimizer` steps here, and every so many steps the difference is
             pushed, as the gradient of `outer`), `coordinator`, `mode`, `min_block_size`, `placement`,
             `slice_parameters`, `nonfinite`, `bucket_bytes`, `retry_seconds`; those that shape the plan must be the
-            same on all trainers. `average_buffers` (0: never): in every so many rounds batch norm's statistics become
-            their mean. `max_grad_norm` (None): clip the aggregated gradient to this norm. `overlap` (False):
+            same on all trainers. `max_grad_norm` (None): clip the aggregated gradient to this norm. `overlap` (False):
             gradients leave while backward still runs, after `accumulate_steps` (1) passes each; `overlap_pulls`
             (False): the modules of `model` wait for what they compute with, instead of `step()` for everything.
             `strategy` and `mode` are what the script expects.
@@ -89,11 +89,12 @@ class RemoteOptimizer(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the very same list: schedulers may hold either
         self._named, num_unnamed = name_parameters(optimizer, model)
-        self._stored = stored_tensors(model, self._named)
-        self._aliases = find_aliases(model, self._named | self._stored)
+        stored = stored_tensors(model, self._named)
+        self._aliases = find_aliases(model, self._named | stored)
         self._session = _use_session(session, arguments)
-        interval = self._session.client.settings.average_buffers
-        self._averages = BufferAverages(lambda: choose_averaged(model, self._named), interval) if interval else None
+        self._averages = BufferAverages(model, self._named)
+        self._pulled = {**self._named, **self._averages.means}
+        self._stored = {name: tensor for name, tensor in stored.items() if name not in self._averages.means}
         self._remote, self._local = self._share_work(optimizer, outer)
         self._own = optimizer if self._is_ring or self._local is not None else None  # steps here
         self.spec = describe_local_optimizer(optimizer) if self._is_ring else describe_optimizer(self._remote)
@@ -107,6 +108,11 @@ class RemoteOptimizer(Optimizer):
             self._session.client.log.info(
                 f"{num_unnamed} parameters have no names and are called by their position, such as "
                 "group0.parameter0; give the optimizer model.named_parameters(), or RemoteOptimizer the model"
+            )
+        if model is None:
+            self._session.client.log.info(
+                "buffers, such as the statistics of batch norm, are not part of the run without RemoteOptimizer(…, "
+                "model=model); if the model has any, exported and resumed models lack them"
             )
         self._is_void = False  # the run has gone back since this step's forward pass began
         self._flattening = Flattening()
@@ -183,12 +189,7 @@ class RemoteOptimizer(Optimizer):
         parameters = [
             ParameterSpec(name, tuple(p.shape), wire_dtype(name, p), groups[id(p)]) for name, p in self._named.items()
         ]
-        if self._averages is not None:
-            self._check_averages()
-        if self._averages is not None and not self._is_ring:
-            means = self._averages.means
-            parameters += [ParameterSpec(n, tuple(t.shape), wire_dtype(n, t), AVERAGED) for n, t in means.items()]
-            self._stored = {name: tensor for name, tensor in self._stored.items() if name not in means}
+        parameters += self._averages.specs(group=len(self._remote.param_groups))
         stored = [(name, tuple(t.shape), wire_dtype(name, t)) for name, t in self._stored.items()]
         self._steps: Steps | RingSteps | LeaderSteps | FollowerSteps
         if (host := self._session.host) is None:
@@ -196,7 +197,7 @@ class RemoteOptimizer(Optimizer):
         else:
             device = choose_device(self._named).type
             told = describe_model(parameters, stored, self.spec, local_steps=settings.local_steps, device=device)
-            mine = self._session, host, self._named, self._stored, told
+            mine = self._session, host, self._named, self._averages, self._stored, told
             if host.is_leader:
                 self._steps = LeaderSteps(*mine, lambda: self._declare(parameters, stored))
             else:
@@ -204,7 +205,7 @@ class RemoteOptimizer(Optimizer):
                 if self._slots is not None:
                     self._slots.begin(None)
         if settings.overlap_pulls and model is not None:
-            self._waits = ForwardWaits(model, self._named, self._land_in_time, self.synchronize)
+            self._waits = ForwardWaits(model, self._pulled, self._land_in_time, self.synchronize)
             self._session.land_last_step = self.synchronize
         if settings.overlap:
             self._overlap = Overlap(
@@ -218,7 +219,8 @@ class RemoteOptimizer(Optimizer):
         client = self._session.client
         group = Group(self._session, choose_device(self._named)) if self._is_ring else None
         rendezvous = None if group is None else group.offer()
-        self._session.io.run(client.declare(parameters, self.spec, stored, self._aliases, rendezvous))
+        spec = self.spec.with_means() if self._averages.means else self.spec
+        self._session.io.run(client.declare(parameters, spec, stored, self._aliases, rendezvous))
         if group is None:
             steps = Steps(self._session, self._named, self._stored, self._local, self._averages)
             assert self._slots is not None  # there are pservers
@@ -228,12 +230,6 @@ class RemoteOptimizer(Optimizer):
         ring = RingSteps(self._session, self._named, self._stored, self._remote, group, self._averages)
         self._session.accompany = ring.accompany
         return ring
-
-    def _check_averages(self) -> None:
-        if self._session.client.settings.overlap_pulls:
-            raise BadModel("average_buffers with overlap_pulls: a forward pass would not wait for the means")
-        if self._session.host is not None:
-            raise BadModel("average_buffers is for trainers that are one process; use one_trainer_per_host=False")
 
     def _check_overlapping_pulls(self, model: nn.Module | None) -> None:
         settings, rules = self._session.client.settings, self._session.client.joined.consistency
@@ -311,7 +307,7 @@ class RemoteOptimizer(Optimizer):
 
     def _is_over_already(self) -> bool:
         """Take what has not been waited for; whether the run has gone back, so that these gradients are of no round."""
-        self._land_in_time(self._named)
+        self._land_in_time(self._pulled)
         is_void, self._is_void = self._is_void, False
         if is_void:
             self._begin_watching()
@@ -325,7 +321,7 @@ class RemoteOptimizer(Optimizer):
 
     def _send_early(self, name: str, gradient: Tensor) -> None:
         if self._waits is not None:
-            self._land_in_time(self._named)  # what is pushed now says that the round before has been pulled
+            self._land_in_time(self._pulled)  # what is pushed now says that the round before has been pulled
         if self._unscale is not None:
             self._unscale(gradient)
         if not self._is_void:
@@ -382,7 +378,7 @@ class RemoteOptimizer(Optimizer):
     def wait_for_outcome(self) -> None:
         """Wait for that round, if `step` has not."""
         if self._waits is not None:
-            self._land_in_time(self._named)
+            self._land_in_time(self._pulled)
 
     def gradients_here(self) -> list[Tensor]:
         """Those of this step that have not left."""
@@ -410,6 +406,9 @@ class RemoteOptimizer(Optimizer):
     def _exchange(self, gradients: dict[str, Tensor], *, is_finite: bool = True) -> None:
         started = time.perf_counter()
         numbers = [] if self._is_ring else read_hyper_parameters(self.spec, self._remote)
+        if self._averages.means:
+            # In asynchronous modes each step of N trainers moves the mean by an N-th of the way.
+            numbers.append({"lr": 1 / self._session.world_size if self._is_async else 1.0})
         self._steps.begin(gradients, numbers, is_finite=is_finite)
         if self._waits is None:
             self._steps.take_due()

@@ -93,12 +93,6 @@ class TrainerSettings(BaseSettings):
         description="synchronous mode: before the optimizer steps, the aggregated gradient is clipped to this norm, "
         "taken over all parameters. The same on all trainers; none: it is not",
     )
-    average_buffers: int = Field(
-        default=0,
-        ge=0,
-        description="synchronous mode: after every so many rounds the float buffers of `model`, such as the statistics "
-        "of batch norm, become their mean over all trainers; 0: never. The same on all trainers",
-    )
     local_steps: int = Field(
         default=0,
         ge=0,

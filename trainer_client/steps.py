@@ -33,12 +33,12 @@ class Steps:
         parameters: Mapping[str, Tensor],
         stored: Mapping[str, Tensor],
         local: LocalSteps | None,
-        averages: BufferAverages | None = None,
+        averages: BufferAverages,
     ) -> None:
         """`stored` is what else belongs to the model, and is pulled once. Pulls the values that the run begins with."""
         self._client, self._io = session.client, session.io
         self._averages = averages
-        self._parameters = parameters = {**parameters, **(averages.means if averages else {})}
+        self._parameters = parameters = {**parameters, **averages.means}
         self._stored = stored
         self._local = local
         self._is_by_parameter = self._client.settings.overlap_pulls
@@ -72,8 +72,7 @@ class Steps:
             else:
                 self.begun = self.landed = version
                 self._loading.went_back(version)
-                if self._averages is not None:
-                    self._averages.begin(version)
+                self._averages.write_back()
                 return
 
     def _initial_values(self) -> dict[str, Tensor]:
@@ -81,8 +80,9 @@ class Steps:
         if self.landed > 0:
             text = "the pservers have lost all that was trained, and there is no checkpoint"
             raise PserverLost(f"{text}; this trainer had round {self.landed}")
-        begun = self._parameters if self._local is None else self._local.starting_values
-        return {name: tensor.detach().to("cpu") for name, tensor in {**begun, **self._stored}.items()}
+        begun = {} if self._local is None else self._local.starting_values
+        values = {**self._parameters, **begun, **self._stored}
+        return {name: tensor.detach().to("cpu") for name, tensor in values.items()}
 
     def _pull_stored(self) -> None:
         landing = landing_of(self._stored, {name: tensor.dtype for name, tensor in self._stored.items()})
@@ -128,8 +128,7 @@ class Steps:
         """Begin the next step, with all its flat gradients. Blocks for those that are on a device, and have to come."""
         step = self.begun + 1
         self._landing.begin()
-        if self._averages is not None:
-            gradients = {**gradients, **self._averages.values_for(step)}
+        gradients = {**gradients, **self._averages.changed_values()}
         away = {name: gradients[name] for name in reversed(list(gradients)) if is_away(gradients[name])}
         if away:
             self._copies.begin(step, away)
@@ -201,8 +200,8 @@ class Steps:
             self.landed = newest
             self._loading.landed(newest)
             self._land(newest, self._pending if self._is_by_parameter else set(self._parameters))
-            if self._averages is not None:
-                self._averages.landed(newest, self._client.scale_agreement.was_skipped)
+            if newest == self.begun and not self._is_by_parameter:
+                self._averages.write_back()  # else later forward passes have changed the buffers
         return False
 
     def _go_back(self, error: RolledBack) -> None:

@@ -73,7 +73,7 @@ class Administration:
         run = self._training()
         assert run.plan is not None
         assert run.plan.optimizer is not None
-        num_groups = len(run.plan.optimizer.group_flags)
+        num_groups = run.plan.optimizer.num_stepped
         if group is not None and group >= num_groups:
             raise InvalidMessage("there is no such parameter group", expected=f"0 to {num_groups - 1}", actual=group)
         groups = range(num_groups) if group is None else (group,)

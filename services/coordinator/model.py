@@ -33,10 +33,6 @@ def plan_model(model: DeclareModel, defaults: RunDefaults, num_pservers: int) ->
         raise BadModel("max_grad_norm belongs to the synchronous mode: in the others there is no common gradient")
     if model.max_grad_norm is not None and model.local_steps:
         raise BadModel("max_grad_norm with local_steps: clip before each of them, with clip_grad_norm_")
-    if model.average_buffers and (defaults.consistency.is_async or model.local_steps):
-        raise BadModel(
-            "average_buffers belongs to the synchronous mode, without local_steps: to rounds of all trainers"
-        )
     wire = WireTypes(
         model.push_type or defaults.push_type, model.pull_type or defaults.pull_type, model.topk or defaults.topk
     )

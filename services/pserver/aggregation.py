@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ps_protocol.vocabulary import AVERAGED
-
 from .layout import BlockPlace, ShardLayout
 from .parts import Part
 from .tensors import view_bytes
@@ -31,10 +29,11 @@ class Aggregator:
         Each maps block names to tensors of shape (num_elements,) in the wire's dtype, which are only read and may
         lie at any address. They are summed in float32 in the given order, the first one copied (so that -0.0
         survives), and multiplied by 1/n once, n being the number of contributions: one that lacks a block counts
-        zeros for it, as DDP does. A block that all of them lack is not present; what the gradient holds there is
-        left over from an earlier round. The gradient is ours and holds until the next call.
+        zeros for it, as DDP does, but the mean of a buffer is that of the contributions that contain it. A block that
+        all of them lack is not present; what the gradient holds there is left over from an earlier round. The gradient
+        is ours and holds until the next call.
         """
-        scale = 1 / max(len(contributions), 1)
+        scale = 1.0  # of what is summed and not scaled yet
         present = []
         begin = end = 0  # summed and not scaled yet; small blocks are scaled together
         for place in self._layout.places:
@@ -43,8 +42,9 @@ class Aggregator:
                 continue
             _check_shapes(place, parts)
             present.append(place.name)
-            if end != place.step_begin or end - begin + place.block.num_elements > PIECE:
-                self._scale(begin, end, scale)
+            before, scale = scale, 1 / (len(parts) if place.is_mean else len(contributions))
+            if (end, scale) != (place.step_begin, before) or end - begin + place.block.num_elements > PIECE:
+                self._scale(begin, end, before)
                 begin = place.step_begin
             end = place.padded_end
             total = self._views[place.name]
@@ -59,13 +59,13 @@ class Aggregator:
         return self._gradient, tuple(present)
 
     def sum_of_squares(self, present: Sequence[str]) -> float:
-        """Of the newest gradient's blocks, in float64, but those that are only averaged.
+        """Return the sum of squares of the newest gradient in float64. Buffers are not part of it.
 
-        How they are cut changes its rounding only.
+        How the parameters are cut changes its rounding only.
         """
         sums = []
         for name in present:
-            if self._layout.place[name].group == AVERAGED:
+            if self._layout.place[name].is_mean:
                 continue
             view = self._views[name]
             for at in range(0, len(view), PIECE):
@@ -74,8 +74,8 @@ class Aggregator:
         return sum(sums) if any(map(math.isnan, sums)) or math.inf in sums else math.fsum(sums)
 
     def scale(self, coefficient: float) -> None:
-        """Multiply all of the newest gradient, but what is only averaged."""
-        self._gradient[self._layout.num_averaged :].mul_(coefficient)
+        """Multiply the newest gradient, without the buffers."""
+        self._gradient[: self._layout.num_stepped].mul_(coefficient)
 
     def encode(self, present: Sequence[str] | None) -> list[memoryview]:
         """The bytes of the newest gradient, not copied: of all of it, or of these blocks in the given order."""

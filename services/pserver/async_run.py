@@ -442,9 +442,9 @@ class AsyncRun(PserverRun):
         gradient = update.block.tensor()
         numbers = update.taken.contribution.hyper_parameters
         assert numbers is not None  # a complete contribution has them
-        if rules.compensation == "dc":
+        place = self.shard.layout.place[name]
+        if rules.compensation == "dc" and not place.is_mean:
             assert update.pull.values is not None
-            place = self.shard.layout.place[name]
             pulled = update.pull.values[place.begin : place.end]
             gradient = compensate_gradient(gradient, self.shard.block(name), pulled, rules.dc_lambda)
         elif rules.compensation == "divide":

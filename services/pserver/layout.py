@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ps_protocol.plan import SlicePlan
-from ps_protocol.vocabulary import AVERAGED, Block, PserverIndex
+from ps_protocol.vocabulary import Block, PserverIndex
 from ps_protocol.wire_types import WireTensor
 
 WINDOW = 64  # elements; a multiple of every vector width and cache line
@@ -40,6 +40,7 @@ class BlockPlace:
     name: str
     block: Block
     group: int
+    is_mean: bool  # the update rule is MEAN: pushes contain values instead of gradients
     dtype: str  # the parameter's, by safetensors' name; the flat tensor is float32
     pushed: tuple[WireTensor, ...]  # what a gradient of it is on the wire
     pulled: str  # dtype of what trainers get
@@ -67,6 +68,7 @@ class ShardLayout:
                     name=block.name,
                     block=block,
                     group=parameter.group,
+                    is_mean=parameter.name in plan.means,
                     dtype=parameter.dtype,
                     pushed=tuple(plan.pushed(block)),
                     pulled=plan.pulled(block.parameter),
@@ -79,8 +81,8 @@ class ShardLayout:
             )
             offset = padded_end
         self.num_elements = offset  # padding included
-        # What is averaged stands first, and is not part of the gradient, whatever that is clipped to.
-        self.num_averaged = max((place.padded_end for place in places if place.group == AVERAGED), default=0)
+        # The gradient ends here. The group of the means is the last one.
+        self.num_stepped = min((place.step_begin for place in places if place.is_mean), default=offset)
         self.places = tuple(places)  # in the order of the flat tensor
         by_name = {place.name: place for place in places}
         self.place = {block.name: by_name[block.name] for block in blocks}  # by block name, in plan order

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec
 from ps_protocol.slots import FRESH, SLOTS, StepState, split_key
-from ps_protocol.vocabulary import AVERAGED, Rank
+from ps_protocol.vocabulary import Rank
 
 from .layout import ShardLayout
 from .optimizer_rules import UPDATE_RULES, Operands
@@ -34,7 +34,6 @@ class OptimizerBlocks:
     def __init__(self, layout: ShardLayout, spec: OptimizerSpec) -> None:
         self.spec = spec
         self._layout = layout
-        self._rule = UPDATE_RULES[spec.name]
         self._slots: dict[str, Tensor] = {}
         self._states = dict.fromkeys(layout.place, StepState())
         # The same by counter, where each counts for itself; by None what a block had before any of them stepped it.
@@ -49,7 +48,7 @@ class OptimizerBlocks:
         *,
         counter: Rank | None = None,
     ) -> None:
-        """Step the blocks named in `present`, once; of those that are averaged the gradient is the new value.
+        """Step the blocks named in `present`, once; of buffers the gradient holds the pushed values.
 
         `values` and `gradient` are flat float32 tensors of the layout; `values` is written, `gradient` read
         where blocks are present. `hyper_parameters` holds one checked dictionary for each parameter group. Steps
@@ -61,23 +60,21 @@ class OptimizerBlocks:
         else:
             self._states.update({name: self._begin(name, counter) for name in present})
         for (group, state), stepped in self._find_runs(frozenset(present)).items():
-            if group == AVERAGED:
-                for begin, end in stepped.runs:
-                    values[begin:end].copy_(gradient[begin:end])
-                continue
+            name = self.spec.rule(group)
+            rule = UPDATE_RULES[name]
             options = {**hyper_parameters[group], **self.spec.group_flags[group]}
-            pieces = [piece for run in stepped.runs for piece in self._cut(*run)]
+            pieces = [piece for run in stepped.runs for piece in _cut(*run, rule.max_elements)]
             operands = Operands(
                 values=[values[begin:end] for begin, end in pieces],
                 gradients=[gradient[begin:end] for begin, end in pieces],
                 slots={
-                    name: [slot[begin:end] for begin, end in pieces]
-                    for name in SLOTS[self.spec.name](options)
-                    for slot in (self._slot(name),)
+                    slot_name: [slot[begin:end] for begin, end in pieces]
+                    for slot_name in SLOTS[name](options)
+                    for slot in (self._slot(slot_name),)
                 },
                 state=state,
             )
-            self._states.update(dict.fromkeys(stepped.names, self._rule.step(operands, options)))
+            self._states.update(dict.fromkeys(stepped.names, rule.step(operands, options)))
         if counter is not None:
             self._counted.update({(counter, name): self._states[name] for name in present})
 
@@ -154,13 +151,13 @@ class OptimizerBlocks:
                 stepped.runs.append((place.step_begin, place.step_end))
         return found
 
-    def _cut(self, begin: int, end: int) -> list[tuple[int, int]]:
-        size = self._rule.max_elements
-        if size is None:
-            return [(begin, end)]
-        return [(at, min(at + size, end)) for at in range(begin, end, size)]
-
     def _slot(self, name: str) -> Tensor:
         if name not in self._slots:
             self._slots[name] = torch.zeros(self._layout.num_elements)
         return self._slots[name]
+
+
+def _cut(begin: int, end: int, size: int | None) -> list[tuple[int, int]]:
+    if size is None:
+        return [(begin, end)]
+    return [(at, min(at + size, end)) for at in range(begin, end, size)]

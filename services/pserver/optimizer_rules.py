@@ -30,6 +30,7 @@ from torch.optim.radam import radam
 from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
+from ps_protocol.optimizers import MEAN
 from ps_protocol.slots import Options, StepState
 
 PIECE = 1 << 18  # elements: 1 MiB of float32
@@ -132,6 +133,13 @@ def _step_radam(on: Operands, options: Options) -> StepState:
     return on.stepped()
 
 
+def _step_mean(on: Operands, options: Options) -> StepState:
+    for value, pushed in zip(on.values, on.gradients, strict=True):
+        # Infinity minus infinity is not a number, and a buffer may begin with infinity.
+        value.copy_(torch.where(value.isfinite(), value.lerp(pushed, options["lr"]), pushed))
+    return on.state
+
+
 def _split_betas(options: Options) -> Options:
     numbers = dict(options)
     numbers["beta1"], numbers["beta2"] = numbers.pop("betas")
@@ -139,6 +147,7 @@ def _split_betas(options: Options) -> Options:
 
 
 UPDATE_RULES: Mapping[str, UpdateRule] = {
+    MEAN: UpdateRule(_step_mean, max_elements=None),
     "SGD": UpdateRule(_step_sgd, max_elements=None),
     "Adam": UpdateRule(_step_adam, max_elements=None),
     "AdamW": UpdateRule(_step_adam, max_elements=None),  # a flag tells them apart

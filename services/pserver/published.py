@@ -27,14 +27,16 @@ LentTensor = tuple[WireTensor, memoryview]
 
 
 class Published:
-    """Flat float32 of the shard's layout, and the newest differences: 1.3 shards. Only float32 blocks have any."""
+    """Flat float32 of the shard's layout, and the newest differences: 1.3 shards. Only float32 parameters have any."""
 
     def __init__(self, layout: ShardLayout, exact: Tensor) -> None:
         """`exact` are the shard's values, only read."""
         self.values = torch.zeros_like(exact)
         self._exact = exact
         self._layout = layout
-        self._specs = {p.name: quantised(p.name, p.block.num_elements) for p in layout.places if p.dtype == "F32"}
+        self._specs = {
+            p.name: quantised(p.name, p.block.num_elements) for p in layout.places if p.dtype == "F32" and not p.is_mean
+        }
         self._differences = {
             name: [torch.empty(count, dtype=TORCH_DTYPES[dtype]) for _, dtype, (count,) in tensors]
             for name, tensors in self._specs.items()

@@ -171,7 +171,14 @@ def test_a_script_s_own_process_group_stays_its_own(found: Found) -> None:
 
 
 def test_what_is_for_single_processes_is_refused_in_all(found: Found) -> None:
-    assert found["pulling"] == found["averaging"] == found["different"] == [{}] * WORLD
+    assert found["pulling"] == found["different"] == [{}] * WORLD
+
+
+def test_all_processes_get_the_mean_of_the_first_processes_buffers(found: Found) -> None:
+    processes = WORLD // NUM_HOSTS
+    mean = torch.tensor([rank for rank in range(WORLD) if rank % processes == 0], dtype=torch.float32).mean()
+    for one in found["averaging"]:
+        assert one["1.running_mean"].tolist() == [mean] * 2
 
 
 @pytest.mark.extended

@@ -42,26 +42,24 @@ KINDS = {
     "overlap of both": Kind({"overlap": True, "overlap_pulls": True}),
     "overlap of both, clipping": Kind({"overlap": True, "overlap_pulls": True, "max_grad_norm": MAX_NORM}),
     "overlap, accumulation": Kind({"overlap": True, "accumulate_steps": 3}, passes=3),
-    "GradScaler, averaged buffers": Kind({"average_buffers": 2}, scaled=True),
-    "GradScaler, overlap, clipping, averaged buffers": Kind(
-        {"overlap": True, "max_grad_norm": MAX_NORM, "average_buffers": 2}, scaled=True
-    ),
+    "GradScaler": Kind({}, scaled=True),
+    "GradScaler, overlap, clipping": Kind({"overlap": True, "max_grad_norm": MAX_NORM}, scaled=True),
     "delay": Kind(max_delay=2),
     "delay, clipping": Kind({"max_grad_norm": MAX_NORM}, max_delay=2),
     "delay, GradScaler": Kind(scaled=True, max_delay=1),
     "delay, overlap": Kind({"overlap": True}, max_delay=1),
     "ring": Kind(strategy="ring"),
     "ring, overlap, accumulation": Kind({"overlap": True, "accumulate_steps": 3}, passes=3, strategy="ring"),
-    "ring, overlap, clipping, GradScaler, averaged buffers": Kind(
-        {"overlap": True, "max_grad_norm": MAX_NORM, "average_buffers": 2}, scaled=True, strategy="ring"
+    "ring, overlap, clipping, GradScaler": Kind(
+        {"overlap": True, "max_grad_norm": MAX_NORM}, scaled=True, strategy="ring"
     ),
 }
 SAMPLE = (
     "overlap of both, clipping",
     "overlap, accumulation",
-    "GradScaler, overlap, clipping, averaged buffers",
+    "GradScaler, overlap, clipping",
     "delay, clipping",
-    "ring, overlap, clipping, GradScaler, averaged buffers",
+    "ring, overlap, clipping, GradScaler",
 )
 
 
@@ -140,7 +138,7 @@ def test_nothing_counts_that_is_done_after_the_last_batch(
         model = Layers()
         optimizer = RemoteOptimizer(
             torch.optim.SGD([p for p in model.named_parameters() if p[1].requires_grad], lr=1.0),
-            model=model, session=session, overlap=True, average_buffers=2,
+            model=model, session=session, overlap=True,
         )  # fmt: skip
         for _ in range(num_batches[session.rank]):
             optimizer.zero_grad()

@@ -82,7 +82,7 @@ def test_steps_that_are_delayed() -> None:
 def test_buffers_are_averaged(cluster: LocalCluster) -> None:
     def work(session: Session) -> tuple[torch.Tensor, torch.Tensor]:
         model = make_model()
-        optimizer = RemoteOptimizer(make_optimizer(model), model=model, session=session, average_buffers=2)
+        optimizer = RemoteOptimizer(make_optimizer(model), model=model, session=session)
         for step in range(2):
             optimizer.zero_grad()
             for loss in losses(model, step, [session.rank]):

@@ -9,6 +9,7 @@ from torch import Tensor
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Round
 
+from ..buffer_averages import BufferAverages
 from ..collectives import choose_device
 from ..flat_buckets import FlatBucket, FlatGradients, cut_buckets
 from ..local_steps import LocalSteps
@@ -25,6 +26,7 @@ class FollowerSteps:
         session: Session,
         host: Host,
         parameters: Mapping[str, Tensor],
+        averages: BufferAverages,
         stored: Mapping[str, Tensor],
         model: Mapping[str, str],
         local: LocalSteps | None,
@@ -34,6 +36,7 @@ class FollowerSteps:
         self._client = session.client
         self._names = list(parameters)
         self._local = local
+        self._averages = averages
         self.begun: Round = 0
         self.landed: Round = 0
         device = choose_device(parameters)
@@ -46,10 +49,10 @@ class FollowerSteps:
         self._gradients = FlatGradients(
             parameters, cut_buckets(parameters, started["bucket_bytes"], device), self._send
         )
-        self._values = Values({**parameters, **stored}, device)
+        self._values = Values({**parameters, **averages.means, **stored}, device)
         self._land(started["round"])
         self.begun = self.landed
-        self._values = Values(parameters, device)
+        self._values = Values({**parameters, **averages.means}, device)
 
     def look_for_changes(self) -> None:
         """Raise BadModel if a parameter has become another one."""
@@ -98,6 +101,7 @@ class FollowerSteps:
         self._values.take(self._host.collectives)
         self._host.finish()
         self._values.land()
+        self._averages.write_back()
         self.landed = self._client.membership.round = version
         if self._local is not None:
             self._local.begin()

@@ -15,6 +15,7 @@ from torch import Tensor
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Round
 
+from ..buffer_averages import BufferAverages
 from ..collectives import choose_device
 from ..flat_buckets import FlatBucket, FlatGradients, cut_buckets
 from ..ring.steps import RingSteps
@@ -33,6 +34,7 @@ class LeaderSteps:
         session: Session,
         host: Host,
         parameters: Mapping[str, Tensor],
+        averages: BufferAverages,
         stored: Mapping[str, Tensor],
         model: Mapping[str, str],
         start: Callable[[], Steps | RingSteps],
@@ -56,9 +58,9 @@ class LeaderSteps:
                 scale=self._client.scale_agreement.known(),
             )
             host.open_group(device)
-            Values({**parameters, **stored}, device).give(host.collectives)
+            Values({**parameters, **averages.means, **stored}, device).give(host.collectives)
             host.finish()
-        self._values = Values(parameters, device)
+        self._values = Values({**parameters, **averages.means}, device)
         self._gradients = FlatGradients(parameters, cut_buckets(parameters, bucket_bytes, device), self._send)
 
     @property

@@ -42,7 +42,7 @@ class RingSteps:
         stored: Mapping[str, Tensor],
         optimizer: Optimizer,
         group: Group,
-        averages: BufferAverages | None = None,
+        averages: BufferAverages,
     ) -> None:
         """`stored` is what else belongs to the model. Takes all values of the lowest rank; blocks for that."""
         self._client = session.client
@@ -67,7 +67,8 @@ class RingSteps:
         self._gradients: Mapping[str, Tensor] = {}  # of the step that has begun
         self._is_finite = True
         self._look_at_parameters()
-        self._spread({**parameters, **stored}, device)
+        self._spread({**parameters, **averages.means, **stored}, device)
+        averages.write_back()
 
     def _agree_on(self, bucket_bytes: int, device: torch.device) -> int:
         """That of the lowest rank: all have to cut alike."""
@@ -307,23 +308,23 @@ class RingSteps:
                 parameter.grad = own[name]
 
     def _average_buffers(self) -> None:
-        """After the rounds that are to do so, in one more collective."""
+        """Average the buffers of the trainers that had a batch, in one more collective."""
         averages = self._buffer_averages
-        if averages is None or not averages.is_due(self.begun):
+        means = averages.means
+        if not means:
             return
-        sizes, device = [mean.numel() for mean in averages.means.values()], self._tally.vector.device
+        values = {name: mean.view(-1) for name, mean in means.items()} | averages.changed_values()
+        flat = torch.cat([value.float() for value in values.values()]).to(self._tally.vector.device)
         if self._is_accompanying:
-            flat = torch.zeros(sum(sizes), device=device)
-        else:
-            flat = torch.cat([value.float() for value in averages.values_for(self.begun).values()]).to(device)
+            flat.zero_()
         self._group.add_up(flat)
         self._group.wait()
         if self._is_accompanying:
             return
-        parts = torch.split(flat.mul_(1 / self._num_active), sizes)
-        for mean, part in zip(averages.means.values(), parts, strict=True):
+        parts = torch.split(flat.div_(self._num_active), [mean.numel() for mean in means.values()])
+        for mean, part in zip(means.values(), parts, strict=True):
             mean.copy_(part.view(mean.shape))
-        averages.begin(self.begun)
+        averages.write_back()
 
     def _clip(self, max_norm: float) -> None:
         """Multiply the averages so that their norm is `max_norm` at most; zeros stand where nobody has a gradient."""

@@ -5,7 +5,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from ps_protocol.messages import JoinTrainer, PserverInfo, RegisterPserver, RunSummary, TrainerHeartbeat
+from ps_protocol.messages import DeclareModel, JoinTrainer, PserverInfo, RegisterPserver, RunSummary, TrainerHeartbeat
 
 
 def test_a_loss_that_is_not_a_number_survives_the_wire() -> None:
@@ -79,3 +79,10 @@ def test_a_name_that_may_be_of_another_programs_socket_is_refused(name: str) -> 
         PserverInfo(index=0, address="http://a", incarnation=1, http2=True, local=name)
     with pytest.raises(ValidationError):
         RegisterPserver(protocol=1, instance="a process", address="http://a", http2=True, local=name)
+
+
+def test_a_declaration_of_an_earlier_version_is_read_unless_it_averaged_buffers() -> None:
+    earlier = {"run": "r", "incarnation": 1, "parameters": [], "optimizer": "SGD", "group_flags": []}
+    assert DeclareModel.model_validate({**earlier, "average_buffers": 0}) == DeclareModel.model_validate(earlier)
+    with pytest.raises(ValidationError, match="average_buffers is a setting of earlier versions"):
+        DeclareModel.model_validate({**earlier, "average_buffers": 100})

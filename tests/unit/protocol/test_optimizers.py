@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_protocol.errors import BadHyperParameters, GradpostError, UnsupportedOptimizer
-from ps_protocol.optimizers import REFUSED, RULES, OptimizerSpec, check_hyper_parameters, check_optimizer
+from ps_protocol.optimizers import MEAN, REFUSED, RULES, OptimizerSpec, check_hyper_parameters, check_optimizer
 
 from .strategies import few, json_values, optimizers
 
@@ -128,6 +128,18 @@ def test_betas_are_two_fractions(value: Any) -> None:
 def test_groups_that_do_not_fit(groups: Any, message: str) -> None:
     with pytest.raises(BadHyperParameters, match=message):
         check_hyper_parameters(SGD, groups)
+
+
+def test_the_last_group_may_be_that_of_the_buffers() -> None:
+    spec = SGD.with_means()
+    assert check_optimizer("SGD", spec.group_flags) == spec
+    assert ([spec.rule(group) for group in range(2)], spec.num_stepped) == (["SGD", MEAN], 1)
+    assert check_hyper_parameters(spec, [SGD_NUMBERS, {"lr": 0.5}]) == [SGD_NUMBERS, {"lr": 0.5}]
+    with pytest.raises(BadHyperParameters, match=r"group 1 of SGD needs exactly its numbers .*expected lr; "):
+        check_hyper_parameters(spec, [SGD_NUMBERS, SGD_NUMBERS])
+    for groups in ([*spec.group_flags[::-1]], [{MEAN: False}], [*SGD.group_flags, {MEAN: 1}]):
+        with pytest.raises(UnsupportedOptimizer):
+            check_optimizer("SGD", groups)
 
 
 @few

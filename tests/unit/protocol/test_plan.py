@@ -17,10 +17,10 @@ from hypothesis.extra import numpy as npst
 
 import ps_protocol
 from ps_protocol.errors import BadModel, GradpostError, UnsupportedOptimizer
-from ps_protocol.optimizers import check_optimizer
+from ps_protocol.optimizers import OptimizerSpec, check_optimizer
 from ps_protocol.plan import MAX_PSERVERS, SlicePlan, make_plan
 from ps_protocol.slicing import slice_parameter
-from ps_protocol.vocabulary import AVERAGED, DTYPE_BYTES, PLACEMENTS, Block, ParameterSpec
+from ps_protocol.vocabulary import DTYPE_BYTES, PLACEMENTS, Block, ParameterSpec
 from ps_protocol.wire_types import PushType, WireTypes
 
 from .strategies import AWKWARD_NAMES, few, json_values, over_the_wire, plan_arguments, plans
@@ -335,12 +335,22 @@ def test_a_block_too_many_is_refused() -> None:
 
 
 @pytest.mark.parametrize("push", ["float16", "int8", "topk"])
-def test_what_is_averaged_goes_whole(push: PushType) -> None:
-    parameters = [ParameterSpec("w", (10_000,)), ParameterSpec("mean", (10_000,), group=AVERAGED)]
-    plan = SlicePlan.from_json(make_plan(parameters, 1, wire=WireTypes(push)).to_json())
+def test_buffers_are_exact_on_the_wire(push: PushType) -> None:
+    parameters = [ParameterSpec("w", (10_000,)), ParameterSpec("mean", (10_000,), group=1)]
+    optimizer = OptimizerSpec("SGD", ({"maximize": False, "nesterov": False},)).with_means()
+    wire = WireTypes(push, "bfloat16")
+    plan = SlicePlan.from_json(over_the_wire(make_plan(parameters, 1, optimizer=optimizer, wire=wire)))
     pushed = {block.parameter: plan.pushed(block) for block in plan.blocks}
     assert pushed["mean"] == [("mean.block0", "F32", (10_000,))]
     assert pushed["w"] != [("w.block0", "F32", (10_000,))]
+    assert (plan.pulled("mean"), plan.pulled("w")) == ("F32", "BF16")
+
+
+def test_a_plan_of_the_withdrawn_setting_is_refused() -> None:
+    garbled = copy.deepcopy(_WIRE_PLAN)
+    garbled["parameters"][0][3] = -1
+    with pytest.raises(BadModel, match=r"average_buffers.* Export the model"):
+        SlicePlan.from_json(garbled)
 
 
 def test_the_optimizer_of_a_plan_is_checked() -> None:

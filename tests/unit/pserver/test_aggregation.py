@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ps_protocol.optimizers import OptimizerSpec
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import ParameterSpec
 from services.pserver.aggregation import PIECE, Aggregator
@@ -46,6 +47,25 @@ def test_the_order_of_the_ranks_is_the_order_of_the_sum():
     parts = [{"p0.block0": torch.tensor([value])} for value in (1e8, -1e8, 1.0)]
     assert aggregate(aggregator, layout, parts)["p0.block0"].item() == pytest.approx(1 / 3)
     assert aggregate(aggregator, layout, parts[1:] + parts[:1])["p0.block0"].item() == 0.0
+
+
+def test_the_mean_of_a_buffer_is_that_of_the_contributions_that_have_it():
+    optimizer = OptimizerSpec("SGD", ({"maximize": False, "nesterov": False},)).with_means()
+    parameters = [ParameterSpec("w", (2,)), ParameterSpec("mean", (2,), group=1), ParameterSpec("other", (2,), group=1)]
+    layout = ShardLayout(make_plan(parameters, 1, optimizer=optimizer), 0)
+    aggregator = Aggregator(layout)
+    contributions = [
+        {"w.block0": torch.tensor([3.0, 4.0]), "mean.block0": torch.tensor([2.0, 6.0])},
+        {"w.block0": torch.tensor([3.0, 4.0]), "other.block0": torch.tensor([5.0, 7.0])},
+    ]
+    actual = aggregate(aggregator, layout, contributions)
+    assert {name: block.tolist() for name, block in actual.items()} == {
+        "w.block0": [3.0, 4.0], "mean.block0": [2.0, 6.0], "other.block0": [5.0, 7.0],
+    }  # fmt: skip
+    assert aggregator.sum_of_squares(list(actual)) == 25.0
+    aggregator.scale(0.5)
+    gradient = aggregator.aggregate([])[0]
+    assert [gradient[layout.place[name].begin].item() for name in actual] == [1.5, 2.0, 5.0]
 
 
 def test_a_block_that_some_lack_counts_zeros_for_them():

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from ps_protocol.optimizers import RULES
 from ps_protocol.plan import make_plan
 from ps_protocol.slots import StepState
 from ps_protocol.vocabulary import ParameterSpec
@@ -98,7 +99,7 @@ def test_nothing_present_steps_nothing(monkeypatch):
     assert set(recorder.blocks.states().values()) == {StepState()}
 
 
-@pytest.mark.parametrize("name", optimizer_rules.UPDATE_RULES)
+@pytest.mark.parametrize("name", RULES)
 def test_rules_without_a_fused_kernel_are_run_in_pieces(monkeypatch, name):
     piece = optimizer_rules.PIECE
     assert piece % WINDOW == 0
@@ -144,7 +145,7 @@ def test_the_accumulator_of_adagrad_starts_at_its_initial_value_in_a_block_that_
     assert recorder.blocks.slots()["sum"][[0, 64]].tolist() == [4.0, 3.0]
 
 
-@pytest.mark.parametrize("name", optimizer_rules.UPDATE_RULES)
+@pytest.mark.parametrize("name", RULES)
 def test_the_gradient_is_only_read(monkeypatch, name):
     options = make_options(name, weight_decay=0.1, maximize=True)
     recorder = Recorder(monkeypatch, name, four(), [options])
@@ -169,3 +170,21 @@ def test_loaded_blocks_have_what_was_loaded_and_no_more(monkeypatch):
     for name, slot in slots.items():
         assert torch.equal(slot[128:], before[name][128:])
     assert recorder.apply("a", "b", "c", "d") == [(0, [(0, 64)]), (7, [(64, 94)]), (1, [(128, 256)])]
+
+
+def test_a_buffer_moves_to_the_pushed_mean():
+    spec = make_spec("Adam", [make_options("Adam")])
+    parameters = [ParameterSpec("w", (3,)), ParameterSpec("mean", (3,), group=1)]
+    layout = ShardLayout(make_plan(parameters, 1, optimizer=spec.with_means()), 0)
+    blocks = OptimizerBlocks(layout, spec.with_means())
+    begin, end = layout.place["mean.block0"].begin, layout.place["mean.block0"].end
+    values, pushed = torch.zeros(layout.num_elements), torch.zeros(layout.num_elements)
+    values[begin:end] = torch.tensor([1.0, 0.1, -torch.inf])
+    pushed[begin:end] = torch.tensor([2.0, 0.7, 5.0])
+    numbers = make_numbers(spec, [make_options("Adam")])
+    blocks.apply(values, pushed, ["mean.block0"], [*numbers, {"lr": 0.25}])
+    torch.testing.assert_close(values[begin:end], torch.tensor([1.25, 0.25, 5.0]))
+    blocks.apply(values, pushed, ["mean.block0"], [*numbers, {"lr": 1.0}])
+    assert torch.equal(values[begin:end], pushed[begin:end])
+    assert blocks.num_bytes == 0
+    assert blocks.states()["mean.block0"] == StepState()
