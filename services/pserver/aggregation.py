@@ -18,8 +18,10 @@ PIECE = 1 << 18  # elements: what is summed before it is scaled, so that it is s
 class Aggregator:
     """Owns the gradient, one flat float32 tensor of the layout, and reuses it every round."""
 
-    def __init__(self, layout: ShardLayout) -> None:
+    def __init__(self, layout: ShardLayout, values: Tensor) -> None:
+        """`values` are the shard's, only read."""
         self._layout = layout
+        self._values = values
         self._gradient = torch.zeros(layout.num_elements)
         self._views = {place.name: self._gradient[place.begin : place.end] for place in layout.places}
 
@@ -29,11 +31,11 @@ class Aggregator:
         Each maps block names to tensors of shape (num_elements,) in the wire's dtype, which are only read and may
         lie at any address. They are summed in float32 in the given order, the first one copied (so that -0.0
         survives), and multiplied by 1/n once, n being the number of contributions: one that lacks a block counts
-        zeros for it, as DDP does, but the mean of a buffer is that of the contributions that contain it. A block that
-        all of them lack is not present; what the gradient holds there is left over from an earlier round. The gradient
-        is ours and holds until the next call.
+        zeros for it, as DDP does, or the values that it has if it is a buffer. A block that all of them lack is not
+        present; what the gradient holds there is left over from an earlier round. The gradient is ours and holds until
+        the next call.
         """
-        scale = 1.0  # of what is summed and not scaled yet
+        scale = 1 / max(len(contributions), 1)
         present = []
         begin = end = 0  # summed and not scaled yet; small blocks are scaled together
         for place in self._layout.places:
@@ -41,10 +43,12 @@ class Aggregator:
             if not parts:
                 continue
             _check_shapes(place, parts)
+            if place.is_mean:
+                values = self._values[place.begin : place.end]
+                parts = [blocks.get(place.name, values) for blocks in contributions]
             present.append(place.name)
-            before, scale = scale, 1 / (len(parts) if place.is_mean else len(contributions))
-            if (end, scale) != (place.step_begin, before) or end - begin + place.block.num_elements > PIECE:
-                self._scale(begin, end, before)
+            if end != place.step_begin or end - begin + place.block.num_elements > PIECE:
+                self._scale(begin, end, scale)
                 begin = place.step_begin
             end = place.padded_end
             total = self._views[place.name]

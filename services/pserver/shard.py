@@ -52,7 +52,7 @@ class Shard:
         self.probes = Probes()
         # What trainers have, where that is not the values themselves.
         self.published = Published(self.layout, self.values) if plan.wire.pulls_differences else None
-        self._aggregator = Aggregator(self.layout)
+        self._aggregator = Aggregator(self.layout, self.values)
         self._encoder = ChunkEncoder(self.values)
         self._pulled_encoder = self._encoder if self.published is None else ChunkEncoder(self.published.values)
         self._buffer_specs = {spec.name: spec for spec in plan.buffers if spec.pserver == pserver}

@@ -17,7 +17,7 @@ from .oracle import DTYPES, average
 def make_aggregator(*sizes: int, dtype: str = "F32") -> tuple[Aggregator, ShardLayout]:
     parameters = [ParameterSpec(f"p{i}", (size,), dtype) for i, size in enumerate(sizes)]
     layout = ShardLayout(make_plan(parameters, 1), 0)
-    return Aggregator(layout), layout
+    return Aggregator(layout, torch.zeros(layout.num_elements)), layout
 
 
 def aggregate(aggregator, layout, contributions):
@@ -49,23 +49,25 @@ def test_the_order_of_the_ranks_is_the_order_of_the_sum():
     assert aggregate(aggregator, layout, parts[1:] + parts[:1])["p0.block0"].item() == 0.0
 
 
-def test_the_mean_of_a_buffer_is_that_of_the_contributions_that_have_it():
+def test_a_contribution_that_lacks_a_buffer_counts_the_values_it_has():
     optimizer = OptimizerSpec("SGD", ({"maximize": False, "nesterov": False},)).with_means()
     parameters = [ParameterSpec("w", (2,)), ParameterSpec("mean", (2,), group=1), ParameterSpec("other", (2,), group=1)]
     layout = ShardLayout(make_plan(parameters, 1, optimizer=optimizer), 0)
-    aggregator = Aggregator(layout)
+    values = torch.zeros(layout.num_elements)
+    values[layout.place["mean.block0"].begin] = 4.0
+    aggregator = Aggregator(layout, values)
     contributions = [
         {"w.block0": torch.tensor([3.0, 4.0]), "mean.block0": torch.tensor([2.0, 6.0])},
         {"w.block0": torch.tensor([3.0, 4.0]), "other.block0": torch.tensor([5.0, 7.0])},
     ]
     actual = aggregate(aggregator, layout, contributions)
     assert {name: block.tolist() for name, block in actual.items()} == {
-        "w.block0": [3.0, 4.0], "mean.block0": [2.0, 6.0], "other.block0": [5.0, 7.0],
+        "w.block0": [3.0, 4.0], "mean.block0": [3.0, 3.0], "other.block0": [2.5, 3.5],
     }  # fmt: skip
     assert aggregator.sum_of_squares(list(actual)) == 25.0
     aggregator.scale(0.5)
     gradient = aggregator.aggregate([])[0]
-    assert [gradient[layout.place[name].begin].item() for name in actual] == [1.5, 2.0, 5.0]
+    assert [gradient[layout.place[name].begin].item() for name in actual] == [1.5, 3.0, 2.5]
 
 
 def test_a_block_that_some_lack_counts_zeros_for_them():
