@@ -368,7 +368,8 @@ class ParameterClient:
     async def get(self, round_: Round, names: Sequence[str] | None = None) -> dict[str, Tensor]:
         """Wait for version `round_` and return parameters by name, newly allocated; all of them without `names`."""
         specs = [self.plan.parameter[name] for name in (self.plan.parameter if names is None else names)]
-        values = {spec.name: torch.empty(spec.shape, dtype=TORCH_DTYPES[self.plan.pulled(spec.name)]) for spec in specs}
+        dtypes = {spec.name: TORCH_DTYPES[self.plan.pulled(spec.name)] for spec in specs}
+        values = {spec.name: torch.empty(spec.shape, dtype=dtypes[spec.name], device="cpu") for spec in specs}
         destinations = self.destinations({name: writable_bytes(tensor) for name, tensor in values.items()})
 
         async def fetch(index: int, norm: AgreedNorm | None) -> Pulled:
@@ -412,7 +413,7 @@ class ParameterClient:
         flat = {}
         for name, tensor in tensors.items():
             spec = self.plan.parameter[name]
-            tensor = torch.as_tensor(tensor).detach()
+            tensor = torch.as_tensor(tensor, device="cpu").detach()
             if tuple(tensor.shape) != spec.shape:
                 raise WrongShape(f"tensor for {name!r}", expected=list(spec.shape), actual=list(tensor.shape))
             if tensor.dtype != TORCH_DTYPES[spec.dtype]:

@@ -134,7 +134,7 @@ class ParameterCopies:
 
 def host_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Contiguous memory for its values, page-locked if it is on a device, which can copy by itself then."""
-    return torch.empty(tensor.shape, dtype=dtype, pin_memory=tensor.device.type != "cpu")
+    return torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=tensor.device.type != "cpu")
 
 
 def is_away(tensor: Tensor) -> bool:

@@ -18,7 +18,7 @@ class FlatBucket:
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
         """`sizes`: elements of each parameter."""
-        self.flat = torch.zeros(sum(sizes.values()), device=device)  # (sum of sizes,) float32
+        self.flat = torch.zeros(sum(sizes.values()), dtype=torch.float32, device=device)  # (sum of sizes,)
         self.parts = dict(
             zip(sizes, torch.split(self.flat, list(sizes.values())), strict=True)
         )  # name -> (size,) float32

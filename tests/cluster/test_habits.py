@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ps_protocol.errors import BadModel
 from trainer_client import RemoteOptimizer, Session
@@ -158,6 +158,48 @@ def test_adagrad_starts_all_groups_from_its_own_argument(cluster: LocalCluster) 
         assert all(torch.equal(a, b) for a, b in zip(local, remote, strict=True))
 
     run_trainers(cluster.address, [train])
+
+
+@pytest.fixture
+def bfloat16_default() -> Iterator[None]:
+    """A script that sets the default dtype to make its model."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(before)
+
+
+def train_with_defaults(session: Session) -> tuple[list[float], dict[str, Tensor]]:
+    """Two steps of Adam on gradients that bfloat16 cannot add up; the default device has no memory."""
+    start = torch.linspace(-1, 1, 300, dtype=torch.float32)
+    gradients = [torch.full((300,), 256.0 - 255 * session.rank, dtype=torch.float32) * (start + k) for k in (1, 2)]
+    weight = nn.Parameter(start)
+    with torch.device("meta"):
+        optimizer = RemoteOptimizer(torch.optim.Adam([("weight", weight)], lr=0.1), session=session)
+        for gradient in gradients:
+            weight.grad = gradient
+            optimizer.step()
+        return weight.tolist(), optimizer.state_dict()["state"][0]
+
+
+@pytest.mark.parametrize("wire", [{}, {"push_type": "int8", "pull_type": "int8"}], ids=["float32", "int8"])
+def test_the_default_dtype_and_device_change_nothing(
+    cluster: LocalCluster, wire: dict[str, str], request: pytest.FixtureRequest
+) -> None:
+    (expected, state), *_ = run_trainers(cluster.address, [train_with_defaults], **wire)
+    request.getfixturevalue("bfloat16_default")
+    (actual, found), *_ = run_trainers(cluster.address, [train_with_defaults], **wire)
+    assert actual == expected
+    assert all(torch.equal(found[name], slot) and found[name].dtype == slot.dtype for name, slot in state.items())
+
+
+@pytest.mark.ring
+def test_the_default_dtype_and_device_change_nothing_in_a_ring(request: pytest.FixtureRequest) -> None:
+    with LocalCluster(pservers=0, trainers=2, strategy="ring", lease_seconds=2) as ring:
+        expected = run_trainers(ring.address, [train_with_defaults] * 2)
+        request.getfixturevalue("bfloat16_default")
+        actual = run_trainers(ring.address, [train_with_defaults] * 2)
+    assert [values for values, _ in actual] == [values for values, _ in expected]
 
 
 def test_one_optimizer_a_session(cluster: LocalCluster) -> None:

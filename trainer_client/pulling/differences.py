@@ -27,7 +27,9 @@ class Differences:
         for name, data in values.items():
             block = torch.frombuffer(data, dtype=torch.float32)
             tensors = quantised(name, len(block))
-            integers, scales = (torch.empty(count, dtype=TORCH_DTYPES[dtype]) for _, dtype, (count,) in tensors)
+            integers, scales = (
+                torch.empty(count, dtype=TORCH_DTYPES[dtype], device="cpu") for _, dtype, (count,) in tensors
+            )
             self.memory[name], self.memory[name + SCALES] = writable_bytes(integers), writable_bytes(scales)
             self._blocks[name] = block, integers, scales
 

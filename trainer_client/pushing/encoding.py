@@ -26,8 +26,8 @@ class Remainder:
     """
 
     def __init__(self, num_elements: int) -> None:
-        self.kept = torch.zeros(num_elements)
-        self.next = torch.zeros(num_elements)  # what is left once the newest push has been applied
+        self.kept = torch.zeros(num_elements, dtype=torch.float32, device="cpu")
+        self.next = torch.zeros_like(self.kept)  # what is left once the newest push has been applied
         self.is_pending = False  # there is such a push
 
     def settle(self, *, is_applied: bool) -> None:

@@ -32,7 +32,7 @@ class TallyVector:
     def __init__(self, names: Sequence[str], rank: Rank, size: int, device: torch.device) -> None:
         self._names = names
         self._rank, self._size = rank, size
-        self.vector = torch.zeros(len(names) + FACTS * size, device=device)
+        self.vector = torch.zeros(len(names) + FACTS * size, dtype=torch.float32, device=device)
 
     def say(
         self,
@@ -46,10 +46,12 @@ class TallyVector:
         numbers: int = 0,
     ) -> None:
         """What this trainer has to say of the next round. Its vector is then to be added up with the others'."""
-        mine = torch.zeros(FACTS, self._size)
-        mine[:, self._rank] = torch.tensor([not is_finite, is_void, is_active, scale, growth_tracker, numbers])
-        counts = torch.tensor([float(name in present) for name in self._names])
-        self.vector.copy_(torch.cat([counts, mine.flatten()]))
+        facts = [[0.0] * self._size for _ in range(FACTS)]
+        for fact, value in zip(facts, (not is_finite, is_void, is_active, scale, growth_tracker, numbers), strict=True):
+            fact[self._rank] = float(value)
+        counts = [float(name in present) for name in self._names]
+        flat = [*counts, *(value for fact in facts for value in fact)]
+        self.vector.copy_(torch.tensor(flat, dtype=torch.float32, device="cpu"))
 
     def read(self) -> Tally:
         """What all have said, once it is the sum of everybody's."""

@@ -52,7 +52,8 @@ def write_state(spec: OptimizerSpec, groups: Groups, names: Mapping[int, str], s
         for parameter in group["params"]:
             found = slots.get(names[id(parameter)])
             if found is None and spec.name == "Adagrad":  # which has a state from the start
-                filled = torch.full((parameter.numel(),), float(group["initial_accumulator_value"]))
+                start = float(group["initial_accumulator_value"])
+                filled = torch.full((parameter.numel(),), start, dtype=torch.float32, device="cpu")
                 found = ParameterSlots(FRESH, {"sum": filled})
             if found is not None:
                 state[parameter] = _write(spec.name, found, parameter.shape)
@@ -72,7 +73,7 @@ def _write(optimizer: str, found: ParameterSlots, shape: torch.Size) -> dict[str
 def _scalar(value: float) -> Tensor:
     """As torch keeps what it counts."""
     wide = torch.get_default_dtype() == torch.float64
-    return torch.tensor(float(value), dtype=torch.float64 if wide else torch.float32)
+    return torch.tensor(float(value), dtype=torch.float64 if wide else torch.float32, device="cpu")
 
 
 # ---------------------------------------------------------------------- from torch

@@ -38,7 +38,7 @@ async def pull_slots(
         if state == FRESH:
             continue
         size = client.plan.parameter[name].num_elements
-        slots = {slot: torch.zeros(size) for slot in needed(name, state)}
+        slots = {slot: torch.zeros(size, dtype=torch.float32, device="cpu") for slot in needed(name, state)}
         found[name] = ParameterSlots(state, slots)
         for block in blocks:
             for slot, tensor in slots.items():
