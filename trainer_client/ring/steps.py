@@ -338,12 +338,16 @@ class RingSteps:
 
 
 def _numbers(optimizer: Optimizer) -> list[list[tuple[str, list[float]]]]:
-    """Of each parameter group, what it steps with."""
+    """Return the numbers that each parameter group steps with.
+
+    A group of a loaded state may lack a default that `torch.optim.Optimizer` adds by itself, such as `differentiable`.
+    """
     found = []
     for group in optimizer.param_groups:
-        values = ((key, group[key]) for key in sorted(optimizer.defaults))
+        values = ((key, group[key]) for key in sorted(optimizer.defaults) if key in group)
         flat = ((key, value if isinstance(value, (tuple, list)) else (value,)) for key, value in values)
-        found.append([(key, [float(v) for v in one if _is_number(v)]) for key, one in flat])
+        numbers = ((key, [float(v) for v in one if _is_number(v)]) for key, one in flat)
+        found.append([(key, some) for key, some in numbers if some])
     return found
 
 
