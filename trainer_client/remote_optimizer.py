@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -153,6 +153,13 @@ class RemoteOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"RemoteOptimizer({self.spec.name}, round {self.round}, {self._session!r})"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be copied or pickled: the optimizer is a place in a run."""
+        raise TypeError(
+            "a RemoteOptimizer cannot be copied or pickled, since it holds a trainer's connections; copy or save its "
+            "state_dict() instead"
+        )
 
     # ------------------------------------------------------------------ the start
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -200,6 +202,16 @@ def test_the_default_dtype_and_device_change_nothing_in_a_ring(request: pytest.F
         request.getfixturevalue("bfloat16_default")
         actual = run_trainers(ring.address, [train_with_defaults] * 2)
     assert [values for values, _ in actual] == [values for values, _ in expected]
+
+
+@pytest.mark.parametrize("copies", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_are_refused(cluster: LocalCluster, copies: Callable[[object], object]) -> None:
+    def train(session: Session) -> None:
+        optimizer = sgd(session, weight=nn.Parameter(torch.zeros(8)))
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled, .* save its state_dict\(\) instead"):
+            copies(optimizer)
+
+    run_trainers(cluster.address, [train])
 
 
 def test_one_optimizer_a_session(cluster: LocalCluster) -> None:
