@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 from collections.abc import Callable, Coroutine
@@ -86,6 +87,20 @@ class IoThread:
         self.loop: asyncio.AbstractEventLoop = IoLoop()
         self._thread = threading.Thread(target=self._serve, name="gradpost io", daemon=True)
         self._thread.start()
+        self._pid = os.getpid()
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process was forked from the one whose thread this is, so that nothing can run on it."""
+        return os.getpid() != self._pid
+
+    def check_process(self) -> None:
+        """Raise RuntimeError in a forked child: a fork copies the memory of a process, and none of its threads."""
+        if self.is_inherited:
+            raise RuntimeError(
+                f"process {self._pid} joined the run, and process {os.getpid()}, which was forked from it, has none of "
+                "its connections: call connect() in the child process that trains, and not before it is forked"
+            )
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -95,7 +110,10 @@ class IoThread:
         self.loop.close()
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine there and return at once."""
+        """Start a coroutine there and return at once. Raises RuntimeError in a forked child."""
+        if self.is_inherited:
+            coroutine.close()
+        self.check_process()
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:

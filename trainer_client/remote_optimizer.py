@@ -277,8 +277,7 @@ class RemoteOptimizer(Optimizer):
             Ended and its children: what has ended the run.
 
         """
-        if not self._session.is_open:
-            raise RuntimeError("the session is closed, and this trainer has left the run: call step() before close()")
+        self._session.check_open("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -440,8 +439,7 @@ class RemoteOptimizer(Optimizer):
         """
         if self._own is not None or self._slots is None:
             return super().state_dict()
-        if not self._session.is_open:
-            raise RuntimeError("the session is closed; ask for state_dict() before close(), or before the script ends")
+        self._session.check_open("state_dict()")
         with self._slots.in_state(self):
             return super().state_dict()
 

@@ -39,7 +39,6 @@ class Session:
         except BaseException:
             self.io.close()
             raise
-        self._pid = os.getpid()
         self._is_open = True
         self._reported: set[str] = set()  # names
         self.land_last_step: Callable[[], object] | None = None  # where `step` does not wait for its parameters
@@ -84,8 +83,17 @@ class Session:
 
     @property
     def is_open(self) -> bool:
-        """Whether this trainer is still in the run."""
-        return self._is_open
+        """Whether this trainer is still in the run; False in a process that was forked from it."""
+        return self._is_open and not self.io.is_inherited
+
+    def check_open(self, call: str) -> None:
+        """Raise RuntimeError unless this process is still in the run; `call` is what needs that."""
+        self.io.check_process()
+        if not self._is_open:
+            raise RuntimeError(
+                f"the session is closed, and this trainer has left the run: call {call} before close(), or before the "
+                "`with` block or the script ends"
+            )
 
     def report(self, **results: float) -> None:
         """Report numbers of the run, such as `loss` or `accuracy`; `gradpost up` and `status` show the latest.
@@ -95,8 +103,7 @@ class Session:
         processes that of the first one. Raises ValueError for more than 256 names, or one that is longer than 200
         characters or cannot be printed.
         """
-        if not self._is_open:
-            raise RuntimeError("the session is closed; report before close(), or before the `with` block ends")
+        self.check_open("report()")
         update = {check_result_name(name): float(value) for name, value in results.items()}
         names = self._reported | update.keys()
         if len(names) > MAX_RESULTS:
@@ -117,7 +124,7 @@ class Session:
         """
         global _current
         # A forked child (a data loader's worker) has neither the thread nor the membership.
-        if not self._is_open or os.getpid() != self._pid:
+        if not self.is_open:
             return
         self._is_open = False
         if _current is self:
@@ -175,7 +182,9 @@ async def _make_client(arguments: dict[str, Any]) -> tuple[ParameterClient, Host
 
 
 def open_session() -> Session | None:
-    """The session that `connect` made, as long as it is open."""
+    """Return the session that `connect` made, as long as it is open. Raises RuntimeError if a parent process did."""
+    if _current is not None:
+        _current.io.check_process()
     return _current if _current is not None and _current.is_open else None
 
 
@@ -191,7 +200,7 @@ def connect(
     global _current
     given = {"coordinator": coordinator, "rank": rank, "world_size": world_size, **arguments}
     given = {name: value for name, value in given.items() if value is not None}
-    if (current := open_session()) is not None:
+    if (current := _current) is not None and current.is_open:
         if given:
             raise RuntimeError(
                 f"this process is in a session already: {current!r}. Pass its arguments to the first connect(), "

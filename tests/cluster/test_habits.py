@@ -308,6 +308,35 @@ if __name__ == "__main__":
     child.join()
     sys.exit(child.exitcode)
 """
+OF_A_PARENT = """
+import multiprocessing, sys
+import torch
+from trainer_client import RemoteOptimizer, connect
+
+session = connect()
+weights = [torch.nn.Parameter(torch.zeros(8))]
+optimizer = RemoteOptimizer(torch.optim.SGD(weights, lr=1.0))
+
+def work():
+    for use in (lambda: RemoteOptimizer(torch.optim.SGD(weights, lr=1.0)), optimizer.step, session.summary):
+        try:
+            use()
+        except RuntimeError as error:
+            assert "call connect() in the child process that trains" in str(error), error
+        else:
+            exit(6)
+
+child = multiprocessing.get_context("fork").Process(target=work)
+child.start()
+child.join()
+sys.exit(child.exitcode)
+"""
+
+
+def test_a_forked_child_cannot_train_in_the_session_of_its_parent(cluster: LocalCluster) -> None:
+    check_end(cluster, [sys.executable, "-c", OF_A_PARENT], 0, None)
+
+
 RAISED = "ValueError: no" if sys.version_info < (3, 13) else "SystemExit: 1"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +38,7 @@ def test_who_is_done_has_longer_to_say_so(
     monkeypatch.setattr(session_module, "CLOSE_SECONDS", 0.05)
     session: Any = Session.__new__(Session)
     session.io, session.client, session.host = IoThread(), SlowCoordinator(), None
-    session._is_open, session._pid = True, os.getpid()
+    session._is_open = True
     session.land_last_step = session.accompany = None
     session.close(outcome)
     assert session.client.has_heard == (outcome == "done")
