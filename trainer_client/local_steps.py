@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel
 
+from .wrapped_optimizer import step_without_hooks
+
 
 class LocalSteps:
     """The steps between two pushes. Keeps two copies of the parameters; the inner optimizer's slots are its own."""
@@ -42,7 +44,7 @@ class LocalSteps:
 
     def step(self) -> bool:
         """Step once, here; returns whether it is time to push."""
-        self._inner.step()
+        step_without_hooks(self._inner)
         self._done += 1
         return self._done >= self._num_steps
 

@@ -33,6 +33,7 @@ from .session import Session, connect, open_session
 from .slots.remote_slots import RemoteSlots
 from .steps import Steps
 from .tensors import wire_dtype
+from .wrapped_optimizer import InitializedState, refuse_changes, refuse_group, share_hooks
 
 
 class RemoteOptimizer(Optimizer):
@@ -100,8 +101,8 @@ class RemoteOptimizer(Optimizer):
         self.spec = describe_local_optimizer(optimizer) if self._is_ring else describe_optimizer(self._remote)
         names = {id(parameter): name for name, parameter in self._named.items()}
         self._slots = None if self._is_ring else RemoteSlots(self.spec, self._remote, names)
-        if self._own is not None:
-            self.state = self._own.state  # whose own steps make it
+        self._share_state()
+        share_hooks(self, optimizer, loads_itself=self._own is not None)
         if self._session.client.is_declared:
             raise BadModel("a session has one RemoteOptimizer; give it the parameters of all models, as groups")
         if num_unnamed:
@@ -121,6 +122,8 @@ class RemoteOptimizer(Optimizer):
         self._unscale: Callable[[Tensor], None] | None = None  # of a GradScaler
         self._scale_was_said = False
         self._start(model)
+        self._wrapped = optimizer
+        refuse_changes(optimizer)
 
     @property
     def session(self) -> Session:
@@ -278,6 +281,7 @@ class RemoteOptimizer(Optimizer):
 
         """
         self._session.check_open("step()")
+        vars(self._wrapped)["_opt_called"] = True  # else its learning-rate schedulers would warn
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -451,28 +455,43 @@ class RemoteOptimizer(Optimizer):
         With local steps, and in a ring, they are the wrapped optimizer's own, and all trainers have to load the same.
         Raises BadModel, or BadHyperParameters, if it does not fit; then nothing has changed.
         """
-        shared = self.param_groups
+        handle = self.register_load_state_dict_pre_hook(self._load)  # which is the last one to change what is loaded
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def _load(self, _: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Load the slots of a state_dict, and return the rest of it, which torch loads."""
         if self._own is not None:
-            self._own.load_state_dict(state_dict)
-            self.state, self.param_groups = self._own.state, self._own.param_groups
-            self._own.param_groups = shared
-        else:
-            assert self._slots is not None  # there are pservers
-            loaded, numbers = self._slots.read(state_dict)
-            self._slots.load(loaded)
-            super().load_state_dict(numbers)
-        shared[:] = self.param_groups  # the wrapped optimizer, and schedulers on it, hold this very list
+            type(self._own).load_state_dict(self._own, state_dict)
+            return {**state_dict, "state": {}}
+        assert self._slots is not None  # there are pservers
+        slots, numbers = self._slots.read(state_dict)
+        self._slots.load(slots)
+        return numbers
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what torch has loaded; the list of groups stays the one that schedulers hold."""
+        shared = self.param_groups
+        super().__setstate__(state)
+        if self._own is not None:
+            self.param_groups, self._own.param_groups = self._own.param_groups, shared
+        shared[:] = self.param_groups
         self.param_groups = shared
+        self._share_state()
+
+    def _share_state(self) -> None:
+        if self._own is None:
+            self.state = InitializedState(dict, self.state)
+        else:
+            self.state = self._own.state = InitializedState(dict, self._own.state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while being constructed: the plan is made once, when the run starts."""
         if hasattr(self, "_session"):
-            _refuse_group()
+            refuse_group()
         super().add_param_group(param_group)
-
-
-def _refuse_group() -> NoReturn:
-    raise BadModel("a parameter group cannot be added: the slice plan is made once, when the run starts")
 
 
 def _use_session(session: Session | None, arguments: dict[str, Any]) -> Session:

@@ -28,6 +28,7 @@ from ..buffer_averages import BufferAverages
 from ..collectives import choose_device
 from ..flat_buckets import FlatBucket, FlatGradients, cut_buckets
 from ..session import Session
+from ..wrapped_optimizer import step_without_hooks
 from .group import Group
 from .tally import Tally, TallyVector
 
@@ -302,7 +303,7 @@ class RingSteps:
                     if average.data_ptr() != part.data_ptr():
                         average.copy_(part.view(parameter.shape))
                     parameter.grad = average if name in present else None
-            self._optimizer.step()
+            step_without_hooks(self._optimizer)
         finally:
             for name, parameter in self._parameters.items():
                 parameter.grad = own[name]

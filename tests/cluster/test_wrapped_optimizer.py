@@ -1,0 +1,148 @@
+"""Hooks, and what else scripts do to an optimizer that is wrapped: it works as with torch.optim, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ps_protocol.errors import BadModel
+from trainer_client import RemoteOptimizer, Session
+from trainer_client.testing import LocalCluster
+
+from .parity_model import run_trainers
+
+pytestmark = pytest.mark.cluster
+
+Wrap = Callable[[Optimizer], Optimizer]
+Train = Callable[[Wrap], Any]
+
+
+@pytest.fixture(scope="module", params=["ps", pytest.param("ring", marks=pytest.mark.ring)])
+def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    num_pservers = 2 if request.param == "ps" else 0
+    with LocalCluster(pservers=num_pservers, trainers=1, strategy=request.param) as cluster:
+        yield cluster
+
+
+def check_like_torch(cluster: LocalCluster, train: Train, **arguments: Any) -> None:
+    """Train with and without a RemoteOptimizer, and compare what `train` returns."""
+
+    def train_remotely(session: Session) -> Any:
+        return train(lambda optimizer: RemoteOptimizer(optimizer, session=session))
+
+    assert run_trainers(cluster.address, [train_remotely], **arguments) == [train(lambda optimizer: optimizer)]
+
+
+def take_steps(optimizer: Optimizer, *weights: nn.Parameter, num_steps: int = 3) -> None:
+    for step in range(num_steps):
+        for place, weight in enumerate(weights):
+            weight.grad = torch.full_like(weight, 3.0 + step + 10 * place)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("local_steps", [0, 2])
+def test_step_hooks_run_once(cluster: LocalCluster, local_steps: int) -> None:
+    """Those of the wrapped optimizer and torch's global ones; before a push, and after a pull."""
+    if local_steps and not cluster.status().pservers:
+        pytest.skip("a ring has no local steps")
+
+    def train(wrap: Wrap) -> tuple[list[str], list[float]]:
+        called = []
+
+        def clip(optimizer: Optimizer, args: object, kwargs: object) -> None:
+            called.append("pre")
+            nn.utils.clip_grad_norm_(weight, 1.0)
+
+        weight = nn.Parameter(torch.zeros(8))
+        inner = torch.optim.SGD([("weight", weight)], lr=1.0)
+        inner.register_step_pre_hook(clip)
+        optimizer = wrap(inner)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(inner, factor=0.5)
+        inner.register_step_post_hook(lambda *_: called.append(f"post {weight[0].item():.3f}"))
+        handles = [
+            register_optimizer_step_pre_hook(lambda *_: called.append("global pre")),
+            register_optimizer_step_post_hook(lambda *_: called.append("global post")),
+        ]
+        try:
+            for _ in range(4):
+                take_steps(optimizer, weight, num_steps=1)
+                scheduler.step()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return called, weight.tolist()
+
+    check_like_torch(cluster, train, local_steps=local_steps)
+
+
+@pytest.mark.parametrize("hooked", ["wrapped", "remote"])
+def test_hooks_change_what_is_loaded(cluster: LocalCluster, hooked: str) -> None:
+    """torch's recipe for a state whose parameters come in another order."""
+
+    def train(wrap: Wrap) -> tuple[list[str], list[float]]:
+        called = []
+
+        def reorder(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+            called.append("load")
+            return {**state_dict, "state": {0: state_dict["state"][1], 1: state_dict["state"][0]}}
+
+        weights = [nn.Parameter(torch.zeros(8)) for _ in range(2)]
+        inner = torch.optim.SGD([("a", weights[0]), ("b", weights[1])], lr=1.0, momentum=0.9)
+        optimizer = wrap(inner)
+        hooks = inner if hooked == "wrapped" else optimizer
+        hooks.register_load_state_dict_pre_hook(reorder)
+        hooks.register_load_state_dict_post_hook(lambda remote: called.append(f"loaded {remote.param_groups[0]['lr']}"))
+        hooks.register_state_dict_post_hook(lambda *_: called.append("save"))
+        take_steps(optimizer, *weights)
+        state_dict = optimizer.state_dict()
+        state_dict["param_groups"][0]["lr"] = 0.5
+        optimizer.load_state_dict(state_dict)
+        take_steps(optimizer, *weights)
+        return called, [weight[0].item() for weight in weights]
+
+    check_like_torch(cluster, train)
+
+
+def test_the_wrapped_optimizer_is_not_changed_behind_the_run(cluster: LocalCluster) -> None:
+    def train(session: Session) -> None:
+        weight = nn.Parameter(torch.zeros(8))
+        inner = torch.optim.SGD([("weight", weight)], lr=1.0, momentum=0.9)
+        optimizer = RemoteOptimizer(inner, session=session)
+        take_steps(optimizer, weight)
+        state_dict = optimizer.state_dict()
+        state_dict["param_groups"][0]["lr"] = 0.5
+        with pytest.raises(BadModel, match=r"call load_state_dict\(\) of the RemoteOptimizer"):
+            inner.load_state_dict(state_dict)
+        with pytest.raises(BadModel, match="a parameter group cannot be added"):
+            inner.add_param_group({"params": [nn.Parameter(torch.zeros(8))]})
+        optimizer.load_state_dict(state_dict)
+        assert [group["lr"] for group in inner.param_groups] == [0.5]
+        assert inner.param_groups is optimizer.param_groups
+
+    run_trainers(cluster.address, [train])
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.SGD])
+def test_distributed_checkpoints_take_no_step(cluster: LocalCluster, cls: Callable[..., Optimizer]) -> None:
+    def train(session: Session) -> dict[str, Any]:
+        model = nn.Linear(4, 1, bias=False)
+        optimizer = RemoteOptimizer(cls(model.named_parameters(), lr=0.1), model=model, session=session)
+        set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
+        for round_ in range(1, 4):
+            take_steps(optimizer, model.weight, num_steps=1)
+            optimizer.zero_grad()
+            state_dict = get_optimizer_state_dict(model, optimizer)
+            assert optimizer.round == round_
+        set_optimizer_state_dict(model, optimizer, state_dict)
+        take_steps(optimizer, model.weight, num_steps=1)
+        assert optimizer.round == 4
+        return {key: float(value) for key, value in optimizer.state_dict()["state"].get(0, {}).items() if key == "step"}
+
+    assert run_trainers(cluster.address, [train]) == [{"step": 4.0} if cls is torch.optim.Adam else {}]

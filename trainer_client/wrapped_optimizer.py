@@ -1,0 +1,56 @@
+"""The optimizer that a `RemoteOptimizer` wraps, and what the two have in common: hooks, and the presence of a state."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ps_protocol.errors import BadModel
+
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+STATE_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+
+
+class InitializedState(defaultdict[Tensor, Any]):
+    """The state of an optimizer, true even while it is empty.
+
+    `torch.distributed.checkpoint` takes an empty state for one that a step with zero gradients would create.
+    """
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def share_hooks(remote: Optimizer, wrapped: Optimizer, *, loads_itself: bool) -> None:
+    """Make the hooks of both optimizers the same, so that a call of `remote` runs them once.
+
+    `loads_itself`: `load_state_dict` of `remote` calls that of `wrapped`, which runs its own hooks.
+    """
+    for hooks in (*STEP_HOOKS, *STATE_HOOKS, *(() if loads_itself else LOAD_HOOKS)):
+        setattr(remote, hooks, getattr(wrapped, hooks))
+
+
+def step_without_hooks(wrapped: Optimizer) -> None:
+    """Step a wrapped optimizer whose hooks, and torch's global ones, run with the step of the RemoteOptimizer."""
+    step = type(wrapped).step
+    getattr(step, "__wrapped__", step)(wrapped)  # torch wraps the method of each class once, to run the hooks
+
+
+def refuse_changes(wrapped: Optimizer) -> None:
+    """Make the methods of a wrapped optimizer that a run would not notice raise BadModel."""
+
+    def refuse_load(*_: object, **__: object) -> NoReturn:
+        raise BadModel(
+            "the run would not notice what the wrapped optimizer loads: call load_state_dict() of the RemoteOptimizer"
+        )
+
+    vars(wrapped).update(load_state_dict=refuse_load, add_param_group=refuse_group)
+
+
+def refuse_group(*_: object, **__: object) -> NoReturn:
+    """Raise BadModel for another parameter group."""
+    raise BadModel("a parameter group cannot be added: the slice plan is made once, when the run starts")
