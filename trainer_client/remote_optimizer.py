@@ -294,10 +294,11 @@ class RemoteOptimizer(Optimizer):
         if getattr(self, "found_inf", None) is not None:
             self._say_whose_scale()
         has_overflowed = unscale_gradients(self, self._named.values())
-        if has_overflowed and self._session.client.nonfinite == "reject" and self.shares_rounds:
+        policy = self._session.client.nonfinite
+        if has_overflowed and policy != "skip_round" and self.shares_rounds:
             rank = self._session.client.joined.rank
-            text = f"the gradients of trainer {rank} have overflowed, and nonfinite is reject"
-            raise NonFiniteGradient(f"{text}: with a GradScaler it has to be skip_round, or allow")
+            text = f"the gradients of trainer {rank} have overflowed, and nonfinite is {policy}"
+            raise NonFiniteGradient(f"{text}: with a GradScaler it has to be skip_round, so that all skip the round")
         if has_overflowed:  # takes part with nothing
             for parameter in self._named.values():
                 parameter.grad = None

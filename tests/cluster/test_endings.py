@@ -174,8 +174,9 @@ def expected_amp_bias() -> list[float]:
     return bias
 
 
-def test_under_reject_an_overflow_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    with run_script(tmp_path, AMP, trainers=2, on_trainer_loss="fail") as cluster:
+@pytest.mark.parametrize("policy", [pytest.param("reject", marks=pytest.mark.extended), "allow"])
+def test_unless_rounds_are_skipped_an_overflow_is_an_error_that_says_what_to_do(tmp_path: Path, policy: str) -> None:
+    with run_script(tmp_path, AMP, trainers=2, on_trainer_loss="fail", nonfinite=policy) as cluster:
         assert cluster.run_trainers([sys.executable, str(tmp_path / "script.py")], timeout=60) == [1, 1]
         assert any("NonFiniteGradient" in line and "it has to be skip_round" in line for line in cluster.output)
 
