@@ -429,8 +429,11 @@ class RemoteOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Wait for the steps that are on their way, and take the newest parameters.
 
-        Does nothing without `max_delay` and `overlap_pulls`.
+        A step that was interrupted or failed is finished, with its own gradient. Else does nothing without `max_delay`
+        and `overlap_pulls`.
         """
+        if isinstance(self._steps, Steps):
+            self._steps.finish()
         self._steps.take()
 
     @torch.no_grad()

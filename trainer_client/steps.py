@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ps_protocol.errors import BadModel, ContributionConflict, NonFiniteGradient, PserverLost, RolledBack
+from ps_protocol.errors import (
+    BadModel,
+    ContributionConflict,
+    Ended,
+    GradpostError,
+    NonFiniteGradient,
+    PserverLost,
+    RolledBack,
+    Unreachable,
+)
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.slots import StepState
 from ps_protocol.vocabulary import Round
@@ -22,6 +32,14 @@ from .slots.loading import Loading
 from .slots.slot_state import Slots
 from .slots.slot_transfer import pull_slots
 from .tensors import writable_bytes
+
+
+class Contribution(NamedTuple):
+    """What a step begins with."""
+
+    gradients: Mapping[str, Tensor]  # flat, by parameter name
+    numbers: list[HyperParameters]
+    is_finite: bool
 
 
 class Steps:
@@ -53,6 +71,9 @@ class Steps:
         self._pending: set[str] = set()  # by parameter: those that the newest step's pull has not been taken into
         self._change_was_said = False
         self._refused: NonFiniteGradient | None = None
+        self._under_way: Contribution | None = None  # of the newest step, where `step` waits for it
+        self._unfinished: Contribution | None = None  # a copy, of a step that failed after its push had begun
+        self._has_lost_steps = False  # several had begun when one failed
         self._has_stored = False  # no round changes it
         self._loading = Loading(self._client)
         self._begin_after(self._client.start - 1)
@@ -112,6 +133,7 @@ class Steps:
 
         One that is on a device leaves when a later one is added, or the step begins: once it has been copied.
         """
+        self._check_repeated({name: gradient}, (name,))
         if not is_away(gradient):
             self._pipeline.add(self.begun + 1, name, gradient)
             return
@@ -127,6 +149,9 @@ class Steps:
     def begin(self, gradients: Mapping[str, Tensor], numbers: list[HyperParameters], *, is_finite: bool) -> None:
         """Begin the next step, with all its flat gradients. Blocks for those that are on a device, and have to come."""
         step = self.begun + 1
+        self._check_repeated(gradients, self._parameters)
+        if self._pipeline.max_delay == 0 and not self._is_by_parameter:
+            self._under_way = Contribution(gradients, numbers, is_finite)
         self._landing.begin()
         gradients = {**gradients, **self._averages.changed_values()}
         away = {name: gradients[name] for name in reversed(list(gradients)) if is_away(gradients[name])}
@@ -136,9 +161,41 @@ class Steps:
                 self._pipeline.add(step, arrived, host)
             gradients = {**gradients, **{name: self._copies.host(step, name) for name in away}}
         slots = self._loading.frames_for(step)
-        self._pipeline.begin(step, gradients, numbers, computed_on=self.landed, is_finite=is_finite, slots=slots)
+        try:
+            self._pipeline.begin(step, gradients, numbers, computed_on=self.landed, is_finite=is_finite, slots=slots)
+        except BaseException as error:
+            if not isinstance(error, GradpostError):
+                self._keep_contribution()
+            raise
         self.begun = step
         self._pending = set(self._parameters)
+
+    def _check_repeated(self, gradients: Mapping[str, Tensor], names: Collection[str]) -> None:
+        """Raise ContributionConflict unless these gradients are those of the step that did not finish, if one did not.
+
+        A pserver that has applied a round accepts any other gradient for it as a repetition, and drops it.
+        """
+        if self._has_lost_steps:
+            raise ContributionConflict(
+                "step() was interrupted or failed while several steps were on their way, and pservers may have counted "
+                "some of them: the script has to end, and may be started again"
+            )
+        before = {} if self._unfinished is None else self._unfinished.gradients
+        for name in names if self._unfinished is not None else ():
+            old, new = before.get(name), gradients.get(name)
+            if old is not new and (old is None or new is None or not torch.equal(old, new)):
+                raise ContributionConflict(
+                    f"step() was interrupted or failed in round {self.begun + 1}, whose gradient of {name!r} pservers "
+                    "may have counted, and this one is another. Call synchronize() to finish that round, and then "
+                    "compute this gradient again on its parameters"
+                )
+
+    def finish(self) -> None:
+        """Take the step that was interrupted or failed once more, with the gradient that it had."""
+        if self._unfinished is not None:
+            contribution = self._unfinished
+            self.begin(contribution.gradients, contribution.numbers, is_finite=contribution.is_finite)
+            self._take(self.begun)
 
     def load_slots(self, slots: Slots) -> None:
         """Push these with the next step, if they are this trainer's to push. Does not block."""
@@ -194,8 +251,11 @@ class Steps:
                 text = "what was staged when an earlier try of this step was refused cannot be taken back; the script"
                 raise ContributionConflict(f"{text} has to end, and may be started again ({self._refused})") from error
             self._refused = error if isinstance(error, NonFiniteGradient) else None
+            is_final = isinstance(error, NonFiniteGradient | ContributionConflict | Ended)
+            if isinstance(error, Unreachable) or not is_final:
+                self._keep_contribution()
             raise
-        self._refused = None
+        self._refused = self._unfinished = self._under_way = None
         if newest > self.landed:
             self.landed = newest
             self._loading.landed(newest)
@@ -204,8 +264,19 @@ class Steps:
                 self._averages.write_back()  # else later forward passes have changed the buffers
         return False
 
+    def _keep_contribution(self) -> None:
+        """Copy the gradients of the newest step, which pservers may have counted, before the script changes them."""
+        if self._unfinished is not None:
+            return  # it was taken once more
+        if self._under_way is None:
+            self._has_lost_steps = True
+            return
+        copies = {name: gradient.clone() for name, gradient in self._under_way.gradients.items()}
+        self._unfinished, self._under_way = self._under_way._replace(gradients=copies), None
+
     def _go_back(self, error: RolledBack) -> None:
         before = self.begun
+        self._unfinished, self._under_way, self._has_lost_steps = None, None, False
         self._copies.forget()
         version = self._io.run(self._client.go_back())
         self._client.log.warning(

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import copy
 import pickle
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ps_protocol.errors import BadModel
+from ps_protocol.errors import BadModel, ContributionConflict
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from .conftest import Carrier
 from .parity_model import run_trainers
+from .up_support import wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -221,6 +225,51 @@ def test_one_optimizer_a_session(cluster: LocalCluster) -> None:
             sgd(session, other=nn.Parameter(torch.zeros(8)))
 
     run_trainers(cluster.address, [train])
+
+
+def test_an_interrupted_step_is_finished_with_its_own_gradient(carrier: Carrier) -> None:
+    """As by the stop button of a notebook: the script goes on with another batch, after the others have."""
+    has_interrupted = threading.Event()
+
+    def other(session: Session) -> float:
+        weight = nn.Parameter(torch.zeros(8))
+        optimizer = sgd(session, weight=weight)
+        assert wait_until(lambda: cluster.pserver_state(0).batch_barriers == (0,), 60)
+        signal.pthread_kill(main, signal.SIGINT)
+        assert has_interrupted.wait(60)
+        for _ in range(2):
+            step(optimizer, weight)
+        return weight[0].item()
+
+    main = threading.main_thread().ident
+    assert main is not None
+    with (
+        LocalCluster(pservers=1, trainers=2, **carrier, on_trainer_loss="fail") as cluster,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        result = pool.submit(run_one, cluster, 1, other)
+        with Session(coordinator=cluster.address, rank=0, world_size=2) as session:
+            weight = nn.Parameter(torch.zeros(8))
+            optimizer = sgd(session, weight=weight)
+            weight.grad = torch.full((8,), 10.0)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+            has_interrupted.set()
+            assert wait_until(lambda: cluster.pserver_state(0).round == 1, 60)
+            weight.grad.fill_(100.0)
+            with pytest.raises(
+                ContributionConflict, match=r"interrupted .* in round 1.* Call synchronize\(\) to finish"
+            ):
+                optimizer.step()
+            optimizer.synchronize()
+            assert weight[0].item() == -5.5
+            optimizer.step()
+            assert weight[0].item() == -56.0 == result.result(60)
+
+
+def run_one(cluster: LocalCluster, rank: int, work: Callable[[Session], float]) -> float:
+    with Session(coordinator=cluster.address, rank=rank, world_size=2) as session:
+        return work(session)
 
 
 SCRIPT = """
