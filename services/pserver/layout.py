@@ -50,6 +50,11 @@ class BlockPlace:
     step_end: int
     padded_end: int
 
+    @property
+    def has_master(self) -> bool:
+        """Whether the flat tensor holds more than the parameter's dtype does."""
+        return self.dtype != "F32"
+
 
 class ShardLayout:
     """The places of one pserver's blocks, and the length that its flat tensors need."""

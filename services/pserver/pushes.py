@@ -17,7 +17,7 @@ from ps_protocol.routes import (
     NUM_SLOTS_KEY,
     STATES_KEY,
 )
-from ps_protocol.slots import StepState, possible_slots, read_states, slot_key, split_key
+from ps_protocol.slots import MASTER, StepState, possible_slots, read_states, slot_key, split_key
 from ps_protocol.vocabulary import BufferSpec, Round
 from ps_protocol.wire_types import INDICES, SCALES, WireTensor
 
@@ -52,7 +52,7 @@ def read_slots(body: Body, layout: ShardLayout, optimizer: OptimizerSpec) -> dic
     for key in entries:
         slot, name = split_key(key)
         place = layout.place.get(name)
-        if place is None or slot not in possible_slots(optimizer.name):
+        if place is None or slot not in (*possible_slots(optimizer.name), *((MASTER,) if place.has_master else ())):
             raise UnknownBlock(f"slot {key!r} is not on this pserver")
         size = place.block.num_elements
         slots[key] = _read_block(body, ((key, "F32", (size,)),), entries, size)

@@ -23,7 +23,7 @@ from ps_protocol.frames import encode_header
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import SLOT_NAMES_KEY, STATES_KEY, STEPS_KEY
-from ps_protocol.slots import FRESH, split_key, write_states
+from ps_protocol.slots import FRESH, MASTER, slot_key, split_key, write_states
 from ps_protocol.vocabulary import PserverIndex, Rank
 
 from .aggregation import Aggregator
@@ -165,7 +165,11 @@ class Shard:
         """Give blocks the slots that a trainer has loaded. Raises UnsupportedOptimizer if there is none."""
         if self.optimizer is None:
             raise UnsupportedOptimizer("this plan has no optimizer")
-        self.optimizer.load_blocks(loaded.states, loaded.tensors)
+        slots = dict(loaded.tensors)
+        for name in loaded.states:
+            if (master := slots.pop(slot_key(MASTER, name), None)) is not None:
+                self.block(name).copy_(master)
+        self.optimizer.load_blocks(loaded.states, slots)
 
     def publish(self, stepped: Collection[str]) -> None:
         """Bring what trainers have, if it is kept, close to what these blocks are after a round."""
@@ -310,6 +314,8 @@ class Shard:
         this counter's own steps, where each counts for itself.
         """
         slots = self.optimizer.slots() if self.optimizer else {}
+        if any(place.has_master for place in self.layout.places):
+            slots[MASTER] = self.values
         if not keys:
             states = self.optimizer.states(counter) if self.optimizer else {}
             stepped = {name: state for name, state in states.items() if state != FRESH}

@@ -407,3 +407,44 @@ def test_slots_count_when_the_first_trainer_is_gone(carrier: Carrier) -> None:
             return weight.detach()
 
         assert run_trainers(cluster.address, [train, train])[1].tolist() == [-2.0] * 10  # the momentum began anew
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
+def test_masters_of_16_bit_parameters_go_on_with_the_same_bits(
+    other_cluster: LocalCluster, cls: Callable[..., torch.optim.Optimizer]
+) -> None:
+    """Steps are smaller than half of what bfloat16 can tell apart."""
+
+    def train(session: Session, part: range, start: Tensor, state: dict[str, Any] | None = None) -> dict[str, Any]:
+        weight = nn.Parameter(start.clone())
+        optimizer = RemoteOptimizer(cls([("weight", weight)], lr=3e-4), session=session)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        for step in part:
+            weight.grad = torch.full_like(weight, 1.0 + step)
+            optimizer.step()
+        return {"weight": weight.detach(), "optimizer": optimizer.state_dict()}
+
+    def run(*arguments: Any) -> dict[str, Any]:
+        [checkpoint] = run_trainers(other_cluster.address, [lambda session: train(session, *arguments)], **SMALL)
+        file = io.BytesIO()
+        torch.save(checkpoint, file)
+        loaded: dict[str, Any] = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        return loaded
+
+    start = torch.linspace(1, 2, 3000).bfloat16()
+    whole, half = run(range(8), start), run(range(4), start)
+    second = run(range(4, 8), half["weight"], half["optimizer"])
+    assert_same_state(second["optimizer"], whole["optimizer"])
+    assert torch.equal(second["weight"], whole["weight"])
+    assert whole["optimizer"]["state"][0]["master"].dtype == torch.float32
+
+    other = run(range(4, 5), half["weight"] + 1, half["optimizer"])  # another model, whose masters these are not
+    master = other["optimizer"]["state"][0]["master"]
+    assert (master - half["weight"].float() - 1).abs().max() < 0.1
+
+    weight = nn.Parameter(half["weight"].clone())
+    local = cls([("weight", weight)], lr=3e-4)
+    local.load_state_dict(half["optimizer"])  # torch takes no notice of masters
+    weight.grad = torch.ones_like(weight)
+    local.step()

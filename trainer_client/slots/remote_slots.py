@@ -48,10 +48,11 @@ class RemoteSlots:
     @contextmanager
     def in_state(self, remote: Optimizer) -> Iterator[None]:
         """Within the block `remote.state` is what it would be in one process. Blocks for the pservers."""
-        group_of = {self._names[id(p)]: group for group in remote.param_groups for p in group["params"]}
+        named = {self._names[id(p)]: (group, p) for group in remote.param_groups for p in group["params"]}
 
         def needed(name: str, state: StepState) -> tuple[str, ...]:
-            return needed_slots(self._spec.name, group_of[name], state)
+            group, parameter = named[name]
+            return needed_slots(self._spec.name, group, state, parameter.dtype)
 
         if self._steps is not None:
             slots = self._steps.pull_slots(needed, leads=self._leads)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ps_protocol.errors import BadModel
 from ps_protocol.optimizers import RULES, OptimizerSpec, check_hyper_parameters
-from ps_protocol.slots import FRESH, MAX_STEPS, SLOTS, StepState, possible_slots
+from ps_protocol.slots import FRESH, MASTER, MAX_STEPS, SLOTS, StepState, possible_slots
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -31,11 +31,19 @@ class ParameterSlots(NamedTuple):
 Slots = Mapping[str, ParameterSlots]  # by parameter name; who is not in it was never stepped
 
 
-def needed_slots(optimizer: str, group: Mapping[str, Any], state: StepState) -> tuple[str, ...]:
-    """The slots that torch would have of a parameter of this group that was stepped."""
+def needed_slots(
+    optimizer: str, group: Mapping[str, Any], state: StepState, dtype: torch.dtype = torch.float32
+) -> tuple[str, ...]:
+    """Return the slots that torch would have of a parameter of this group, and its master if it is a 16-bit one.
+
+    A parameter that was never stepped has none, but that SGD may have stepped it without a trace.
+    """
+    if state == FRESH and optimizer != "SGD":
+        return ()
+    master = () if dtype == torch.float32 else (MASTER,)
     if optimizer == "SGD":
-        return (MOMENTUM,) if state.has_momentum else ()
-    return SLOTS[optimizer](dict(group))
+        return (MOMENTUM, *master) if state.has_momentum else master
+    return (*SLOTS[optimizer](dict(group)), *master)
 
 
 # ---------------------------------------------------------------------- to torch
@@ -143,6 +151,28 @@ def _read(
     """What is remembered of one parameter; None if that is nothing."""
     if not isinstance(entry, Mapping):
         raise BadModel(f"the state of {name!r} is none of a parameter", actual=type(entry).__name__)
+    entry = dict(entry)
+    master = entry.pop(MASTER, None)
+    found = _read_optimizer_slots(optimizer, group, name, parameter, entry) if entry else None
+    if master is None or not _is_master(master, parameter):
+        return found
+    state, slots = found or ParameterSlots(FRESH, {})
+    return ParameterSlots(state, {**slots, MASTER: _read_slot(name, MASTER, parameter, master)})
+
+
+def _is_master(value: Any, parameter: Tensor) -> bool:
+    """Return whether these are the float32 values that a 16-bit parameter was rounded from.
+
+    They are not if it was loaded from another checkpoint, or stepped by `torch.optim`, which leaves a master alone.
+    """
+    if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.shape != parameter.shape:
+        return False
+    return parameter.dtype != torch.float32 and torch.equal(value.to(parameter), parameter.detach())
+
+
+def _read_optimizer_slots(
+    optimizer: str, group: Mapping[str, Any], name: str, parameter: Tensor, entry: Mapping[str, Any]
+) -> ParameterSlots | None:
     counts = {} if optimizer == "SGD" else {"step"} if optimizer != "NAdam" else {"step", "mu_product"}
     given = {key: value for key, value in entry.items() if key not in counts and value is not None}
     if unknown := given.keys() - set(possible_slots(optimizer)):
@@ -151,7 +181,9 @@ def _read(
     if optimizer == "SGD":
         return ParameterSlots(StepState(has_momentum=True), slots) if slots else None
     state = StepState(_read_steps(name, entry), mu_product=_read_scalar(name, "mu_product", entry, default=1.0))
-    if missing := [key for key in (*counts, *needed_slots(optimizer, group, state)) if entry.get(key) is None]:
+    if missing := [
+        key for key in (*counts, *needed_slots(optimizer, group, state._replace(steps=1))) if entry.get(key) is None
+    ]:
         raise BadModel(f"the state of {name!r} lacks {', '.join(sorted(missing))}")
     if optimizer == "Adagrad" and state.steps == 0:
         # It would be filled again with the optimizer's own.

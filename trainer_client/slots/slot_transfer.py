@@ -35,10 +35,11 @@ async def pull_slots(
     for name, blocks in client.plan.blocks_of.items():
         # In asynchronous modes blocks may differ for a moment; a checkpoint that is cut anew goes by the first, too.
         state = held[blocks[0].pserver].states.get(blocks[0].name, FRESH) if blocks else FRESH
-        if state == FRESH:
+        names = needed(name, state)
+        if state == FRESH and not names:
             continue
         size = client.plan.parameter[name].num_elements
-        slots = {slot: torch.zeros(size, dtype=torch.float32, device="cpu") for slot in needed(name, state)}
+        slots = {slot: torch.zeros(size, dtype=torch.float32, device="cpu") for slot in names}
         found[name] = ParameterSlots(state, slots)
         for block in blocks:
             for slot, tensor in slots.items():
