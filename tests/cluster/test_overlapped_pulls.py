@@ -58,6 +58,17 @@ def test_fewer_bytes_are_the_same_ones(cluster: LocalCluster, kind: str) -> None
     assert_identical(overlapped[0], other[0])
 
 
+def test_replicas_of_data_parallel_are_refused(lonely: LocalCluster) -> None:
+    def work(session: Session) -> None:
+        model = nn.Linear(3, 2)
+        overlapping(model, session)
+        replica = model._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        with pytest.raises(BadModel, match=r"nn.DataParallel copies parameters .* overlap_pulls=False"):
+            replica(torch.ones(1, 3))
+
+    run_trainers(lonely.address, [work])
+
+
 def test_the_first_layer_computes_while_a_pull_goes_on(lonely: LocalCluster) -> None:
     """The pull does not end before that layer has; if it waited for everything, both would wait for ever."""
     gate = threading.Event()

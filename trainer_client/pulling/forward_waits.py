@@ -47,6 +47,11 @@ class ForwardWaits:
         model.register_state_dict_pre_hook(lambda *_: land_all())  # type: ignore[no-untyped-call]
 
     def _before(self, names: Collection[str], module: nn.Module, arguments: Any) -> None:
+        if getattr(module, "_is_replica", False):
+            raise BadModel(
+                "nn.DataParallel copies parameters to its replicas before they have their new values: use "
+                "overlap_pulls=False, or a process for each device"
+            )
         if not torch.is_grad_enabled():
             names = self._names
         self._land(names)
