@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ps_protocol.errors import BadModel
+
 
 class SideStreams:
     """For each device one stream for copies. Its modules are those of torch.cuda; torch.cpu has the same, and waits."""
@@ -135,6 +137,16 @@ class ParameterCopies:
 def host_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Contiguous memory for its values, page-locked if it is on a device, which can copy by itself then."""
     return torch.empty(tensor.shape, dtype=dtype, device="cpu", pin_memory=tensor.device.type != "cpu")
+
+
+def check_devices(tensors: Mapping[str, Tensor]) -> None:
+    """Raise BadModel for a tensor on a device that has no streams, such as MPS."""
+    for name, tensor in tensors.items():
+        if not hasattr(getattr(torch, tensor.device.type, None), "Stream"):
+            raise BadModel(
+                f"{name!r} is on {tensor.device}, and PyTorch has no streams to copy it there: move the model to the "
+                "CPU or to CUDA before it is wrapped"
+            )
 
 
 def is_away(tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from ps_protocol.vocabulary import ParameterSpec, Round
 from .amp.unscaling import unscale_gradients
 from .buffer_averages import BufferAverages
 from .collectives import choose_device
+from .device_copies import check_devices
 from .host.follower import FollowerSteps
 from .host.leader import LeaderSteps
 from .host.model import describe_model
@@ -91,6 +92,7 @@ class RemoteOptimizer(Optimizer):
         self.param_groups = optimizer.param_groups  # the very same list: schedulers may hold either
         self._named, num_unnamed = name_parameters(optimizer, model)
         stored = stored_tensors(model, self._named)
+        check_devices(self._named)
         self._aliases = find_aliases(model, self._named | stored)
         self._session = _use_session(session, arguments)
         self._averages = BufferAverages(model, self._named)

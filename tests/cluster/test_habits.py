@@ -218,6 +218,14 @@ def test_copies_are_refused(cluster: LocalCluster, copies: Callable[[object], ob
     run_trainers(cluster.address, [train])
 
 
+def test_devices_without_streams_are_refused(cluster: LocalCluster) -> None:
+    def train(session: Session) -> None:
+        with pytest.raises(BadModel, match="'weight' is on meta, and PyTorch has no streams to copy it there"):
+            sgd(session, weight=nn.Parameter(torch.zeros(8, device="meta")))
+
+    run_trainers(cluster.address, [train])
+
+
 def test_one_optimizer_a_session(cluster: LocalCluster) -> None:
     def train(session: Session) -> None:
         sgd(session, weight=nn.Parameter(torch.zeros(8)))
