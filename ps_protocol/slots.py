@@ -16,7 +16,7 @@ from .optimizers import MEAN
 Options = dict[str, Any]  # the numbers and the flags of one parameter group
 
 MAX_STEPS = 1 << 53
-MASTER = "master"  # no slot of an optimizer: the float32 values of a parameter that is bfloat16 or float16
+MASTER = "master"  # stands for a slot where a trainer brings the float32 values of a block
 
 
 class StepState(NamedTuple):

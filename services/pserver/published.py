@@ -61,10 +61,17 @@ class Published:
         """
         self._newest.clear()
 
-    def follow(self, stepped: Collection[str]) -> None:
-        """Publish the blocks that a round has stepped: as differences, or whole where a difference is not finite."""
+    def follow(self, stepped: Collection[str], loaded: Collection[str] = ()) -> None:
+        """Publish the blocks that a round has stepped as differences.
+
+        Blocks whose difference is not finite, and those with `loaded` values, are published whole.
+        """
         self.forget_differences()
+        for name in loaded:
+            self.set(name)
         for name in stepped:
+            if name in loaded:
+                continue
             if name in self._differences and self._take_difference(self._layout.place[name]):
                 self._newest.append(name)
             else:

@@ -43,7 +43,7 @@ def read_blocks(body: Body, layout: ShardLayout) -> dict[str, StagedBlock]:
 
 
 def read_slots(body: Body, layout: ShardLayout, optimizer: OptimizerSpec) -> dict[str, StagedBlock | StepState]:
-    """The slots of a pushed body by `{slot}/{block}`, without a copy, and step states by `/{block}`.
+    """Return slots and masters of a pushed body by `{slot}/{block}`, without a copy, and step states by `/{block}`.
 
     Raises UnknownBlock, WrongDtype, WrongShape or MalformedFrame.
     """
@@ -52,7 +52,7 @@ def read_slots(body: Body, layout: ShardLayout, optimizer: OptimizerSpec) -> dic
     for key in entries:
         slot, name = split_key(key)
         place = layout.place.get(name)
-        if place is None or slot not in (*possible_slots(optimizer.name), *((MASTER,) if place.has_master else ())):
+        if place is None or slot not in (MASTER, *possible_slots(optimizer.name)):
             raise UnknownBlock(f"slot {key!r} is not on this pserver")
         size = place.block.num_elements
         slots[key] = _read_block(body, ((key, "F32", (size,)),), entries, size)

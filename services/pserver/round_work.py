@@ -92,11 +92,10 @@ class RoundWork:
             )  # fmt: skip
             self._storage.append(update, [*self._shard.encode_gradient(logged), *(loaded.parts() if loaded else ())])
         reach_failpoint("apply.before")
-        if loaded:
-            self._shard.load_slots(loaded)
+        masters = self._shard.load_slots(loaded) if loaded else []
         self._shard.apply(gradient, present, numbers)
-        self._shard.publish(present)
-        self._changed.update(dict.fromkeys(present, apply.round))
+        self._shard.publish(present, masters)
+        self._changed.update(dict.fromkeys((*present, *masters), apply.round))
         reach_failpoint("apply.after")
         self.captures.take(apply.round)
         return self.encode(apply.round, outcome)

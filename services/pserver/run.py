@@ -88,7 +88,7 @@ class PserverRun(ABC):
         self._buffers = {spec.name: spec for spec in self.plan.buffers if spec.pserver == index}
         # Of all that lives here, on the wire.
         own = self.plan.shard_bytes(index) + sum(spec.num_bytes for spec in self._buffers.values())
-        num_kinds = len(possible_slots(self._optimizer.name))
+        num_kinds = len(possible_slots(self._optimizer.name)) + 1  # slots and masters
         slots = num_kinds * MASTER_BYTES * sum(block.num_elements for block in self.plan.shards[index])
         self.num_bytes = max(own, self.plan.pushed_bytes(index), slots)
         pushed = sum(len(place.pushed) for place in self.shard.layout.places)

@@ -23,7 +23,7 @@ from ps_protocol.frames import encode_header
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import SLOT_NAMES_KEY, STATES_KEY, STEPS_KEY
-from ps_protocol.slots import FRESH, MASTER, slot_key, split_key, write_states
+from ps_protocol.slots import FRESH, MASTER, split_key, write_states
 from ps_protocol.vocabulary import PserverIndex, Rank
 
 from .aggregation import Aggregator
@@ -161,20 +161,27 @@ class Shard:
         """The bytes of the newest aggregate, for the log; see `Aggregator.encode`."""
         return self._aggregator.encode(present)
 
-    def load_slots(self, loaded: LoadedSlots) -> None:
-        """Give blocks the slots that a trainer has loaded. Raises UnsupportedOptimizer if there is none."""
+    def load_slots(self, loaded: LoadedSlots) -> list[str]:
+        """Give blocks the slots and the values that a trainer has loaded; return the blocks with other values.
+
+        Raises UnsupportedOptimizer if there is no optimizer.
+        """
         if self.optimizer is None:
             raise UnsupportedOptimizer("this plan has no optimizer")
         slots = dict(loaded.tensors)
-        for name in loaded.states:
-            if (master := slots.pop(slot_key(MASTER, name), None)) is not None:
-                self.block(name).copy_(master)
+        masters = {split_key(key)[1]: slots.pop(key) for key in loaded.tensors if split_key(key)[0] == MASTER}
         self.optimizer.load_blocks(loaded.states, slots)
+        for name, values in masters.items():
+            self.block(name).copy_(values)
+        return list(masters)
 
-    def publish(self, stepped: Collection[str]) -> None:
-        """Bring what trainers have, if it is kept, close to what these blocks are after a round."""
+    def publish(self, stepped: Collection[str], loaded: Collection[str] = ()) -> None:
+        """Bring the published values, if they are kept, close to what these blocks are after a round.
+
+        Blocks whose values were `loaded` in the round are published whole.
+        """
         if self.published is not None:
-            self.published.follow(stepped)
+            self.published.follow(stepped, loaded)
 
     def replay(
         self,
@@ -184,10 +191,10 @@ class Shard:
         loaded: str | None = None,
     ) -> None:
         """Apply a logged gradient, and what is behind it, with the very same bits as the first time."""
-        data = self._replay_slots(data, loaded)
+        data, masters = self._replay_slots(data, loaded)
         names = tuple(place.name for place in self.layout.places) if present is None else present
         self.apply(self._aggregator.decode(data, present), names, hyper_parameters)
-        self.publish(names)
+        self.publish(names, masters)
         if self.published is not None:
             self.published.forget_differences()
 
@@ -201,17 +208,17 @@ class Shard:
         loaded: str | None = None,
     ) -> None:
         """Step these blocks one by one, as asynchronous modes do, with the float32 gradient of one contribution."""
-        gradient = self._replay_slots(gradient, loaded)
+        gradient, _ = self._replay_slots(gradient, loaded)
         whole = self._aggregator.decode(gradient, present)
         for name in present:
             self._step(whole, (name,), hyper_parameters, counter=counter)
 
-    def _replay_slots(self, data: memoryview, loaded: str | None) -> memoryview:
-        """Take the slots at the end of a record's data; returns what is before them."""
-        if loaded is not None:
-            slots, data = LoadedSlots.from_log(loaded, data, self.layout)
-            self.load_slots(slots)
-        return data
+    def _replay_slots(self, data: memoryview, loaded: str | None) -> tuple[memoryview, list[str]]:
+        """Load the slots at the end of a record's data; return the data before them, and blocks with other values."""
+        if loaded is None:
+            return data, []
+        slots, data = LoadedSlots.from_log(loaded, data, self.layout)
+        return data, self.load_slots(slots)
 
     def copy_state(self) -> ShardState:
         """A copy of everything, for a checkpoint."""

@@ -23,8 +23,9 @@ from ps_protocol.errors import (
     WrongDtype,
     WrongShape,
 )
-from ps_protocol.routes import COMPUTED_ON_KEY, NUM_SLOTS_KEY, SLOT_NAMES_KEY, STATES_KEY
-from ps_protocol.slots import FRESH, StepState, read_states, slot_key, write_states
+from ps_protocol.routes import COMPUTED_ON_KEY, NUM_BLOCKS_KEY, NUM_SLOTS_KEY, SLOT_NAMES_KEY, STATES_KEY
+from ps_protocol.slots import FRESH, MASTER, StepState, read_states, slot_key, write_states
+from ps_protocol.wire_types import AS_THEY_ARE, WireTypes
 
 from .refusals import refused, unchanged
 from .support import PARAMETERS, Bench, bench, decode, encode
@@ -216,3 +217,28 @@ async def test_they_are_in_the_log(tmp_path, mode):
         states, slots = await held_slots(b, 1)
         assert states == found[0]
         assert all(torch.equal(slots[key], values) for key, values in found[1].items())
+
+
+@pytest.mark.parametrize("case", ["sync", "async", "deltas"])
+async def test_a_step_starts_from_the_masters_that_came_with_it(tmp_path, case):
+    settings = {
+        **{"num_trainers": 1, "state_dir": tmp_path, "durability": "log", "optimizer": "SGD"},
+        **{"consistency": Consistency(mode="async" if case == "async" else "sync")},
+        **{"wire": WireTypes(pull="int8") if case == "deltas" else AS_THEY_ARE},
+    }
+    masters = {slot_key(MASTER, W): BUFFERS[W] + 1000}
+    async with bench(**settings) as b:
+        start, _ = decode(await b.get(0, 0))
+        await push_slots(b, tensors=masters, states="{}")
+        metadata = {**b.completion(), NUM_SLOTS_KEY: "1", COMPUTED_ON_KEY: "0", NUM_BLOCKS_KEY: "0"}
+        await b.call("send", b.fence(0, 1), encode({}, metadata))  # without any gradient
+        if case != "async":
+            await b.barrier(0, 1)
+        pulled, _ = decode(await b.get(0, 1, **({} if case == "async" else {"have": 0})))
+        expected = {**start, W: masters[slot_key(MASTER, W)]}
+        for name in pulled if case != "async" else start:
+            assert torch.equal(pulled[name], expected[name])
+        assert W in pulled
+        digest = b.run.shard.digest()
+    async with bench(**settings, incarnation=2) as b:
+        assert b.run.shard.digest() == digest
