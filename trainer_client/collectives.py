@@ -40,10 +40,10 @@ class Collectives:
         options.rootRank = 0
         self._begin(tensor, lambda: self._group.reduce([tensor], options))
 
-    def spread(self, tensor: Tensor) -> None:
-        """Begin to replace a contiguous tensor by that of process 0. It must not change until `settle`."""
+    def spread(self, tensor: Tensor, source: int = 0) -> None:
+        """Begin to replace a contiguous tensor by that of process `source`. It must not change until `settle`."""
         options = dist.BroadcastOptions()
-        options.rootRank = 0
+        options.rootRank = source
         self._begin(tensor, lambda: self._group.broadcast([tensor], options))
 
     def _begin(self, tensor: Tensor, begin: Callable[[], Any]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -25,6 +25,7 @@ from .host.model import describe_model
 from .local_steps import LocalSteps, check_outer
 from .model_tensors import find_aliases, name_parameters, stored_tensors
 from .optimizer_spec import describe_local_optimizer, describe_optimizer, read_hyper_parameters
+from .parameter_watch import Digests, ParameterWatch, check_model, digest_values, find_rewritten
 from .pulling.forward_waits import ForwardWaits
 from .pushing.flattening import Flattening
 from .pushing.overlap import Overlap
@@ -123,7 +124,12 @@ class RemoteOptimizer(Optimizer):
         self._waits: ForwardWaits | None = None
         self._unscale: Callable[[Tensor], None] | None = None  # of a GradScaler
         self._scale_was_said = False
+        if self._local is None:  # whose own optimizer writes to them, and pushes what anyone has written
+            check_model(model, self._named.values())
         self._start(model)
+        self._members = _identities(self.param_groups)
+        self._values_at_start: Digests | None = digest_values(self._named)  # None after the first step
+        self._watch = None if self._local else ParameterWatch(self._named, has_samples=self._waits is None)
         self._wrapped = optimizer
         refuse_changes(optimizer)
 
@@ -290,7 +296,31 @@ class RemoteOptimizer(Optimizer):
                 loss = closure()
         if self._waits is not None and self._is_over_already():
             return loss
+        self._notice_changes()
+        try:
+            self._step()
+        finally:
+            if self._watch is not None:
+                self._watch.note()
+        return loss
+
+    def _notice_changes(self) -> None:
+        """Take over what was loaded before the first step. Raises BadModel for what was changed later."""
+        if _identities(self.param_groups) != self._members:
+            raise BadModel(
+                "parameters were replaced, added to or removed from param_groups after the optimizer was wrapped; the "
+                "slice plan is made once, when the run starts. Save a checkpoint, and start a new run"
+            )
         self._steps.look_for_changes()
+        if self._values_at_start is not None:
+            changed = find_rewritten(self._named, self._values_at_start)
+            self._values_at_start = None
+            if changed:
+                self._steps.replace_values(changed)
+        elif self._watch is not None:
+            self._watch.check()
+
+    def _step(self) -> None:
         if self._overlap is not None:
             self._check_early()
         if getattr(self, "found_inf", None) is not None:
@@ -311,12 +341,15 @@ class RemoteOptimizer(Optimizer):
             self._exchange(gradients, is_finite=not has_overflowed)
         elif self._local.step():
             self._exchange(self._local.outer_gradients())
-        return loss
 
     def _land_in_time(self, names: Collection[str]) -> None:
         """Of the newest step, before somebody computes with them."""
-        if self._session.is_open and self._steps.take(names):
-            self._is_void = True
+        assert isinstance(self._steps, Steps)
+        assert self._watch is not None  # no local steps
+        if self._session.is_open and (landing := self._steps.pending & set(names)):
+            self._watch.check(landing)
+            self._is_void = self._steps.take(landing) or self._is_void
+            self._watch.note(self._named if self._is_void else landing)
 
     def _is_over_already(self) -> bool:
         """Take what has not been waited for; whether the run has gone back, so that these gradients are of no round."""
@@ -434,9 +467,47 @@ class RemoteOptimizer(Optimizer):
         A step that was interrupted or failed is finished, with its own gradient. Else does nothing without `max_delay`
         and `overlap_pulls`.
         """
-        if isinstance(self._steps, Steps):
-            self._steps.finish()
+        if isinstance(self._steps, Steps) and self._steps.is_unfinished:
+            try:
+                self._steps.finish()
+            finally:
+                if self._watch is not None:
+                    self._watch.note()
+        if self._watch is None or self._steps.begun == self._steps.landed:
+            self._steps.take()
+            return
+        self._watch.check()
         self._steps.take()
+        self._watch.note()
+
+    @contextmanager
+    def write_parameters(self) -> Iterator[None]:
+        """Within the block the script may write parameters; the next step begins from what they are at its end.
+
+        with optimizer.write_parameters(), torch.no_grad():
+            for parameter in critic.parameters():
+                parameter.clamp_(-0.01, 0.01)
+
+        All trainers enter it between the same two steps; the values of the lowest rank that changed any count. A script
+        that puts the values back within the block changes nothing, and may do so on one trainer alone. Takes the newest
+        parameters first (`synchronize`), and passes over all values twice. Before the first step it is not needed.
+        Raises BadModel in asynchronous modes, which have no common round, after the first step.
+        """
+        if self._is_async and self._values_at_start is None and self._local is None:
+            raise BadModel(
+                "asynchronous modes have no round in which all trainers could write parameters; write them before the "
+                "first step"
+            )
+        self.synchronize()
+        if self._watch is None:  # local steps, of which a write is a part
+            yield
+            return
+        changed, before = self._watch.find_changed(), digest_values(self._named)
+        yield
+        changed.update(find_rewritten(self._named, before))
+        if changed:
+            self._steps.replace_values(changed)
+        self._watch.note()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -450,7 +521,12 @@ class RemoteOptimizer(Optimizer):
         if self._own is not None or self._slots is None:
             return super().state_dict()
         self._session.check_open("state_dict()")
+        if self._session.host is None:
+            self.synchronize()
+        attempt = self._session.client.membership.news.attempt
         with self._slots.in_state(self):
+            if self._watch is not None and self._session.client.membership.news.attempt != attempt:
+                self._watch.note()  # the run has gone back
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -498,6 +574,10 @@ class RemoteOptimizer(Optimizer):
         if hasattr(self, "_session"):
             refuse_group()
         super().add_param_group(param_group)
+
+
+def _identities(groups: list[dict[str, Any]]) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in groups]
 
 
 def _use_session(session: Session | None, arguments: dict[str, Any]) -> Session:

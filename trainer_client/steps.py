@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -69,7 +69,6 @@ class Steps:
         self.begun: Round = 0  # the newest one
         self.landed: Round = 0  # the step whose pull is in the parameters
         self._pending: set[str] = set()  # by parameter: those that the newest step's pull has not been taken into
-        self._change_was_said = False
         self._refused: NonFiniteGradient | None = None
         self._under_way: Contribution | None = None  # of the newest step, where `step` waits for it
         self._unfinished: Contribution | None = None  # a copy, of a step that failed after its push had begun
@@ -112,21 +111,28 @@ class Steps:
         self._has_stored = True
 
     def look_for_changes(self) -> None:
-        """A script may have given a parameter other memory, or another value. Does not block."""
+        """Follow parameters that the script has given other memory. Does not block."""
         if self._landing.has_moved():
             self._pipeline.bind(self._landing.sets)
+        if self._local is not None:  # whose optimizer changes them
+            self._pipeline.forget_versions()
+
+    def replace_values(self, names: Collection[str]) -> None:
+        """Begin the next step from the values that these parameters have now, on all trainers. Does not block.
+
+        Before the first round those of the trainer that brings the initial values count, later those of the lowest
+        rank that calls it. No step may be on its way.
+        """
+        self._pipeline.forget_versions()
         if self._local is not None:
-            self._pipeline.forget_versions()
-            return  # it is its optimizer that changes them
-        changed = self._landing.find_changed()
-        if changed:
-            self._pipeline.forget_versions()
-        if changed and not self._change_was_said:
-            self._change_was_said = True
-            self._client.log.warning(
-                f"the script has changed {len(changed)} parameters since the last step, such as {changed[0]!r}; "
-                "their values are the pservers', so that the change is lost. Load a model before it is wrapped"
-            )
+            self._local.begin()
+        values = {name: self._parameters[name].detach().to("cpu", torch.float32, copy=True) for name in names}
+        self._loading.load_masters({name: value.reshape(-1) for name, value in values.items()}, self.begun)
+
+    @property
+    def pending(self) -> Set[str]:
+        """The parameters that the newest step's pull has not been taken into, if they are waited for one by one."""
+        return self._pending if self._is_by_parameter else frozenset()
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Take a flat gradient of the next step, before that begins. Does not block.
@@ -189,6 +195,11 @@ class Steps:
                     "may have counted, and this one is another. Call synchronize() to finish that round, and then "
                     "compute this gradient again on its parameters"
                 )
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a step was interrupted or failed after its push had begun."""
+        return self._unfinished is not None
 
     def finish(self) -> None:
         """Take the step that was interrupted or failed once more, with the gradient that it had."""

@@ -66,22 +66,6 @@ def test_a_parameter_may_be_given_other_memory(cluster: LocalCluster) -> None:
     run_trainers(cluster.address, [train])
 
 
-def test_a_change_of_values_is_lost_and_said_once(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
-    def train(session: Session) -> None:
-        weight = nn.Parameter(torch.zeros(8))
-        optimizer = sgd(session, weight=weight)
-        for _ in range(3):
-            step(optimizer, weight)
-        for value in (-3.0, 7.0, 8.0):
-            with torch.no_grad():
-                weight.fill_(value)
-            step(optimizer, weight)
-        assert weight[0].item() == -6.0
-
-    run_trainers(cluster.address, [train])
-    assert capsys.readouterr().err.count("the script has changed 1 parameters since the last step") == 1
-
-
 def test_a_graph_from_before_the_step_cannot_be_used_after_it(cluster: LocalCluster) -> None:
     def train(session: Session) -> None:
         weight = nn.Parameter(torch.ones(8))

@@ -58,6 +58,11 @@ class FollowerSteps:
         """Raise BadModel if a parameter has become another one."""
         self._values.check()
 
+    def replace_values(self, names: Collection[str]) -> None:
+        """See Steps. The values of the process that leads count, and come with the next step."""
+        if self._local is not None:
+            self._local.begin()
+
     def add(self, name: str, gradient: Tensor) -> None:
         """Take a flat gradient of the next step, before that begins. Does not block."""
         self._gradients.add(name, gradient)

@@ -78,6 +78,10 @@ class LeaderSteps:
         self._steps.look_for_changes()
         self._values.check()
 
+    def replace_values(self, names: Collection[str]) -> None:
+        """See Steps. The values of this process count for the host."""
+        self._steps.replace_values(names)
+
     # ------------------------------------------------------------------ gradients
 
     def add(self, name: str, gradient: Tensor) -> None:

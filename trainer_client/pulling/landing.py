@@ -29,7 +29,6 @@ class Landing:
         self._copies = ParameterCopies(are_awaited=are_awaited)
         self._plan = plan
         self._dtypes = {name: TORCH_DTYPES[plan.pulled(name)] for name in parameters}
-        self._versions: dict[str, int] = {}
         self._is_apart = max_delay > 0 or plan.wire.pulls_differences
         self.sets: list[dict[str, Tensor]] = (
             [{name: host_memory(p, self._dtypes[name]) for name, p in parameters.items()} for _ in range(max_delay + 1)]
@@ -61,10 +60,6 @@ class Landing:
         self._note_memory()
         return True
 
-    def find_changed(self) -> list[str]:
-        """Parameters that somebody else has written to since they were pulled."""
-        return [name for name, parameter in self._parameters.items() if parameter._version != self._versions[name]]
-
     def begin(self) -> None:
         """A step has begun, and its pull will write to a set. Blocks for copies from there to a device."""
         self._copies.begin(self._parameters)
@@ -77,7 +72,6 @@ class Landing:
         taken = {name: self._parameters[name] for name in names}
         seen = taken if is_noticed else {name: parameter.data for name, parameter in taken.items()}
         copy_landed(seen, self.sets[index], self._copies)
-        self._versions.update((name, parameter._version) for name, parameter in taken.items())
 
 
 def landing_of(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:

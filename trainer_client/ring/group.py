@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ps_protocol.errors import BadModel, RingBroken
+from ps_protocol.vocabulary import Rank
 
 from ..collectives import GROUP_PATIENCE, Collectives, make_group, run_aside
 from ..session import Session
@@ -91,9 +92,9 @@ class Group:
         """Begin to replace a contiguous tensor by the sum of all trainers'. It must not change until `wait`."""
         self.collectives.add_up(tensor)
 
-    def spread(self, tensor: Tensor) -> None:
-        """Begin to replace a contiguous tensor by that of rank 0. It must not change until `wait`."""
-        self.collectives.spread(tensor)
+    def spread(self, tensor: Tensor, source: Rank = 0) -> None:
+        """Begin to replace a contiguous tensor by that of a rank. It must not change until `wait`."""
+        self.collectives.spread(tensor, source)
 
     def wait(self) -> None:
         """Wait for all that was begun. Blocks for the other trainers; raises what ended the run, or RingBroken."""

@@ -53,7 +53,8 @@ class RingSteps:
         self._buffer_averages = averages
         self.begun: Round = 0  # the newest one
         self.landed: Round = 0  # the step that is in the parameters
-        device = choose_device(parameters)
+        self._has_written = False  # the script has, on purpose: the next round begins with its values
+        self._device = device = choose_device(parameters)
         self._buckets = cut_buckets(
             parameters, self._agree_on(self._client.settings.chosen_bucket_bytes, device), device
         )
@@ -68,7 +69,7 @@ class RingSteps:
         self._gradients: Mapping[str, Tensor] = {}  # of the step that has begun
         self._is_finite = True
         self._look_at_parameters()
-        self._spread({**parameters, **averages.means, **stored}, device)
+        self._spread({**parameters, **averages.means, **stored})
         averages.write_back()
 
     def _agree_on(self, bucket_bytes: int, device: torch.device) -> int:
@@ -78,11 +79,16 @@ class RingSteps:
         self._group.wait()
         return int(chosen.item())
 
-    def _spread(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        copies = {name: tensor.detach().to(device).contiguous() for name, tensor in tensors.items() if tensor.numel()}
+    def _spread(self, tensors: Mapping[str, Tensor], source: Rank = 0) -> None:
+        """Replace the tensors by those of a rank; one that accompanies the others keeps its own. Blocks for all."""
+        copies = {name: t.detach().to(self._device).contiguous() for name, t in tensors.items() if t.numel()}
+        if self._is_accompanying:
+            copies = {name: copy.clone() for name, copy in copies.items()}
         for copy in copies.values():
-            self._group.spread(copy.reshape(-1).view(torch.uint8))  # whatever its dtype
+            self._group.spread(copy.reshape(-1).view(torch.uint8), source)  # whatever its dtype
         self._group.wait()
+        if self._is_accompanying:
+            return
         with torch.no_grad():
             for name, copy in copies.items():
                 if copy.data_ptr() != tensors[name].data_ptr():
@@ -102,6 +108,13 @@ class RingSteps:
                         actual=f"{parameter.dtype} {list(parameter.shape)}",
                     )
             self._look_at_parameters()
+
+    def replace_values(self, names: Collection[str]) -> None:
+        """Begin the next step from the values that the parameters have now, on all trainers. Does not block.
+
+        Those of the lowest rank that calls it count.
+        """
+        self._has_written = True
 
     def _look_at_parameters(self) -> None:
         """Where each one's average lies for the optimizer: in its bucket, unless it wants it in another form."""
@@ -155,6 +168,7 @@ class RingSteps:
             scale=0.0 if state is None else state.scale,
             growth_tracker=0 if state is None else int(state.growth_tracker),
             numbers=_digest(self._optimizer),
+            has_written=self._has_written,
         )
 
     def _find_nonfinite(self) -> list[str]:
@@ -263,6 +277,9 @@ class RingSteps:
 
     def _end(self, tally: Tally) -> None:
         self._num_active = tally.num_active
+        if tally.source is not None:
+            self._spread(self._parameters, tally.source)
+            self._has_written = False
         skipped = {self.begun: tuple(tally.culprits)} if tally.culprits else {}
         state = ScalerState(self.begun - 1, tally.scale, tally.growth_tracker) if tally.scale else None
         self._client.scale_agreement.tell(skipped, state, newest=self.begun, keep=2)

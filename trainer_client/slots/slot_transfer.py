@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from ps_protocol.frames import encode_header
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import STATES_KEY
-from ps_protocol.slots import FRESH, StepState, slot_key, write_states
+from ps_protocol.slots import FRESH, MASTER, StepState, slot_key, write_states
 from ps_protocol.vocabulary import Block, Round
 
 from ..client import ParameterClient
@@ -72,18 +73,22 @@ class SlotFrames:
     num_slots: int = 0  # and step states
 
 
-def make_slot_frames(plan: SlicePlan, slots: Slots, *, bucket_bytes: int) -> list[SlotFrames]:
-    """Frames of about `bucket_bytes` for each pserver: the slots of all of its blocks, none for those not in `slots`.
+def make_slot_frames(
+    plan: SlicePlan, slots: Slots | None, masters: Mapping[str, Tensor], *, bucket_bytes: int
+) -> list[SlotFrames]:
+    """Return frames of about `bucket_bytes` for each pserver: slots and values of its blocks.
 
-    They read the tensors of `slots`, which must not change as long as they are used.
+    The slots are those of all blocks, none for parameters that are not in `slots`; without `slots` all blocks keep
+    theirs. `masters` are values by parameter, of shape (numel,), float32. The frames read these tensors, which must not
+    change as long as they are used.
     """
-    return [_make_frames(shard, slots, bucket_bytes) for shard in plan.shards]
+    return [_make_frames(_items(shard, slots, masters), bucket_bytes) for shard in plan.shards]
 
 
-def _make_frames(shard: Sequence[Block], slots: Slots, bucket_bytes: int) -> SlotFrames:
+def _make_frames(items: Iterable[tuple[str, memoryview | StepState]], bucket_bytes: int) -> SlotFrames:
     result = SlotFrames()
     draft = _Draft()
-    for key, value in _items(shard, slots):
+    for key, value in items:
         if draft.num_bytes and (
             draft.num_bytes + _size(value) > bucket_bytes or draft.header_bytes + len(key) > MAX_HEADER_BYTES
         ):
@@ -96,10 +101,17 @@ def _make_frames(shard: Sequence[Block], slots: Slots, bucket_bytes: int) -> Slo
     return result
 
 
-def _items(shard: Sequence[Block], slots: Slots) -> Iterator[tuple[str, memoryview | StepState]]:
+def _items(
+    shard: Sequence[Block], slots: Slots | None, masters: Mapping[str, Tensor]
+) -> Iterator[tuple[str, memoryview | StepState]]:
     for block in shard:
-        state, tensors = slots.get(block.parameter, NOTHING)
-        yield block.name, state
+        tensors: dict[str, Tensor] = {}
+        if slots is not None:
+            state, loaded = slots.get(block.parameter, NOTHING)
+            yield block.name, state
+            tensors.update(loaded)
+        if block.parameter in masters:
+            tensors[MASTER] = masters[block.parameter]
         for slot, tensor in tensors.items():
             yield slot_key(slot, block.name), writable_bytes(tensor[block.begin : block.end])
 

@@ -1,0 +1,251 @@
+"""Writes of a script to parameters: the start of the run before the first step, refused or on purpose later."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ps_protocol.errors import BadModel
+from trainer_client import RemoteOptimizer, Session
+from trainer_client.testing import LocalCluster
+
+from .parity_model import assert_identical, run_trainers
+
+pytestmark = pytest.mark.cluster
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[LocalCluster]:
+    with LocalCluster(pservers=2, trainers=1, min_block_size=4, on_trainer_loss="fail") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def pservers() -> Iterator[LocalCluster]:
+    with LocalCluster(pservers=2, trainers=2, min_block_size=4, on_trainer_loss="fail") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def ring() -> Iterator[LocalCluster]:
+    with LocalCluster(pservers=0, trainers=2, strategy="ring", lease_seconds=2) as cluster:
+        yield cluster
+
+
+def make_model(seed: int) -> nn.Module:
+    """Return the same weights at each call, in any thread."""
+    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-0.4, 0.4, generator=generator)
+    return model
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9, fused=True)
+
+
+def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, rank: int = 0) -> None:
+    inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * number + rank))
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    optimizer.step()
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+# ---------------------------------------------------------------------- before the first step
+
+
+def make_checkpoint() -> dict[str, Any]:
+    model = make_model(seed=7)
+    optimizer = momentum(model)
+    for number in range(3):
+        take_step(model, optimizer, 100 + number)
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+CHECKPOINT = make_checkpoint()
+
+
+def resume(session: Session, *, is_early: bool, **arguments: Any) -> dict[str, Tensor]:
+    model = make_model(seed=session.rank)
+    if is_early:
+        model.load_state_dict(CHECKPOINT["model"])
+    optimizer = RemoteOptimizer(momentum(model), model=model, session=session, **arguments)
+    if not is_early:
+        model.load_state_dict(CHECKPOINT["model"])
+    optimizer.load_state_dict(copy.deepcopy(CHECKPOINT["optimizer"]))  # which is used in place
+    for number in range(STEPS):
+        take_step(model, optimizer, number, session.rank)
+    optimizer.synchronize()
+    return values(model)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"pull_type": "int8"},
+        {"overlap": True, "overlap_pulls": True},
+        {"local_steps": 2, "outer_momentum": 0.5, "outer_lr": 0.7},
+        {"bucket_bytes": 100},  # in a ring
+    ],
+    ids=lambda it: " ".join(it) or "plain",
+)
+def test_what_is_loaded_after_the_wrap_is_where_the_run_begins(
+    pservers: LocalCluster, ring: LocalCluster, arguments: dict[str, Any]
+) -> None:
+    cluster = ring if "bucket_bytes" in arguments else pservers
+    late, early = (
+        run_trainers(cluster.address, [partial(resume, is_early=is_early, **arguments)] * 2)
+        for is_early in (False, True)
+    )
+    for mine, theirs in zip(late, early, strict=True):
+        if "pull_type" not in arguments:
+            assert_identical(mine, theirs)
+        for name in mine:  # the first round's values come whole, and not as a rounded difference
+            torch.testing.assert_close(mine[name], theirs[name], rtol=0, atol=1e-3)
+
+
+def test_the_lowest_rank_alone_may_load(pservers: LocalCluster, ring: LocalCluster) -> None:
+    def train(session: Session) -> dict[str, Tensor]:
+        model = make_model(seed=session.rank)
+        optimizer = RemoteOptimizer(momentum(model), session=session)
+        if session.rank == 0:
+            model.load_state_dict(CHECKPOINT["model"])
+        optimizer.step()  # without any gradient
+        return values(model)
+
+    for cluster in (pservers, ring):
+        for found in run_trainers(cluster.address, [train, train]):
+            assert_identical(found, CHECKPOINT["model"])
+
+
+# ---------------------------------------------------------------------- later
+
+
+def in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)  # type: ignore[operator, index, union-attr]
+
+
+def clamp_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.01, 0.01)
+
+
+def from_vector(model: nn.Module) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector * 2, model.parameters())
+
+
+def other_memory(model: nn.Module) -> None:
+    model[2].weight.data = torch.ones(4, 9)  # type: ignore[index, union-attr]
+
+
+@pytest.mark.parametrize("write", [in_place, clamp_data, from_vector, other_memory])
+def test_later_writes_are_refused_until_they_are_on_purpose(
+    alone: LocalCluster, write: Callable[[nn.Module], None]
+) -> None:
+    def train(session: Session) -> dict[str, Tensor]:
+        model = make_model(seed=1)
+        optimizer = RemoteOptimizer(momentum(model), session=session)
+        take_step(model, optimizer, 0)
+        take_step(model, optimizer, 1)
+        write(model)
+        for _ in range(2):
+            with pytest.raises(BadModel, match=r"with optimizer\.write_parameters"):
+                take_step(model, optimizer, 2)
+        with optimizer.write_parameters():
+            pass  # it is on purpose after all
+        take_step(model, optimizer, 2)
+        return values(model)
+
+    expected = make_model(seed=1)
+    optimizer = momentum(expected)
+    take_step(expected, optimizer, 0)
+    take_step(expected, optimizer, 1)
+    write(expected)
+    take_step(expected, optimizer, 2)
+    [actual] = run_trainers(alone.address, [train])
+    assert_identical(actual, values(expected))
+
+
+def test_values_that_are_put_back_change_nothing(pservers: LocalCluster) -> None:
+    """As of an average of the weights that is evaluated now and then, here on one trainer alone."""
+
+    def train(session: Session, swaps: bool = True) -> dict[str, Tensor]:
+        model = make_model(seed=1)
+        optimizer = RemoteOptimizer(momentum(model), session=session)
+        for number in range(4):
+            take_step(model, optimizer, number, session.rank)
+            if swaps and session.rank == 1:
+                with optimizer.write_parameters():
+                    before = values(model)
+                    model.load_state_dict(CHECKPOINT["model"])
+                    model.load_state_dict(before)
+        return values(model)
+
+    swapped = run_trainers(pservers.address, [train, train])
+    expected = run_trainers(pservers.address, [partial(train, swaps=False)] * 2)
+    for found, wanted in zip(swapped, expected, strict=True):
+        assert_identical(found, wanted)
+
+
+@pytest.mark.parametrize("strategy", ["ps", "ring"])
+def test_the_lowest_rank_that_writes_counts(pservers: LocalCluster, ring: LocalCluster, strategy: str) -> None:
+    def train(session: Session) -> dict[str, Tensor]:
+        model = make_model(seed=1)
+        optimizer = RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), session=session)
+        optimizer.step()
+        with optimizer.write_parameters(), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(session.rank + 3)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return values(model)
+
+    cluster = ring if strategy == "ring" else pservers
+    for found in run_trainers(cluster.address, [train, train]):
+        assert {value for tensor in found.values() for value in tensor.flatten().tolist()} == {2.0}
+
+
+def test_parameters_stay_those_of_the_wrap(alone: LocalCluster) -> None:
+    def train(session: Session) -> None:
+        model = make_model(seed=1)
+        optimizer = RemoteOptimizer(momentum(model), session=session)
+        parameters = optimizer.param_groups[0]["params"]
+        first = parameters[0]
+        parameters[0] = nn.Parameter(first.detach().clone())
+        with pytest.raises(BadModel, match="start a new run"):
+            optimizer.step()
+        parameters[0] = first
+        parameters.append(nn.Parameter(torch.zeros(3)))
+        with pytest.raises(BadModel, match="start a new run"):
+            optimizer.step()
+        parameters.pop()
+        optimizer.step()
+
+    run_trainers(alone.address, [train])
+
+
+def test_a_norm_that_forward_restores_is_refused(alone: LocalCluster) -> None:
+    def train(session: Session) -> None:
+        model = nn.Embedding(4, 3, max_norm=1.0)
+        with pytest.raises(BadModel, match="max_norm"):
+            RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, session=session)
+
+    run_trainers(alone.address, [train])
