@@ -9,7 +9,6 @@ finds its cluster by GRADPOST_COORDINATOR and its place by RANK.
 from __future__ import annotations
 
 import argparse
-from itertools import islice
 
 import torch
 from sklearn.datasets import load_digits
@@ -70,26 +69,24 @@ def main() -> None:
     optimizer = RemoteOptimizer(optimizer, model=model)  # (3) step() happens on the pservers
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.epochs * len(loader))
 
-    # Started again, or resumed: `optimizer.round` steps are in the parameters, so that data and schedule go on after.
-    done, steps_per_epoch = optimizer.round, len(loader)
-    for _ in range(done):
+    # Started again, or resumed: `optimizer.round` steps are in the parameters; data and schedule continue after them.
+    for _ in range(optimizer.round):
         schedule.step()
-
-    for epoch in range(done // steps_per_epoch, options.epochs):
-        sampler.set_epoch(epoch)
-        torch.manual_seed(options.seed + epoch)  # whatever is drawn is a function of the epoch, too
-        model.train()
-        total = 0.0
-        for inputs, labels in islice(loader, max(0, done - epoch * steps_per_epoch), None):
-            optimizer.zero_grad()
-            loss: Tensor = nn.functional.cross_entropy(model(inputs), labels)
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            total += loss.item()
-        session.report(loss=total / len(loader))
-        if session.rank == 0:
-            print(f"epoch {epoch + 1:2} of {options.epochs}  loss {total / len(loader):.4f}")
+    losses: list[float] = []
+    for inputs, labels in optimizer.batches(loader, epochs=options.epochs):
+        optimizer.zero_grad()
+        loss: Tensor = nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+        epoch, step = divmod(optimizer.round, len(loader))
+        if step == 0:
+            mean = sum(losses) / len(losses)
+            losses.clear()
+            session.report(loss=mean)
+            if session.rank == 0:
+                print(f"epoch {epoch:2} of {options.epochs}  loss {mean:.4f}")
 
     accuracy = measure_accuracy(model, held_out)
     session.report(accuracy=accuracy)

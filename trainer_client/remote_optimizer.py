@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import RandomSampler
 
 from ps_protocol.errors import BadModel, GradpostError, NonFiniteGradient
 from ps_protocol.messages import RunSummary
@@ -29,6 +30,7 @@ from .parameter_watch import Digests, ParameterWatch, check_model, digest_values
 from .pulling.forward_waits import ForwardWaits
 from .pushing.flattening import Flattening
 from .pushing.overlap import Overlap
+from .resumable_batches import Position, iterate_batches
 from .ring.group import Group
 from .ring.steps import RingSteps
 from .session import Session, connect, open_session
@@ -149,6 +151,30 @@ class RemoteOptimizer(Optimizer):
         if self._waits is not None:
             return self._steps.begun
         return self._session.round if self._session.host is None else self._steps.landed
+
+    def batches(self, loader: Iterable[Any], *, epochs: int = 1, batches_per_step: int = 1) -> Iterator[Any]:
+        """Yield the batches of `epochs` passes over a loader that are not in the run yet.
+
+        for inputs, labels in optimizer.batches(loader, epochs=3):
+            optimizer.zero_grad()
+            loss_of(model(inputs), labels).backward()
+            optimizer.step()
+
+        A script that is started again, or resumed, continues behind the batches of the rounds that the run has; after a
+        rollback they come again. `set_epoch` of the loader's sampler is called with each epoch. A DataLoader over a
+        map-style dataset does not load what it skips. The order of the data has to be a function of the epoch, as
+        that of a DistributedSampler is. A script that accumulates gradients says how many batches it takes for each
+        `step()`; with local steps a round has `local_steps` times as many, and one that was begun starts again.
+        """
+        batches_per_round = batches_per_step * max(1, self._session.client.settings.local_steps)
+        if self._steps.begun and isinstance(getattr(loader, "sampler", None), RandomSampler):
+            self._session.client.log.warning(
+                f"the run is at round {self._steps.begun}, and this loader shuffles by the process's random state: its "
+                "order may differ from that of the batches in the run. Use torch.utils.data.DistributedSampler"
+            )
+        return iterate_batches(
+            loader, epochs, lambda: Position(self._steps.num_rollbacks, self._steps.begun * batches_per_round)
+        )
 
     @property
     def grad_norm(self) -> float | None:

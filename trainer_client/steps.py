@@ -68,6 +68,7 @@ class Steps:
         self._pipeline.bind(self._landing.sets)
         self.begun: Round = 0  # the newest one
         self.landed: Round = 0  # the step whose pull is in the parameters
+        self.num_rollbacks = 0  # that this trainer has followed
         self._pending: set[str] = set()  # by parameter: those that the newest step's pull has not been taken into
         self._refused: NonFiniteGradient | None = None
         self._under_way: Contribution | None = None  # of the newest step, where `step` waits for it
@@ -288,6 +289,7 @@ class Steps:
     def _go_back(self, error: RolledBack) -> None:
         before = self.begun
         self._unfinished, self._under_way, self._has_lost_steps = None, None, False
+        self.num_rollbacks += 1
         self._copies.forget()
         version = self._io.run(self._client.go_back())
         self._client.log.warning(

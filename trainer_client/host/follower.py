@@ -39,6 +39,7 @@ class FollowerSteps:
         self._averages = averages
         self.begun: Round = 0
         self.landed: Round = 0
+        self.num_rollbacks = 0  # that the process that leads has followed
         device = choose_device(parameters)
         host.tell("model", model=model)
         [started] = host.hear("started")
@@ -99,6 +100,7 @@ class FollowerSteps:
         [result] = self._host.hear("result")
         self._client.grad_norm = result["grad_norm"]
         self._client.scale_agreement.take_over(result["scale"])
+        self.num_rollbacks += result["begun"] < self.begun
         self.begun = result["begun"]
         self._land(result["round"])
 

@@ -69,6 +69,11 @@ class LeaderSteps:
         return self._steps.begun
 
     @property
+    def num_rollbacks(self) -> int:
+        """How many rollbacks this trainer has followed."""
+        return self._steps.num_rollbacks
+
+    @property
     def landed(self) -> Round:
         """The step that is in the parameters."""
         return self._steps.landed

@@ -53,6 +53,7 @@ class RingSteps:
         self._buffer_averages = averages
         self.begun: Round = 0  # the newest one
         self.landed: Round = 0  # the step that is in the parameters
+        self.num_rollbacks = 0  # a ring never goes back
         self._has_written = False  # the script has, on purpose: the next round begins with its values
         self._device = device = choose_device(parameters)
         self._buckets = cut_buckets(
