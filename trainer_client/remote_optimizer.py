@@ -133,7 +133,7 @@ class RemoteOptimizer(Optimizer):
         self._values_at_start: Digests | None = digest_values(self._named)  # None after the first step
         self._watch = None if self._local else ParameterWatch(self._named, has_samples=self._waits is None)
         self._wrapped = optimizer
-        refuse_changes(optimizer)
+        refuse_changes(optimizer, lambda: self._session.is_open)
 
     @property
     def session(self) -> Session:

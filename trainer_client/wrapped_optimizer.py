@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
+from types import MethodType
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -40,15 +42,25 @@ def step_without_hooks(wrapped: Optimizer) -> None:
     getattr(step, "__wrapped__", step)(wrapped)  # torch wraps the method of each class once, to run the hooks
 
 
-def refuse_changes(wrapped: Optimizer) -> None:
-    """Make the methods of a wrapped optimizer that a run would not notice raise BadModel."""
+def refuse_changes(wrapped: Optimizer, is_in_run: Callable[[], bool]) -> None:
+    """Make the methods of a wrapped optimizer that the run would not notice raise BadModel, `step` while `is_in_run`."""
+    step = wrapped.step
+
+    def refuse_step(_: Optimizer, *arguments: Any, **options: Any) -> Any:
+        if is_in_run():
+            raise BadModel(
+                f"this {type(wrapped).__name__} is wrapped, and its own step() would train this process alone; keep "
+                "the result of RemoteOptimizer(…), and call step() of that, or scaler.step() with it"
+            )
+        return step(*arguments, **options)
 
     def refuse_load(*_: object, **__: object) -> NoReturn:
         raise BadModel(
             "the run would not notice what the wrapped optimizer loads: call load_state_dict() of the RemoteOptimizer"
         )
 
-    vars(wrapped).update(load_state_dict=refuse_load, add_param_group=refuse_group)
+    changing = {"step": MethodType(refuse_step, wrapped), "load_state_dict": refuse_load}  # schedulers want a method
+    vars(wrapped).update(changing, add_param_group=refuse_group)
 
 
 def refuse_group(*_: object, **__: object) -> NoReturn:

@@ -399,3 +399,25 @@ def test_so_does_one_with_an_interpreter_of_its_own(cluster: LocalCluster, metho
     script = tmp_path / "script.py"
     script.write_text(CHILD)
     check_end(cluster, [sys.executable, str(script), "raises", method], 1, RAISED)
+
+
+def test_the_wrapped_optimizer_does_not_step_alone(cluster: LocalCluster) -> None:
+    def train(session: Session) -> None:
+        weight = nn.Parameter(torch.zeros(8))
+        wrapped = torch.optim.SGD([("weight", weight)], lr=1.0)
+        optimizer = RemoteOptimizer(wrapped, session=session)
+        schedule = torch.optim.lr_scheduler.StepLR(wrapped, 1)
+        weight.grad = torch.ones(8)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        for step in (wrapped.step, lambda: scaler.step(wrapped)):
+            with pytest.raises(BadModel, match="keep the result of RemoteOptimizer"):
+                step()
+        assert not weight.any()
+        optimizer.step()
+        assert weight[0].item() == -1
+        assert schedule.optimizer is wrapped
+        session.close()
+        wrapped.step()  # the run is over
+        assert weight[0].item() == -2
+
+    run_trainers(cluster.address, [train])
