@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -314,3 +315,44 @@ def test_settings_of_the_environment_are_checked_too(tmp_path: Path) -> None:
     outcome = run_up("--", "python", folder=tmp_path, GRADPOST_PSERVER="1")
     assert outcome[0] == 2
     assert "unknown environment variable GRADPOST_PSERVER" in outcome[2]
+
+
+RESTARTED = """
+import os, pathlib, signal, torch
+from trainer_client import RemoteOptimizer, connect
+torch.set_num_threads(1)
+session = connect()
+data = torch.utils.data.TensorDataset(torch.randn(80, 8, generator=torch.Generator().manual_seed(5)))
+sampler = torch.utils.data.DistributedSampler(data, session.world_size, session.rank)
+loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 3)
+optimizer = RemoteOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-2), model=model)
+for (inputs,) in optimizer.batches(loader, epochs=3):
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    optimizer.step()
+    if KILLS and session.rank == 1 and optimizer.round == 17 and not pathlib.Path("killed").exists():
+        pathlib.Path("killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+if session.rank == 0:
+    print("rounds", optimizer.round, [float(value) for value in model.weight.flatten()])
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(300)
+def test_a_killed_trainer_continues_in_its_data(tmp_path: Path) -> None:
+    found = []
+    for kills in (False, True):
+        folder = tmp_path / str(kills)
+        folder.mkdir()
+        (folder / "train.py").write_text(RESTARTED.replace("KILLS", str(kills)))
+        command = [sys.executable, "-P", "-m", "gradpost", "up", "--pservers", "2", "--trainers", "2"]
+        command += ["--max-restarts", "3", "--", sys.executable, "train.py"]
+        done = subprocess.run(command, cwd=folder, text=True, capture_output=True, timeout=140, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found += [line.partition("rounds ")[2] for line in done.stdout.splitlines() if "rounds 3" in line]
+        assert ("continuing run" in done.stdout + done.stderr) == kills
+    assert found[0].startswith("30 ")
+    assert found[0] == found[1]
