@@ -43,7 +43,7 @@ def step_without_hooks(wrapped: Optimizer) -> None:
 
 
 def refuse_changes(wrapped: Optimizer, is_in_run: Callable[[], bool]) -> None:
-    """Make the methods of a wrapped optimizer that the run would not notice raise BadModel, `step` while `is_in_run`."""
+    """Make methods of a wrapped optimizer that the run would not notice raise BadModel: `step` while `is_in_run`."""
     step = wrapped.step
 
     def refuse_step(_: Optimizer, *arguments: Any, **options: Any) -> Any:
