@@ -257,22 +257,3 @@ def test_a_difference_takes_a_quarter_of_the_bytes(cluster: LocalCluster) -> Non
 
     for sizes in run_trainers(cluster.address, [train, train], pull_type="int8"):
         assert sizes == pytest.approx([100_000 * (1 + 4 / GROUP)] * 4, abs=1000)
-
-
-def test_what_a_script_does_to_a_parameter_is_lost_and_spoils_nothing(cluster: LocalCluster) -> None:
-    """`p.data` leaves no trace that we could see."""
-
-    def train(session: Session) -> list[Tensor]:
-        parameter = nn.Parameter(torch.zeros(1000))
-        optimizer = RemoteOptimizer(torch.optim.SGD([("w", parameter)], lr=0.1), session=session)
-        found = []
-        for step in range(4):
-            parameter.grad = torch.randn(1000, generator=torch.Generator().manual_seed(step))
-            optimizer.step()
-            found.append(parameter.detach().clone())
-            if session.rank == 1:
-                parameter.data.clamp_(-0.01, 0.01)
-        return found
-
-    one, other = run_trainers(cluster.address, [train, train], pull_type="int8")
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
