@@ -373,9 +373,10 @@ class RemoteOptimizer(Optimizer):
         assert isinstance(self._steps, Steps)
         assert self._watch is not None  # no local steps
         if self._session.is_open and (landing := self._steps.pending & set(names)):
-            self._watch.check(landing)
+            trained = landing & self._named.keys()  # the others are buffers
+            self._watch.check(trained)
             self._is_void = self._steps.take(landing) or self._is_void
-            self._watch.note(self._named if self._is_void else landing)
+            self._watch.note(self._named if self._is_void else trained)
 
     def _is_over_already(self) -> bool:
         """Take what has not been waited for; whether the run has gone back, so that these gradients are of no round."""

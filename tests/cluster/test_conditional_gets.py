@@ -69,20 +69,3 @@ def test_frozen_parameters_travel_only_when_they_change(cluster: LocalCluster, m
         assert pulled[3] > 4 * LARGE
         if max_delay == 0:  # else each landing set has to be filled once
             assert all(size < 4 * SMALL + 4000 for step, size in enumerate(pulled) if step not in (0, 3))
-
-
-def test_what_a_script_has_changed_is_pulled_again(cluster: LocalCluster) -> None:
-    def train(session: Session) -> Tensor:
-        frozen, head = nn.Parameter(torch.ones(LARGE)), nn.Parameter(torch.ones(SMALL))
-        optimizer = RemoteOptimizer(torch.optim.SGD([("frozen", frozen), ("head", head)], lr=0.1), session=session)
-        for step in range(STEPS):
-            head.grad = torch.ones_like(head)
-            if step == 2:
-                with torch.no_grad():
-                    frozen.fill_(7.0)
-            optimizer.step()
-            optimizer.synchronize()
-        return frozen.detach().clone()
-
-    for actual in run_trainers(cluster.address, [train, train]):
-        assert torch.equal(actual, torch.ones(LARGE))

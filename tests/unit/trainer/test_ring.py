@@ -51,7 +51,7 @@ def test_everybody_reads_the_same_tally() -> None:
     for _ in range(2):  # the vectors are kept
         vectors[0].say([], is_active=False)
         vectors[1].say(["c"], is_finite=False)
-        vectors[2].say(["a", "c"], scale=65536.0, growth_tracker=1999)
+        vectors[2].say(["a", "c"], scale=65536.0, growth_tracker=1999, has_written=True)
         total = torch.stack([one.vector for one in vectors]).sum(0)
         for one in vectors:
             one.vector.copy_(total)
@@ -63,6 +63,7 @@ def test_everybody_reads_the_same_tally() -> None:
                 scale=65536.0,
                 growth_tracker=1999,
                 has_same_numbers=True,
+                source=2,
             )
 
 
@@ -72,7 +73,7 @@ def test_the_lowest_rank_with_a_scale_has_the_word() -> None:
         one.say([], is_void=rank == 2, scale=1024.0 * rank, growth_tracker=rank)
     vectors[0].vector.copy_(torch.stack([one.vector for one in vectors]).sum(0))
     assert vectors[0].read() == Tally(
-        [], [], is_void=True, num_active=3, scale=1024.0, growth_tracker=1, has_same_numbers=True
+        [], [], is_void=True, num_active=3, scale=1024.0, growth_tracker=1, has_same_numbers=True, source=None
     )
 
 

@@ -80,7 +80,7 @@ SLOTS = {
 def test_every_slot_and_every_state_is_in_one_frame(bucket_bytes: int) -> None:
     found: dict[str, torch.Tensor] = {}
     states: dict[str, StepState] = {}
-    for shard, one in zip(PLAN.shards, make_slot_frames(PLAN, SLOTS, bucket_bytes=bucket_bytes), strict=True):
+    for shard, one in zip(PLAN.shards, make_slot_frames(PLAN, SLOTS, {}, bucket_bytes=bucket_bytes), strict=True):
         here: list[str] = []
         for payload in one.frames:
             body = b"".join(payload)
@@ -110,13 +110,16 @@ class Said(list[str]):
     info = warning = list.append
 
 
-def loading(*, rank: int = 0, start: int = 1, is_async: bool = False) -> tuple[Loading, Said]:
+def loading(*, rank: int = 0, has_stepped: bool = True, is_async: bool = False) -> tuple[Loading, Said]:
     log = Said()
     client = SimpleNamespace(
-        uploader=0, start=start, plan=PLAN, log=log, settings=SimpleNamespace(chosen_bucket_bytes=1000),
+        uploader=0, plan=PLAN, log=log, settings=SimpleNamespace(chosen_bucket_bytes=1000),
         joined=SimpleNamespace(rank=rank, consistency=SimpleNamespace(is_async=is_async)),
     )  # fmt: skip
-    return Loading(client), log  # type: ignore[arg-type]
+    one = Loading(client)  # type: ignore[arg-type]
+    if has_stepped:
+        one.frames_for(1)
+    return one, log
 
 
 def test_they_go_with_the_next_step_and_with_that_again_until_it_has_landed() -> None:
@@ -158,7 +161,7 @@ def test_only_one_trainer_pushes_them_before_the_first_round(is_async: bool) -> 
 
 
 def test_a_run_that_has_slots_keeps_them_until_this_trainer_has_stepped() -> None:
-    one, log = loading(start=8)
+    one, log = loading(has_stepped=False)
     one.load(SLOTS, 7)
     assert (one.frames_for(8), len(log)) == (None, 1)
     one.load(SLOTS, 8)
