@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, SupportsIndex
 
@@ -106,7 +106,7 @@ class RemoteOptimizer(Optimizer):
         self.spec = describe_local_optimizer(optimizer) if self._is_ring else describe_optimizer(self._remote)
         names = {id(parameter): name for name, parameter in self._named.items()}
         self._slots = None if self._is_ring else RemoteSlots(self.spec, self._remote, names)
-        self._share_state()
+        self._share_state((self if self._own is None else self._own).state)
         share_hooks(self, optimizer, loads_itself=self._own is not None)
         if self._session.client.is_declared:
             raise BadModel("a session has one RemoteOptimizer; give it the parameters of all models, as groups")
@@ -337,6 +337,7 @@ class RemoteOptimizer(Optimizer):
                 "parameters were replaced, added to or removed from param_groups after the optimizer was wrapped; the "
                 "slice plan is made once, when the run starts. Save a checkpoint, and start a new run"
             )
+        self._notice_reset()
         self._steps.look_for_changes()
         if self._values_at_start is not None:
             changed = find_rewritten(self._named, self._values_at_start)
@@ -550,6 +551,7 @@ class RemoteOptimizer(Optimizer):
         self._session.check_open("state_dict()")
         if self._session.host is None:
             self.synchronize()
+        self._notice_reset()
         attempt = self._session.client.membership.news.attempt
         with self._slots.in_state(self):
             if self._watch is not None and self._session.client.membership.news.attempt != attempt:
@@ -588,13 +590,27 @@ class RemoteOptimizer(Optimizer):
             self.param_groups, self._own.param_groups = self._own.param_groups, shared
         shared[:] = self.param_groups
         self.param_groups = shared
-        self._share_state()
+        self._share_state((self if self._own is None else self._own).state)
 
-    def _share_state(self) -> None:
-        if self._own is None:
-            self.state = InitializedState(dict, self.state)
-        else:
-            self.state = self._own.state = InitializedState(dict, self._own.state)
+    def _share_state(self, state: Mapping[Tensor, Any]) -> None:
+        self.state = self._shared_state = InitializedState(dict, state)
+        if self._own is not None:
+            self._own.state = self.state
+
+    def _notice_reset(self) -> None:
+        """Follow a script that has cleared or replaced `state`: the next step begins without slots.
+
+        Raises BadModel for another state that is not empty.
+        """
+        places = (self,) if self._own is None else (self, self._own)
+        replaced = next((one.state for one in places if one.state is not self._shared_state), None)
+        if replaced is None and not (self._own is None and self._shared_state.was_cleared):
+            return
+        if self._own is None and replaced:
+            raise BadModel("the optimizer's state was replaced, which the run would not notice: call load_state_dict()")
+        if self._own is None and self._slots is not None:
+            self._slots.load({})
+        self._share_state(replaced or {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while being constructed: the plan is made once, when the run starts."""

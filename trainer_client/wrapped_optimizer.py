@@ -23,6 +23,13 @@ class InitializedState(defaultdict[Tensor, Any]):
     `torch.distributed.checkpoint` takes an empty state for one that a step with zero gradients would create.
     """
 
+    was_cleared = False
+
+    def clear(self) -> None:
+        """Remove all entries; `was_cleared` tells it to an optimizer whose slots are elsewhere."""
+        super().clear()
+        self.was_cleared = True
+
     def __bool__(self) -> bool:
         return True
 

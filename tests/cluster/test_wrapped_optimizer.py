@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -146,3 +147,20 @@ def test_distributed_checkpoints_take_no_step(cluster: LocalCluster, cls: Callab
         return {key: float(value) for key, value in optimizer.state_dict()["state"].get(0, {}).items() if key == "step"}
 
     assert run_trainers(cluster.address, [train]) == [{"step": 4.0} if cls is torch.optim.Adam else {}]
+
+
+@pytest.mark.parametrize("how", ["cleared", "replaced"])
+def test_a_state_that_is_reset_begins_without_slots(cluster: LocalCluster, how: str) -> None:
+    def train(wrap: Wrap) -> list[float]:
+        weight = nn.Parameter(torch.zeros(4))
+        optimizer = wrap(torch.optim.SGD([("weight", weight)], lr=0.1, momentum=0.9))
+        take_steps(optimizer, weight)
+        if how == "cleared":
+            optimizer.state.clear()
+        else:
+            optimizer.state = defaultdict(dict)
+        assert not list(optimizer.state_dict()["state"])
+        take_steps(optimizer, weight)
+        return weight.tolist()
+
+    check_like_torch(cluster, train)

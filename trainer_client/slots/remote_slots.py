@@ -60,7 +60,8 @@ class RemoteSlots:
         try:
             yield
         finally:
-            remote.state.clear()
+            for parameter in list(remote.state):
+                del remote.state[parameter]
 
     def read(self, state_dict: dict[str, Any]) -> tuple[Slots, dict[str, Any]]:
         """The slots of a state_dict, and the rest of it, whose groups lack nothing. Raises BadModel."""
