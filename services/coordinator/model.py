@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import zip_longest
 
 from ps_protocol.errors import BadModel, ModelMismatch
@@ -62,6 +63,7 @@ def check_same_model(rank: Rank, mine: DeclareModel, whose: str, theirs: Declare
                 expected=getattr(theirs, name),
                 actual=getattr(mine, name),
             )
+    _check_buffers((spec[0] for spec in mine.parameters), (spec[0] for spec in theirs.buffers), whose)
     for name, a, b in (("parameters", mine.parameters, theirs.parameters), ("buffers", mine.buffers, theirs.buffers)):
         if len(a) != len(b):
             raise ModelMismatch(
@@ -76,6 +78,7 @@ def check_same_model(rank: Rank, mine: DeclareModel, whose: str, theirs: Declare
 
 def check_same_tensors(plan: SlicePlan, other: SlicePlan, whose: str) -> None:
     """Raise ModelMismatch with the first difference between two plans' tensors and optimizers; cuts may differ."""
+    _check_buffers((spec.name for spec in plan.parameters), (spec.name for spec in other.buffers), whose)
     for what, mine, theirs in (
         ("parameters", plan.parameters, other.parameters),
         ("buffers", _shapes(plan), _shapes(other)),
@@ -86,6 +89,15 @@ def check_same_tensors(plan: SlicePlan, other: SlicePlan, whose: str) -> None:
             raise ModelMismatch(
                 f"the trainers declare other {what} than {whose}", expected=str(pairs[0][1]), actual=str(pairs[0][0])
             )
+
+
+def _check_buffers(averaged: Iterable[str], stored: Iterable[str], whose: str) -> None:
+    """Raise ModelMismatch if another version has stored buffers, unchanged, that trainers want to average now."""
+    if both := sorted(frozenset(averaged) & frozenset(stored)):
+        raise ModelMismatch(
+            f"{whose} has kept the buffer {both[0]!r} as it was at the start, as earlier versions did, and trainers "
+            "average it: export its model with gradpost checkpoint export, and load the file in a new run"
+        )
 
 
 def _shapes(plan: SlicePlan) -> tuple[tuple[str, tuple[int, ...], str], ...]:
