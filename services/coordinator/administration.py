@@ -146,6 +146,7 @@ class Administration:
         if not cluster.registry.is_complete:
             raise NotReady("a checkpoint needs every pserver", waiting_for=cluster.waiting_for)
         schedule = coordinator.schedule
+        await schedule.look()
         round_ = schedule.ask()
 
         def has_ended() -> bool:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 import httpx
 
 from ps_protocol.errors import GradpostError, StaleRound
+from ps_protocol.messages import PserverState
+from ps_protocol.routes import STATE
 from ps_protocol.vocabulary import Round
 
 from .cluster import Cluster
-from .control import want_checkpoint
+from .control import call_pserver, want_checkpoint
 from .pservers import PserverMember
 
 NAMINGS = 8  # of later and later rounds at once, when pservers have passed the one that was named
@@ -34,6 +37,20 @@ class CheckpointSchedule:
         self._asked: Round | None = None  # a checkpoint of this round, or a later one, is to be made at once
         self._named: tuple[Round, float] | None = None  # the newest round that was named, and when
         self.num_failures = 0  # checkpoints in a row that did not come about
+
+    async def look(self) -> None:
+        """Learn from the pservers how far they are, as far as they answer: their newest heartbeats may be old."""
+        self._look_at_run()
+        before, members = self._of, self._find_members()
+        asked = (call_pserver(self._http, member, "GET", STATE) for member in members)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        self._look_at_run()
+        for member, answer in zip(members, answers, strict=True):
+            if isinstance(answer, bytes) and self._of == before:
+                with suppress(ValueError):  # a proxy's page
+                    member.round = max(member.round, PserverState.model_validate_json(answer).round)
+            elif isinstance(answer, BaseException) and not isinstance(answer, GradpostError | httpx.HTTPError):
+                raise answer
 
     def ask(self) -> Round:
         """Ask for a checkpoint at once, instead of when one is due; returns the round that it is of at least."""
