@@ -332,7 +332,8 @@ class RingSteps:
         means = averages.means
         if not means:
             return
-        values = {name: mean.view(-1) for name, mean in means.items()} | averages.changed_values()
+        changed = {} if self._is_accompanying else averages.changed_values()  # it looks at the script's model
+        values = {name: mean.view(-1) for name, mean in means.items()} | changed
         flat = torch.cat([value.float() for value in values.values()]).to(self._tally.vector.device)
         if self._is_accompanying:
             flat.zero_()
