@@ -78,7 +78,7 @@ def check(
     found: dict[str, dict[int, tuple[list[int], list[int]]]] = {}
 
     def read(name: str, line: str) -> None:
-        if name.startswith("trainer") and line.startswith("["):
+        if name.startswith("trainer") and line.startswith("[{"):  # not a warning of torch
             kind, rank, fresh, tensors = json.loads(line)
             found.setdefault(str(kind), {})[rank] = (fresh, tensors)
 

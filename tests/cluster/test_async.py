@@ -268,11 +268,12 @@ def test_a_step_that_could_not_begin_or_is_refused_holds_nobody_up(
             optimizer.step()
 
         step(1.0)
-        with monkeypatch.context() as patch:
-            patch.setattr(Bucket, "fill", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                step(2.0)
-        optimizer.synchronize()
+        if delay == 0:  # else the script would have to be started again
+            with monkeypatch.context() as patch:
+                patch.setattr(Bucket, "fill", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    step(2.0)
+            optimizer.synchronize()  # finishes it
         with pytest.raises(NonFiniteGradient):  # noqa: PT012 - with a delay it is a later step that hears of it
             for gradient in (float("nan"), 10.0, 20.0):
                 step(gradient)
@@ -283,7 +284,7 @@ def test_a_step_that_could_not_begin_or_is_refused_holds_nobody_up(
         return weight[0].item()
 
     with cluster_of(1, carrier, mode="sync", max_delay=delay) as address:
-        assert run_trainers(address, [train]) == [-5.0]
+        assert run_trainers(address, [train]) == [-5.0 if delay else -7.0]
 
 
 def interrupted(*_: object, **__: object) -> None:
