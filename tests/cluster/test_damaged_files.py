@@ -69,7 +69,7 @@ def test_others_do_not_go_on_from_a_damaged_checkpoint(tmp_path: Path) -> None:
     assert "StorageFailed: pserver " in output
     place = shard.parent.parent.parent.relative_to(tmp_path)
     assert f"{shard.name} in {place} is damaged" in output
-    shutil.rmtree(shard.parent)
+    shutil.rmtree(shard.parent)  # the only one: the run has ended
     code, output = train(tmp_path, *onto_three)
-    assert code == 0, output
-    assert output.count(f"result {expected_result(ROUNDS)}") == 2, output
+    assert code == 2
+    assert "there is no run to resume" in output
