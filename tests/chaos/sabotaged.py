@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 
 from ps_protocol.fence import Fence
 from ps_protocol.messages import PushAnswer
@@ -15,14 +14,12 @@ from services.pserver.clocks import Clocks
 from services.pserver.durable.records import Buffer
 from services.pserver.durable.storage import RunStorage
 from services.pserver.durable.update_log import Update, UpdateLog
-from services.pserver.history import History
 from services.pserver.pushes import read_blocks
 from services.pserver.rounds import Rounds
-from services.pserver.shard import Shard
 from services.pserver.sync_run import SyncRun
 
 _push, _append, _required, _admit = SyncRun.push, UpdateLog.append, Rounds.required, Clocks.admit
-_snapshot = RunStorage.snapshot
+_prune_place = RunStorage.prune_place
 
 
 def break_dedupe() -> None:
@@ -68,15 +65,14 @@ def break_log() -> None:
 
 
 def break_places() -> None:
-    """A round waits until a checkpoint is written."""
+    """Shards of complete checkpoints are deleted."""
 
-    def snapshot(self: RunStorage, shard: Shard, history: History, *, is_own: bool = False) -> Callable[[], object]:
-        write = _snapshot(self, shard, history, is_own=is_own)
-        with suppress(OSError):
-            write()
-        return write
+    def prune_place(self: RunStorage, complete: Sequence[Round] | None, reported: Sequence[Round] = ()) -> None:
+        _prune_place(self, complete, reported)
+        for round_ in complete or ():
+            self._delete(round_)
 
-    RunStorage.snapshot = snapshot  # type: ignore[method-assign]
+    RunStorage.prune_place = prune_place  # type: ignore[method-assign]
 
 
 SABOTAGES = {"dedupe": break_dedupe, "order": break_order, "log": break_log, "places": break_places}
