@@ -164,5 +164,5 @@ def read_shard_file(place: Place, run: str, file: ShardFile) -> memoryview:
     except FileNotFoundError:
         raise DamagedFile(f"{name} is missing in {place.url}") from None
     if len(data) != file.num_bytes or xxhash.xxh3_128_hexdigest(data) != file.digest:
-        raise DamagedFile(f"{name} in {place.url} is damaged: it does not have the digest that was written for it")
+        raise DamagedFile.wrong_digest(f"{name} in {place.url}")
     return data

@@ -22,6 +22,11 @@ _SEALED = re.compile(rb'\{"xxh3_128":"([0-9a-f]{32})","content":(.*)\}\n', re.DO
 class DamagedFile(OSError):  # noqa: N818 - the name says what happened
     """A file is missing where one must be, or does not have the digest that was written for it."""
 
+    @classmethod
+    def wrong_digest(cls, name: object) -> DamagedFile:
+        """Return the error for a file of this name whose digest differs."""
+        return cls(f"{name} is damaged: it does not have the digest that was written for it")
+
 
 def seal(message: Message) -> bytes:
     """What is to be written to a file."""
@@ -33,7 +38,7 @@ def unseal(data: bytes | memoryview, kind: type[_MessageT], name: str) -> _Messa
     """What a file of this name says. Raises DamagedFile."""
     found = _SEALED.fullmatch(data)
     if found is None or xxhash.xxh3_128_hexdigest(found[2]).encode() != found[1]:
-        raise DamagedFile(f"{name} is damaged: it does not have the digest that was written for it")
+        raise DamagedFile.wrong_digest(name)
     try:
         return kind.model_validate_json(found[2])
     except ValidationError as error:

@@ -47,7 +47,7 @@ class OwnCheckpoints:
         path = self._path(round_)
         data = read_file(path)
         if xxhash.xxh3_128_digest(data[_DIGEST_BYTES:]) != data[:_DIGEST_BYTES]:
-            raise DamagedFile(f"{path} is damaged: it does not have the digest that was written for it")
+            raise DamagedFile.wrong_digest(path)
         return data[_DIGEST_BYTES:]
 
     def forget(self, round_: Round) -> None:
