@@ -203,11 +203,11 @@ class Steps:
         return self._unfinished is not None
 
     def finish(self) -> None:
-        """Take the step that was interrupted or failed once more, with the gradient that it had."""
-        if self._unfinished is not None:
-            contribution = self._unfinished
-            self.begin(contribution.gradients, contribution.numbers, is_finite=contribution.is_finite)
-            self._take(self.begun)
+        """Take the unfinished step once more, with the gradient that it had."""
+        assert self._unfinished is not None
+        gradients, numbers, is_finite = self._unfinished
+        self.begin(gradients, numbers, is_finite=is_finite)
+        self._take(self.begun)
 
     def load_slots(self, slots: Slots) -> None:
         """Push these with the next step, if they are this trainer's to push. Does not block."""
