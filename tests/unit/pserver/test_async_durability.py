@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,18 +53,27 @@ def armed(text: str) -> Iterator[None]:
         arm_failpoints("")
 
 
+def before_appends(pserver: Bench, act: Callable[[], None]) -> None:
+    """Call this before each update of this life is logged, on the thread that logs it."""
+    append = pserver.run.storage.append
+
+    def act_and_append(*arguments: Any) -> None:
+        act()
+        append(*arguments)
+
+    pserver.run.storage.append = act_and_append
+
+
 @contextmanager
 def slow_log(pserver: Bench) -> Iterator[threading.Event]:
     """Nothing is logged before the end of the block; the event says that something is about to be."""
     begun, go = threading.Event(), threading.Event()
-    append = pserver.run.storage.append
 
-    def slow(*arguments: Any) -> None:
+    def wait() -> None:
         begun.set()
         go.wait()
-        append(*arguments)
 
-    pserver.run.storage.append = slow
+    before_appends(pserver, wait)
     try:
         yield begun
     finally:

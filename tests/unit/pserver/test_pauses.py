@@ -18,7 +18,7 @@ from ps_protocol.errors import TryAgain
 from services.pserver.pauses import Pauses
 
 from .support import Bench
-from .test_async_durability import life
+from .test_async_durability import before_appends, life
 from .test_async_run import until
 
 pytestmark = pytest.mark.asyncio
@@ -47,14 +47,11 @@ class SlowLog:
 
     @contextmanager
     def of(self, pserver: Bench) -> Iterator[SlowLog]:
-        append = pserver.run.storage.append
-
-        def slow(*arguments: Any) -> None:
+        def wait() -> None:
             self.num_begun += 1
             self._go.acquire()
-            append(*arguments)
 
-        pserver.run.storage.append = slow
+        before_appends(pserver, wait)
         try:
             yield self
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
@@ -47,6 +48,12 @@ async def exchange(answer: Answer) -> AsyncIterator[Exchange]:
     await exchange.aclose()
 
 
+def make_client(http: Exchange, news: News, **patience: float) -> PserverClient:
+    """Return a client of the pserver INFO; `patience` replaces 60 s, or a `max_delay` of 0."""
+    given: dict[str, Any] = {"retry_seconds": 60, "deadline_seconds": 60, "max_delay": 0, **patience}
+    return PserverClient(INFO, FENCE, lambda _: http, TrainerMetrics(), news, **given)
+
+
 REFUSALS = [NotReady("it has no run yet"), StalePserver("it has another life"), StaleRun("it is behind")]
 
 
@@ -62,10 +69,7 @@ async def ask(refusal: GradpostError, news: News) -> int:
         return httpx.Response(refusal.status, json=refusal.to_problem(), headers={"retry-after": "0"})
 
     async with exchange(answer) as http:
-        client = PserverClient(
-            INFO, FENCE, lambda _: http, TrainerMetrics(), news,
-            retry_seconds=60, deadline_seconds=0, max_delay=0,
-        )  # fmt: skip
+        client = make_client(http, news, deadline_seconds=0)
         await client.barrier(1, "batch")
     return requests
 
@@ -93,10 +97,7 @@ async def test_a_round_that_has_been_pending_for_long_uses_up_nobodys_patience()
         return httpx.Response(error.status, json=error.to_problem(), headers={"retry-after": "0"})
 
     async with exchange(answer) as http:
-        client = PserverClient(
-            INFO, FENCE, lambda _: http, TrainerMetrics(), News(),
-            retry_seconds=60, deadline_seconds=0.3, max_delay=0,
-        )  # fmt: skip
+        client = make_client(http, News(), deadline_seconds=0.3)
         await client.barrier(1, "batch")
     assert answers == []
 
@@ -118,10 +119,7 @@ async def test_what_an_earlier_life_has_answered_uses_up_nobodys_patience() -> N
         return httpx.Response(error.status, json=error.to_problem(), headers={"retry-after": "0"})
 
     async with exchange(answer) as http:
-        client = PserverClient(
-            INFO, FENCE, lambda _: http, TrainerMetrics(), news,
-            retry_seconds=60, deadline_seconds=0.25, max_delay=0,
-        )  # fmt: skip
+        client = make_client(http, news, deadline_seconds=0.25)
         await client.barrier(1, "batch")
     assert answers == []
 
@@ -141,10 +139,7 @@ async def test_a_gateways_page_is_as_good_as_no_answer(status: int) -> None:
         return answers.pop(0)
 
     async with exchange(answer) as http:
-        client = PserverClient(
-            INFO, FENCE, lambda _: http, TrainerMetrics(), news,
-            retry_seconds=60, deadline_seconds=60, max_delay=0,
-        )  # fmt: skip
+        client = make_client(http, news)
         await client.barrier(1, "batch")
     assert (answers, news.pages, news.failing) == ([], {}, {})
     assert f"answered {status} without a problem document: 404 page not found; is it Gradpost?" in pages[-1][0]
@@ -153,10 +148,7 @@ async def test_a_gateways_page_is_as_good_as_no_answer(status: int) -> None:
 @pytest.mark.asyncio
 async def test_a_page_that_stays_is_named() -> None:
     async with exchange(lambda _: httpx.Response(413, html="<html>\n<h1>413</h1>")) as http:
-        client = PserverClient(
-            INFO, FENCE, lambda _: http, TrainerMetrics(), News(),
-            retry_seconds=0.1, deadline_seconds=60, max_delay=0,
-        )  # fmt: skip
+        client = make_client(http, News(), retry_seconds=0.1)
         with pytest.raises(Unreachable, match=r"http://pserver/v1/barrier answered 413 .* <html>; is it Gradpost"):
             await client.barrier(1, "batch")
 
@@ -179,10 +171,7 @@ async def push_to_one_that_forgets(*, dies: bool) -> int:
         return httpx.Response(missing.status, json=missing.to_problem())
 
     async with exchange(answer) as http:
-        client = PserverClient(
-            INFO, FENCE, lambda _: http, TrainerMetrics(), news,
-            retry_seconds=60, deadline_seconds=60, max_delay=0,
-        )  # fmt: skip
+        client = make_client(http, news)
         await client.push(1, (memoryview(b"frame"),))
         await client.barrier(1, "batch")
     return pushes
@@ -214,10 +203,7 @@ async def test_everything_that_may_not_have_been_pulled_is_kept() -> None:
         return httpx.Response(200, json={"status": "staged", "staged": 1, "duplicates": 0, "complete": True})
 
     async with exchange(answer) as http:
-        client = PserverClient(
-            INFO, FENCE, lambda _: http, TrainerMetrics(), News(),
-            retry_seconds=60, deadline_seconds=60, max_delay=12,
-        )  # fmt: skip
+        client = make_client(http, News(), max_delay=12)
         for round_ in range(1, 30):
             await client.push(round_, (memoryview(b"frame"),))
         assert set(client._kept) >= set(range(17, 30))  # 1 + max_delay of them
@@ -236,10 +222,7 @@ async def test_a_pserver_that_never_gets_back_what_it_has_lost_is_given_up(monke
         return httpx.Response(ahead.status, json=ahead.to_problem())
 
     async with exchange(answer) as http, asyncio.timeout(5):
-        client = PserverClient(
-            INFO, FENCE, lambda _: http, TrainerMetrics(), news,
-            retry_seconds=60, deadline_seconds=0.2, max_delay=0,
-        )  # fmt: skip
+        client = make_client(http, news, deadline_seconds=0.2)
         with pytest.raises(FutureRound):
             await client.barrier(1, "batch")
     assert news.ahead_of == {0: 2}
