@@ -53,7 +53,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """All go back to this round, or to the newest before it that everybody can restore; `reason` is for people."""
+    """All go back to this round, or to the newest before it that all pservers can restore; `reason` is for people."""
 
     newest: Round
     reason: str = field(default="", compare=False, repr=False)

@@ -13,7 +13,7 @@ FORWARDED = ("authorization", "content-type")
 
 
 class Gateway(ThreadingHTTPServer):
-    """Forwards to `target`. While nobody listens there it answers with a page of this status, and counts it."""
+    """Forwards to `target`. While no service listens there it answers with a page of this status, and counts it."""
 
     def __init__(self, status: int) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

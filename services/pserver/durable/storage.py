@@ -153,7 +153,7 @@ class RunStorage:
     def prune_place(self, complete: Sequence[Round] | None, reported: Sequence[Round] = ()) -> None:
         """Delete the shards that are older than the newest complete checkpoint, and not of the complete ones that stay.
 
-        Of the shards that the coordinator knew of when it said what is complete, the newest are kept besides, as many
+        Of the shards that the coordinator knew of when it said what is complete, the newest are kept too, as many
         as complete checkpoints. It has named a later round only because an earlier one did not come about, and
         completes none before the newest of them. Nothing is deleted while it is not known which checkpoints are
         complete. Raises OSError.

@@ -105,7 +105,7 @@ def join_all(cluster: Cluster, now: float = 0.0, life: str = "") -> list[Trainer
 
 
 def train(cluster: Cluster, now: float = 0.0) -> None:
-    """Everybody is here, the run is installed, and every pserver has said so."""
+    """All are here, the run is installed, and every pserver has said so."""
     for index in range(cluster.registry.num_pservers):
         cluster.register_pserver(registration(str(index), index=index), now)
     join_all(cluster, now)

@@ -102,7 +102,7 @@ async def test_a_rollback_restores_into_the_memory_of_what_it_gives_up(tmp_path:
 
 
 async def test_a_pserver_that_has_come_back_restores_one_shard_at_a_time(tmp_path: Path, alive: list[int]) -> None:
-    """It restores what it finds, registers, and goes back behind that with all others; or it is registered anew."""
+    """It restores what it finds, registers, and goes back behind that with all others; or it is registered again."""
     settings: Any = {"optimizer": "Adam", "groups": ADAM, "state_dir": tmp_path, "durability": "log"}
     await train_and_die(settings)
     gc.collect()

@@ -110,7 +110,7 @@ async def test_a_place_that_hangs_does_not_keep_a_pserver_from_stopping(
 async def test_a_place_that_fails_to_read_is_asked_again_before_a_pserver_registers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the pserver would go on from an older checkpoint, and everybody with it."""
+    """Else the pserver would go on from an older checkpoint, and all others with it."""
     async with bench(state_dir=tmp_path) as one:
         await one.play_round(1)
         await one.pserver.want_checkpoint(WantCheckpoint(run=one.install.run, round=1))

@@ -270,7 +270,7 @@ def test_a_checkpoint_that_cannot_be_deleted_now_is_deleted_later(tmp_path, monk
 
 
 def train_alone(folder: Path, rounds: int) -> RunStorage:
-    """Nobody names a round: checkpoint 0, and one of its own after every fourth round."""
+    """The coordinator names no round: checkpoint 0, and one of its own after every fourth round."""
     storage, shard = open_storage(folder, PLAN), new_shard(PLAN)
     storage.snapshot(shard, History())()
     for round_ in range(1, rounds + 1):
