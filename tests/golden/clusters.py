@@ -109,8 +109,6 @@ def train(name: str, folder: Path, runs: Collection[str] = (), sabotage: str = "
     for rank in range(setup.trainers):
         os.mkfifo(folder / f"turn-{rank}")
     turns = Turns(folder, setup.trainers)
-    if setup.takes_turns:
-        turns.pass_to(setup.trainers - 1)
     results: list[dict[str, Any]] = []
     with GoldenCluster(name, folder, sabotage, results) as cluster:
         cluster.start_trainers(runs)

@@ -83,6 +83,8 @@ def train(setup: Setup, run: Run, session: Session, turns: Turns) -> dict[str, A
     local = make_optimizer(run.optimizer, dict(model.named_parameters()), local=False)
     optimizer = RemoteOptimizer(local, model=model)
     scaler = GradScaler(optimizer, "cpu", init_scale=1024.0, growth_interval=2) if run.has_scaler else None
+    if setup.takes_turns and rank == 0:  # it has pulled the initial values, which another trainer's step would replace
+        turns.pass_to(setup.trainers - 1)
     start = optimizer.round  # above 0 in a run that was resumed
     for step in range(start):
         change_rates(optimizer, step)
