@@ -104,6 +104,20 @@ def test_so_they_are_in_a_ring() -> None:
         assert_as_expected(run_trainers(ring.address, [train, train]))
 
 
+def test_the_state_of_an_optimizer_leaves_them_out(cluster: LocalCluster) -> None:
+    def work(session: Session) -> dict[str, Any]:
+        model = make_model()
+        optimizer = RemoteOptimizer(torch.optim.Adam(model.parameters()), model=model, session=session)
+        compute(model, 0, session.rank)
+        optimizer.step()
+        return optimizer.state_dict()
+
+    fresh = torch.optim.Adam(make_model().parameters())
+    for saved in run_trainers(cluster.address, [work, work]):
+        assert list(saved["state"]) == saved["param_groups"][0]["params"]
+        fresh.load_state_dict(saved)
+
+
 @pytest.mark.clip
 def test_they_are_no_part_of_the_norm_and_not_clipped(cluster: LocalCluster) -> None:
     def work(session: Session) -> tuple[float | None, float]:

@@ -26,7 +26,7 @@ NOTHING = ParameterSlots(FRESH, {})
 async def pull_slots(
     client: ParameterClient, round_: Round, needed: Callable[[str, StepState], Sequence[str]]
 ) -> dict[str, ParameterSlots]:
-    """The slots of all parameters that have been stepped, newly allocated, as of a round that this trainer has pulled.
+    """Return newly allocated slots of all stepped parameters, as of a round that this trainer has pulled.
 
     Waits for pservers alone. `needed` says which slots of a parameter are wanted; one that no pserver has is zeros.
     """
@@ -34,6 +34,8 @@ async def pull_slots(
     found: dict[str, ParameterSlots] = {}
     wanted: list[dict[str, memoryview]] = [{} for _ in held]
     for name, blocks in client.plan.blocks_of.items():
+        if name in client.plan.means:
+            continue  # a buffer has no slots
         # In asynchronous modes blocks may differ for a moment; a checkpoint that is cut anew goes by the first, too.
         state = held[blocks[0].pserver].states.get(blocks[0].name, FRESH) if blocks else FRESH
         names = needed(name, state)
