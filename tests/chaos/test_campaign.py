@@ -30,9 +30,9 @@ def test_a_history_without_violations(tmp_path: Path, capsys: pytest.CaptureFixt
     ("sabotage", "mode"),
     [
         ("dedupe", "sync"),
-        ("order", "sync"),
         ("log", "async"),
         ("places", "sync"),
+        pytest.param("order", "sync", marks=pytest.mark.soak),
         pytest.param("dedupe", "async", marks=pytest.mark.soak),
         pytest.param("log", "sync", marks=pytest.mark.soak),
     ],

@@ -26,6 +26,7 @@ def test_recovery() -> None:
     assert 0 < float(values["load"]) + float(values["start"]) < float(values["serving"]) < 60
 
 
+@pytest.mark.soak
 def test_goodput() -> None:
     report = run("goodput", "--trainers", "2", "--minutes", "0.15", "--interval", "4", "--compute-seconds", "0.05")
     [goodput] = re.findall(r"Goodput: ([\d.]+)%", report)

@@ -10,6 +10,8 @@ import pytest
 from benchmarks.wire.machines import TOOLS
 from benchmarks.wire.strategies import measure
 
+from ..soaking import parametrize_sampled
+
 pytestmark = [pytest.mark.cluster, pytest.mark.ring, pytest.mark.extended, pytest.mark.timeout(180)]
 
 ELEMENTS, STEPS = 2_000_000, 4
@@ -26,7 +28,7 @@ def can_have_machines() -> None:
 
 
 @pytest.mark.usefixtures("can_have_machines")
-@pytest.mark.parametrize(("trainers", "pservers"), [(3, 0), (4, 0), (2, 2), (3, 1)])  # docs/ps-or-ring.md has more
+@parametrize_sampled(("trainers", "pservers"), [(3, 0), (4, 0), (2, 2), (3, 1)], [(3, 0), (2, 2)])
 def test_bytes_of_a_step(trainers: int, pservers: int) -> None:
     cost = measure(trainers, pservers, BITS, ELEMENTS, STEPS)
     assert len(cost.nodes) == trainers + pservers

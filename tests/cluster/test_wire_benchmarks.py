@@ -63,7 +63,7 @@ def test_links(tmp_path: Path) -> None:
     [rate] = json.loads((tmp_path / "found.json").read_text())
     assert all(40 < megabits < 50 for megabits in rate["plain"].values())
     [plain], [eight_bits], [frozen] = rate["runs"].values()
-    assert all(second > 8 * 1.6 / 50 for second in plain["seconds"])  # 800 kB, there and back
+    assert all(second > 0.8 * 8 * 1.6 / 50 for second in plain["seconds"])  # 800 kB, there and back
     for way in ("sent_bytes", "received_bytes"):
         assert all(800_000 < count < 900_000 for count in plain[way])
         assert all(200_000 < count < 250_000 for count in eight_bits[way])
@@ -73,6 +73,7 @@ def test_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.overlap
+@pytest.mark.soak
 @pytest.mark.usefixtures("can_have_machines")
 def test_overlap(tmp_path: Path) -> None:
     """A network of 4.8 MB at 50 Mbit/s: 0.8 s there, 0.8 s back, and as much computation."""

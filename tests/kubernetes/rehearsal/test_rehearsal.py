@@ -38,7 +38,7 @@ def render_with_checkpoints(overlay: str, folder: Path) -> list[Object]:
     return render_folder(folder)
 
 
-@pytest.fixture(params=["overlays/laptop", "overlays/mutual-tls", "examples"])
+@pytest.fixture(params=[pytest.param("overlays/laptop", marks=pytest.mark.soak), "overlays/mutual-tls", "examples"])
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("rehearsal")
     for parent in folder.parents[:2]:  # pytest lets nobody else in, and the pods have a user of their own
