@@ -274,6 +274,7 @@ class PserverRun(ABC):
         async with self._publishing:
             if self.is_readable:
                 return
+            self.check_failure()
             reply = await self._compute.run(self._encode_initial)
             if reply is not None and self.storage is not None:
                 await self._keep_initial(self.storage)
@@ -443,6 +444,8 @@ class PserverRun(ABC):
     async def finish(self) -> None:
         """After the end: wait until nothing of this run is computed or written any more."""
         await self.settle()
+        async with self._publishing:  # checkpoint 0 may be about to be written
+            pass
         if self.storage is not None:
             self.storage.close()
 

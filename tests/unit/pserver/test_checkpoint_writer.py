@@ -14,6 +14,7 @@ from ps_protocol.errors import StaleRun, StorageFailed, TryAgain
 from ps_protocol.messages import PserverHeartbeatReply, WantCheckpoint
 from services.pserver.durable import own_checkpoints
 from services.pserver.durable.segments import list_segments
+from services.runtime.checkpoints import round_folder
 from services.runtime.places import Place
 
 from .support import Bench, bench, encode, initial_values
@@ -244,3 +245,26 @@ async def test_initial_values_of_an_attempt_that_was_given_up_do_not_stay(tmp_pa
     later: dict[str, Any] = {"attempt": 1, "uploader": 1, "members": {1: 1}, "number": 3, "incarnation": 2}
     async with bench(**settings, **later) as b:
         assert (b.run.round, b.run.shard.digest()) == (1, digest)
+
+
+async def test_initial_values_are_not_written_after_their_attempt_was_given_up(tmp_path: Path, monkeypatch):
+    async with bench(initial=False, state_dir=tmp_path, durability="log") as b:
+        old, encode_initial = b.run, b.run._encode_initial
+        is_encoding, may_go_on = threading.Event(), threading.Event()
+
+        def encode_slowly() -> Any:
+            is_encoding.set()
+            assert may_go_on.wait(10)
+            return encode_initial()
+
+        monkeypatch.setattr(old, "_encode_initial", encode_slowly)
+        uploading = asyncio.create_task(b.upload_initial())
+        assert await asyncio.to_thread(is_encoding.wait, 10)
+        other = b.install.model_copy(update={"attempt": 1, "number": 2, "uploader": 1, "members": {1: 1}})
+        installing = asyncio.create_task(b.pserver.install_run(other))
+        await until(lambda: old.failure is not None)
+        may_go_on.set()
+        await installing
+        with pytest.raises(StaleRun):
+            await uploading
+        assert b.run.storage._place.list(round_folder("run1", 0)) == []
