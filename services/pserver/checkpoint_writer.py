@@ -60,18 +60,22 @@ class CheckpointWriter:
         return self._writing.get("place") == round_
 
     def choose(self, round_: Round) -> Destination | None:
-        """Return where the shard is to be written after this round, if it is."""
+        """Return where the shard is to be written after this round, if it is; that one is being written from now on."""
+        destination: Destination | None = None
         if self._storage is None:
             return None
         if round_ == self._named and "place" not in self._writing:
-            return "place"
-        is_due = self._interval and round_ >= self._newest + self._interval
-        return "folder" if is_due and "folder" not in self._writing else None
+            destination = "place"
+        elif self._interval and round_ >= self._newest + self._interval and "folder" not in self._writing:
+            destination = "folder"
+        if destination is not None:
+            self._writing[destination] = round_
+        return destination
 
     def find_coming(self, newest: Round) -> tuple[Round, ...]:
         """Return the rounds of the checkpoints that this pserver has not written yet, but will; `newest` is its own."""
         coming = {self._writing.get("place")}
-        if self._named is not None and self._named >= newest:
+        if self._named is not None and self._named > newest:
             coming.add(self._named)
         return tuple(sorted(round_ for round_ in coming if round_ is not None))
 

@@ -51,6 +51,20 @@ def want(b: Bench, round_: int, *, is_over: bool = False) -> asyncio.Task[None]:
     return asyncio.create_task(b.pserver.want_checkpoint(message))
 
 
+def hold_apply(b: Bench, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Hold each apply after it has decided on a checkpoint; the events say that it has, and that it may go on."""
+    snapshot_if_due, has_decided, may_go_on = b.run._snapshot_if_due, threading.Event(), threading.Event()
+
+    def decide(*arguments: Any) -> Any:
+        found = snapshot_if_due(*arguments)
+        has_decided.set()
+        assert may_go_on.wait(10)
+        return found
+
+    monkeypatch.setattr(b.run, "_snapshot_if_due", decide)
+    return has_decided, may_go_on
+
+
 async def test_the_last_one_waits_for_the_one_that_is_being_written(tmp_path, monkeypatch):
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=2) as b:
         place = SlowPlace(b, monkeypatch)
@@ -95,15 +109,7 @@ async def test_a_request_that_is_repeated_writes_once_and_another_one_comes_agai
 
 async def test_one_that_is_wanted_after_the_round_that_is_being_applied_is_made(tmp_path: Path, monkeypatch):
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=100) as b:
-        snapshot_if_due, has_decided, may_go_on = b.run._snapshot_if_due, threading.Event(), threading.Event()
-
-        def decide(*arguments: Any) -> Any:
-            found = snapshot_if_due(*arguments)
-            has_decided.set()
-            assert may_go_on.wait(10)
-            return found
-
-        monkeypatch.setattr(b.run, "_snapshot_if_due", decide)
+        has_decided, may_go_on = hold_apply(b, monkeypatch)
         playing = asyncio.create_task(b.play_round(1))
         assert await asyncio.to_thread(has_decided.wait, 10)
         wanted = want(b, 1)
@@ -112,6 +118,32 @@ async def test_one_that_is_wanted_after_the_round_that_is_being_applied_is_made(
         await asyncio.wait_for(asyncio.gather(playing, wanted), 10)
         await b.run.settle()
         assert 1 in b.run.storage.checkpoints
+
+
+async def test_one_that_is_wanted_while_another_is_about_to_be_written_is_refused(tmp_path: Path, monkeypatch):
+    async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=100) as b:
+        await want(b, 1)
+        has_decided, may_go_on = hold_apply(b, monkeypatch)
+        playing = asyncio.create_task(b.play_round(1))
+        assert await asyncio.to_thread(has_decided.wait, 10)
+        with pytest.raises(TryAgain, match="the checkpoint of round 1 is being written"):
+            await want(b, 2)
+        may_go_on.set()
+        await asyncio.wait_for(playing, 10)
+        await b.run.settle()
+        assert b.pserver.heartbeat().coming_checkpoints == ()
+
+
+async def test_a_round_that_was_passed_while_the_place_was_busy_does_not_come_any_more(tmp_path: Path, monkeypatch):
+    async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=100) as b:
+        place = SlowPlace(b, monkeypatch)
+        await b.play_round(1)
+        await want(b, 2)
+        await want(b, 1)
+        await b.play_round(2)
+        place.may_write.set()
+        await b.run.settle()
+        assert (b.pserver.heartbeat().coming_checkpoints, sorted(b.run.storage.checkpoints)) == ((), [0, 1])
 
 
 async def test_of_several_rounds_that_are_named_the_last_one_counts(tmp_path: Path):
