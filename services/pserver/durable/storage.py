@@ -71,6 +71,7 @@ class RunStorage:
         self._name = shard_name(index, self.plan.num_pservers)
         self._log = UpdateLog(log_path, install.durability)
         self._pruning = threading.Lock()
+        self._is_promised = False  # what `restorable` has named: nothing of it is deleted before the next checkpoint
 
     @property
     def rounds(self) -> list[Round]:
@@ -108,6 +109,7 @@ class RunStorage:
         return self._snapshot(shard.view_state(), history, is_own=False)
 
     def _snapshot(self, state: ShardState, history: History, *, is_own: bool) -> Callable[[], object]:
+        self._is_promised = False
         if self.has_log:
             self._log.begin_segment(state.version)
         metadata = {
@@ -158,7 +160,7 @@ class RunStorage:
         completes none before the newest of them. Nothing is deleted while it is not known which checkpoints are
         complete. Raises OSError.
         """
-        if not complete:
+        if not complete or self._is_promised:
             return
         newest = sorted(reported)[-self._keep :]
         oldest = max(*complete, newest[0] if len(newest) == self._keep else 0)
@@ -174,7 +176,7 @@ class RunStorage:
         """
         with self._pruning:
             rounds = self.rounds[: self._keep]
-            if not rounds:
+            if not rounds or self._is_promised:
                 return
             is_over = self.is_over and complete is not None and rounds[0] in complete
             self.own.keep([] if is_over else rounds)
@@ -289,8 +291,13 @@ class RunStorage:
         restored.is_short = self.has_log and newest is None and self._log.is_short
 
     def restorable(self) -> list[tuple[Round, Round]]:
-        """Ranges of rounds, first and last, that can be restored as far as the log's digests tell; newest first."""
+        """Ranges of rounds, first and last, that can be restored as far as the log's digests tell; newest first.
+
+        The run may go back to any of them, so none is deleted before the run goes on and makes another checkpoint.
+        """
         ranges: list[tuple[Round, Round]] = []
+        with self._pruning:
+            self._is_promised = True
         for round_ in self.rounds:
             last = round_
             for update, _ in self._log.read_after(round_):

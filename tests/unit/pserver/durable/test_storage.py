@@ -255,6 +255,21 @@ def test_only_what_no_complete_checkpoint_can_need_is_deleted_from_the_place(tmp
     assert sorted(again.checkpoints) == kept
 
 
+def test_nothing_is_deleted_that_the_run_may_go_back_to_before_it_goes_on(tmp_path):
+    storage = train(tmp_path, 11, checkpoints=(2, 4, 8))
+    ranges = storage.restorable()
+    storage.prune_place((8, 4))
+    storage.prune_folder(complete=(8, 4))
+    assert reopen(tmp_path).restorable() == ranges
+    restored = storage.restore()
+    assert restored is not None
+    storage.snapshot(restored.shard, restored.history, is_own=True)  # the run goes on
+    storage.close()
+    storage.prune_place((8, 4))
+    storage.prune_folder(complete=(8, 4))
+    assert reopen(tmp_path).restorable() == [(4, 11)]
+
+
 def test_a_checkpoint_that_cannot_be_deleted_now_is_deleted_later(tmp_path, monkeypatch):
     storage = train(tmp_path, 11)
 
