@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from ps_protocol.messages import Controls, ShardFile
 from ps_protocol.vocabulary import Round
 from services.runtime.checkpoints import (
+    MANIFEST,
     Manifest,
     complete_checkpoints,
     delete_manifest,
@@ -85,7 +86,8 @@ class Manifests:
 
     async def _delete(self, folder: str) -> None:
         try:
-            await asyncio.to_thread(self._place.delete, folder)
+            for name in (f"{folder}/{MANIFEST}", folder):  # a checkpoint that has lost a shard is none
+                await asyncio.to_thread(self._place.delete, name)
         except OSError as error:
             log.warning("an old checkpoint could not be deleted", folder=folder, error=str(error))
 

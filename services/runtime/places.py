@@ -71,11 +71,11 @@ class LocalPlace(Place):
     def delete(self, name: str) -> None:
         """See Place."""
         path = self._folder / name
-        with suppress(FileNotFoundError):
-            if path.is_dir():
+        if not path.is_dir():
+            path.unlink(missing_ok=True)
+        while path.is_dir():
+            with suppress(FileNotFoundError):  # of a file in it that another process has deleted meanwhile
                 shutil.rmtree(path)
-            else:
-                path.unlink()
 
 
 class RemotePlace(Place):

@@ -137,6 +137,22 @@ async def test_older_ones_are_deleted(cluster, place):
     assert place.list("run1") == ["000000000008", "000000000012"]
 
 
+async def test_one_that_is_deleted_in_part_is_none_any_more(cluster, place, monkeypatch):
+    manifests, delete = Manifests(cluster, place, keep=1), place.delete
+
+    def refuse_folders(name: str) -> None:
+        if not name.endswith(".json"):
+            raise PermissionError("read-only")
+        delete(name)
+
+    monkeypatch.setattr(place, "delete", refuse_folders)
+    for round_ in (4, 8):
+        for pserver in (0, 1):
+            tell(cluster, pserver, round_)
+        await manifests.update()
+    assert found(place) == [8]
+
+
 async def test_nothing_is_completed_in_an_attempt_that_not_all_have_heard_of(cluster, place):
     cluster.run.attempt = 1
     tell(cluster, 0, 4, attempt=1)
