@@ -20,7 +20,7 @@ from trainer_client.tensors import TORCH_DTYPES
 
 from .checkpoint import pass_over
 from .output import EXIT_FAILED, CommandError, count, print_line
-from .stopped_run import NotRestorable, open_stopped_run
+from .stopped_run import NotRestorable, open_stopped_run, read_record
 from .whole_file import whole_file
 
 
@@ -34,7 +34,7 @@ def export_model(
     is passed over, and said. Raises CommandError if there is none.
     """
     place = open_place(place_url)
-    manifests = all_checkpoints(place, pass_over)
+    manifests = _leave_out_undone(all_checkpoints(place, pass_over), state_dir)
     wanted = [one for one in manifests if run in (None, one.run) and round_ in (None, one.round)]
     if (round_ is None or not wanted) and _export_stopped_run(target, place, state_dir, run, round_, manifests):
         return
@@ -50,6 +50,15 @@ def export_model(
     others = [f"{one.round:,} of run {one.run}" for one in manifests if one not in wanted]
     there = f"there are those of rounds {', '.join(others)}" if others else "where else, is --checkpoints"
     raise CommandError(f"there is no complete checkpoint{what} in {place.url}; {there}", exit_code=EXIT_FAILED)
+
+
+def _leave_out_undone(manifests: list[Manifest], state_dir: Path | None) -> list[Manifest]:
+    """Return all but the checkpoints that the recorded run has gone back behind, if there is a record of one."""
+    try:
+        run = None if state_dir is None else read_record(state_dir)
+    except (NotRestorable, OSError):  # `_export_stopped_run` prints it
+        run = None
+    return [manifest for manifest in manifests if run is None or not run.has_undone(manifest)]
 
 
 def _export_stopped_run(

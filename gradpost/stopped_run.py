@@ -67,18 +67,26 @@ class StoppedRun:
         return shards
 
 
-@contextmanager
-def open_stopped_run(state_dir: Path, place: Place, name: str | None) -> Iterator[StoppedRun]:
-    """Take the folders of the newest run, or of this one. Raises NotRestorable if they are not whole, and OSError."""
+def read_record(state_dir: Path) -> RunRecord:
+    """Return the newest run as the coordinator has recorded it. Raises NotRestorable if there is none, and OSError."""
     try:
         record = RecordFile(state_dir).read()
     except DamagedFile as error:
         raise NotRestorable(str(error)) from None
-    if record is None or record.run is None or record.run.plan is None:
+    if record is None or record.run is None:
+        raise NotRestorable(f"{state_dir} has no run")
+    return record.run
+
+
+@contextmanager
+def open_stopped_run(state_dir: Path, place: Place, name: str | None) -> Iterator[StoppedRun]:
+    """Take the folders of the newest run, or of this one. Raises NotRestorable if they are not whole, and OSError."""
+    run = read_record(state_dir)
+    if run.plan is None:
         raise NotRestorable(f"{state_dir} has no run that has begun")
-    if name not in (None, record.run.name):
-        raise NotRestorable(f"{state_dir} has run {record.run.name}")
-    run, plan = record.run, SlicePlan.from_json(record.run.plan)
+    if name not in (None, run.name):
+        raise NotRestorable(f"{state_dir} has run {run.name}")
+    plan = SlicePlan.from_json(run.plan)
     with ExitStack() as stack:
         storages, ranges = [], []
         for index in range(plan.num_pservers):

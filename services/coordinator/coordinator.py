@@ -182,8 +182,9 @@ class Coordinator:
         if record is not None and record.beginning is not None:
             names.append(record.beginning.run)
         for name in names:
-            if record is not None and name is not None and (newest := complete_checkpoints(self.place, name)):
-                return newest[0].model_copy(update={"controls": find_controls(record, newest[0])})
+            for manifest in () if name is None else complete_checkpoints(self.place, name):
+                if record is not None and not (run is not None and run.has_undone(manifest)):
+                    return manifest.model_copy(update={"controls": find_controls(record, manifest)})
         if run is not None and run.has_trained:
             text = f"run {run.name} has no checkpoint in {self.place.url} with which others could begin"
             raise StorageFailed(f"{text}: resume it with the pservers and settings that it had")

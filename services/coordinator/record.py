@@ -16,7 +16,7 @@ from ps_protocol.errors import error_from_problem
 from ps_protocol.messages import Controls, DeclareModel, Message, PserverInfo, RunState
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
-from services.runtime.checkpoints import Manifest
+from services.runtime.checkpoints import Manifest, is_undone
 from services.runtime.locks import lock_folder
 from services.runtime.logs import get_logger
 from services.runtime.places import write_file
@@ -70,6 +70,10 @@ class RunRecord(Message):
     verdicts: dict[Round, tuple[Rank, ...]]
     controls: tuple[Controls, ...] = ()
     trainers: tuple[TrainerRecord, ...]
+
+    def has_undone(self, manifest: Manifest) -> bool:
+        """Return whether the run has gone back behind this checkpoint, which is perhaps not deleted yet."""
+        return manifest.run == self.name and is_undone(manifest.round, manifest.attempt, self.began)
 
 
 class PserverRecord(Message):

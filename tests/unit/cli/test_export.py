@@ -115,6 +115,15 @@ def test_rounds_that_were_undone_while_a_pserver_was_away_do_not_count(tmp_path)
     assert_is_round(export(tmp_path), 5)
 
 
+def test_a_checkpoint_that_was_undone_and_not_deleted_does_not_count(tmp_path):
+    """The coordinator has decided that all go back to round 2, and everything has stopped."""
+    stop_at(tmp_path, 7, 7, began={1: 2})
+    assert_is_round(export(tmp_path), 2)
+    for index in (0, 1):
+        (tmp_path / f"pserver-{index}" / "identity.json").unlink()
+    assert_is_round(export(tmp_path), 0)
+
+
 def test_without_the_folders_it_is_the_newest_complete_checkpoint(tmp_path):
     stop_at(tmp_path, 7, 6)
     export_model(tmp_path / "model.safetensors", str(tmp_path / "checkpoints"), None, None)

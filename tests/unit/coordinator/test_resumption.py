@@ -112,6 +112,23 @@ async def test_what_an_administrator_has_set_stands_on_other_pservers(tmp_path):
     assert coordinator.cluster.beginning.controls == at_first
 
 
+async def test_a_checkpoint_that_was_undone_and_not_deleted_is_no_beginning(tmp_path):
+    run = await planned(tmp_path)
+    coordinator = await recalled(tmp_path)
+    assert run.plan is not None
+    for round_ in (4, 7):
+        manifest = Manifest(
+            run=run.name, attempt=0, round=round_, consistency=Consistency(), plan=run.plan.to_json(), shards=(),
+            created="2026-11-22T05:34:22Z",
+        )  # fmt: skip
+        write_manifest(open_place(str(tmp_path / "checkpoints")), manifest)
+    coordinator.cluster.run.attempt, coordinator.cluster.run.resume = 1, 5
+    await coordinator.keep()
+    beginning = (await recalled(tmp_path, resume=True, num_pservers=3)).cluster.beginning
+    assert beginning is not None
+    assert beginning.round == 4
+
+
 async def test_a_resumption_that_has_failed_begins_with_the_same_checkpoint_next_time(tmp_path):
     """The run had a plan and had not begun: nothing of it is on any disk."""
     run = await planned(tmp_path)
