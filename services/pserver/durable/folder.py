@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,9 @@ class StateFolder:
         write_file(self.path / IDENTITY, [seal(self.identity)])
 
     def forget_log(self) -> None:
-        """Delete the log of a run that is no more."""
-        shutil.rmtree(self.log_path, ignore_errors=True)
+        """Delete the log of a run that is no more. Raises OSError: what is left would be taken for the next run's."""
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self.log_path)
 
     def close(self) -> None:
         """Let go of the folder."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -233,6 +234,23 @@ def test_initial_values_of_an_attempt_that_was_given_up_do_not_come_back(tmp_pat
     again = Disk(tmp_path / "state", str(tmp_path / "shared"))
     again.open(0)
     assert again.held is None
+
+
+def test_a_log_that_cannot_be_deleted_now_does_not_become_the_next_runs(tmp_path, monkeypatch):
+    train(tmp_path, 2, (0,))
+    disk = reopened(tmp_path)
+    assert disk.folder is not None
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        with pytest.raises(OSError, match="Input/output error"):
+            disk.open_run(install_for(PLAN, run="run2"))
+    storage, _ = disk.open_run(install_for(PLAN, run="run2"))
+    assert list(disk.folder.log_path.iterdir()) == []
+    storage.close()
 
 
 def test_a_run_that_cannot_be_opened_leaves_no_file_open(tmp_path, monkeypatch):
