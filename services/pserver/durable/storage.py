@@ -309,10 +309,13 @@ class RunStorage:
         return ranges
 
     def resume(self, round_: Round, install: InstallRun) -> None:
-        """Write on after this round; what lies behind it, of an attempt that was rolled back, is deleted."""
+        """Write on after this round; what lies behind it, of an attempt that was rolled back, is deleted.
+
+        A place that does not delete now holds nothing up: later lives know by their attempt what was undone.
+        """
         self._install = install
         for later in [later for later in self.checkpoints if later > round_]:
-            self._delete(later)
+            self.undone.append(later)
             del self.checkpoints[later]
         self.own.resume(round_)
         if self.has_log:

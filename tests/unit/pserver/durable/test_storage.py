@@ -419,5 +419,22 @@ def flip(path: Path, where: float) -> None:
     path.write_bytes(content)
 
 
+def test_a_place_that_does_not_delete_does_not_keep_the_run_from_going_back(tmp_path, monkeypatch):
+    train(tmp_path, 11)
+    storage = reopen(tmp_path)
+    assert storage.restore(6) is not None
+
+    def refuse(_: str) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(storage._place, "delete", refuse)
+    storage.resume(6, storage._install.model_copy(update={"attempt": 1, "began": {1: 6}}))
+    assert sorted(storage.checkpoints) == [0, 4]
+    storage.close()
+    storage = RunStorage(storage._install, 0, tmp_path / "log-0", place_in(tmp_path))
+    storage.find_checkpoints()
+    assert storage.restorable() == [(0, 6)]
+
+
 def test_histories_from_before_there_were_norms_are_read():
     assert History.from_json("[[[7, [0, 1]]], [[7, [1]]], []]") == History({7: (0, 1)}, {7: (1,)})
