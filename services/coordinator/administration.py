@@ -147,6 +147,9 @@ class Administration:
             raise NotReady("a checkpoint needs every pserver", waiting_for=cluster.waiting_for)
         schedule = coordinator.schedule
         await schedule.look()
+        if self.controls.is_paused and run.defaults.consistency.is_async and len(set(cluster.rounds)) > 1:
+            text = f"the run is paused, and its pservers have taken {sorted(cluster.rounds)} contributions"
+            raise TryAgain(f"{text}: a checkpoint of one number can be made once it goes on")
         round_ = schedule.ask()
 
         def has_ended() -> bool:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from ps_protocol.errors import NotReady, StaleRound, TryAgain
-from ps_protocol.messages import WantCheckpoint
+from ps_protocol.messages import Controls, WantCheckpoint
 from ps_protocol.routes import WANT_CHECKPOINT
 from services.coordinator import checkpointing
 from services.coordinator.administration import Administration
@@ -189,6 +189,19 @@ async def test_a_checkpoint_that_never_comes_about_is_given_up(monkeypatch):
         with pytest.raises(TryAgain, match="no checkpoint of round 0 or later is complete"):
             await made
         assert len(writers.named) >= 12
+
+
+async def test_pservers_of_a_paused_asynchronous_run_do_not_get_to_a_common_number():
+    writers = Writers()
+    async with coordinating(writers, lease_seconds=30, mode="async") as coordinator:
+        [trainer, _] = begin(coordinator)
+        await coordinator.wait_for_plan(*trainer, 5)
+        coordinator.cluster.run.controls = (Controls(is_paused=True),)
+        writers.rounds = [94, 93]
+        writers.tell(coordinator.cluster, written=[[], []], coming=[[], []])
+        with pytest.raises(TryAgain, match=r"is paused, and its pservers have taken \[93, 94\] contributions"):
+            await asyncio.wait_for(Administration(coordinator).checkpoint("me"), 5)
+        assert writers.named == []
 
 
 async def test_the_last_checkpoint_holds_what_pservers_have_taken_meanwhile(monkeypatch):
