@@ -25,10 +25,10 @@ CHUNK_BYTES = 64 * 1024
 
 @dataclass(eq=False)
 class _Connection:
-    """One client's connection and the one to the service behind it."""
+    """One client's connection and the one to the service behind it, or the client's alone, which gets pages."""
 
     client: str
-    ends: tuple[asyncio.StreamWriter, asyncio.StreamWriter]
+    ends: tuple[asyncio.StreamWriter, ...]
     is_deaf: bool = False  # what the service answers is lost
 
     def reset(self) -> None:
@@ -103,7 +103,11 @@ class Proxy:
         try:
             await self._pass("up", client)  # a partition holds back the first packet, too
             if self.page is not None:
-                await answer_pages(reader, writer, self.page)
+                self._connections.add(connection := _Connection(client, (writer,)))
+                try:
+                    await answer_pages(reader, writer, self.page)
+                finally:
+                    self._connections.discard(connection)
                 writer.close()
                 return
             there, back = await asyncio.open_connection("127.0.0.1", self.target)
