@@ -46,8 +46,6 @@ def check_rounds(setup: Setup, records: list[Record]) -> list[str]:
                 everybody = steps.members(round_, setup.num_trainers)
                 if setup.on_trainer_loss == "wait" and ranks != everybody and not is_skipped:
                     found.append(f"round {round_} is made of trainers {sorted(ranks)}, not of everybody")
-                if (undone := steps.done_before(attempt, round_) - ranks) and not is_skipped:
-                    found.append(f"round {round_} was made again without trainers {sorted(undone)}, who were done")
                 if ranks and ended & nan:
                     found.append(f"round {round_} was not skipped, although a gradient was not finite")
     return found + [text for r in records if r["what"] == "final" for text in _check_final(setup, steps, r)]
@@ -84,23 +82,14 @@ class _Steps:
         self.ended: defaultdict[Version, set[tuple[int, int]]] = defaultdict(set)
         self.nan: defaultdict[Version, set[tuple[int, int]]] = defaultdict(set)  # begun with a gradient that has some
         self.first_seen: dict[Version, float] = {}  # by anybody
-        self._done: dict[int, tuple[int, int, int]] = {}  # of each rank: attempt, life, and round
+        self._done: dict[int, int] = {}  # the last round of each rank
         self._under_way: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
         for record in records:
             self._add(record)
 
     def members(self, round_: int, num_trainers: int) -> Ranks:
         """Return the ranks that are not done before this round."""
-        last = {rank: done for rank, (_, _, done) in self._done.items()}
-        return frozenset(rank for rank in range(num_trainers) if round_ <= last.get(rank, round_))
-
-    def done_before(self, attempt: int, round_: int) -> Ranks:
-        """Return the ranks that were done in an attempt before this one, and had ended this round in it."""
-        return frozenset(
-            rank
-            for rank, (was, life, _) in self._done.items()
-            if was < attempt and (rank, life) in self.ended[was, round_]
-        )
+        return frozenset(rank for rank in range(num_trainers) if round_ <= self._done.get(rank, round_))
 
     def _add(self, record: Record) -> None:
         life = record.get("rank", -1), record.get("life", 0)
@@ -120,7 +109,7 @@ class _Steps:
                 self.ended[record["attempt"], round_].add(life)
             self._under_way[life] -= over
         elif record["what"] == "done":
-            self._done[record["rank"]] = record["attempt"], record["life"], record["round"]
+            self._done[record["rank"]] = record["round"]
         for version, *_ in record.get("blocks", {}).values():
             self.first_seen.setdefault((record["attempt"], version), record["at"])
 
