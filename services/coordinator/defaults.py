@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.plan import SlicePlan
-from ps_protocol.vocabulary import Durability, LossPolicy, NonfinitePolicy, Placement, Round
+from ps_protocol.vocabulary import Block, Durability, LossPolicy, NonfinitePolicy, Placement, Round
 from ps_protocol.wire_types import DEFAULT_TOPK, PullType, PushType
 
 MASTER_BYTES = 4  # of an element, float32
 RECORD_BYTES = 1024  # of a round in the log, beside its gradient
+WINDOW = 64  # elements; a block takes whole windows of its parameter in the log, see `services/pserver/layout.py`
 LOG_SHARDS = 4  # between two checkpoints, by default
 MIN_LOG_BYTES = 1024 * 1024  # a checkpoint takes some milliseconds, however small the shard
 CONTRIBUTIONS = 1000  # between checkpoints in asynchronous modes, if nothing is logged
@@ -43,11 +44,16 @@ class RunDefaults:
     def checkpoint_interval(self, plan: SlicePlan) -> Round:
         """Rounds between checkpoints, in asynchronous modes contributions, the same on every pserver; 0 for none.
 
-        Each logs every element once, so that a number of them keeps the log of the largest shard within
+        Each logs every block once, so that a number of them keeps the log of the largest shard within
         `max_log_bytes`. Without a log an asynchronous pserver goes on from its newest checkpoint.
         """
         if self.durability == "none":
             return self.checkpoint_rounds or (CONTRIBUTIONS if self.consistency.is_async else 0)
-        largest = max(sum(block.num_elements for block in shard) for shard in plan.shards) * MASTER_BYTES + RECORD_BYTES
+        largest = max(sum(map(_count_logged, shard)) for shard in plan.shards) * MASTER_BYTES + RECORD_BYTES
         most = self.max_log_bytes or max(LOG_SHARDS * largest, MIN_LOG_BYTES)
         return max(1, min(self.checkpoint_rounds or most, most // largest))
+
+
+def _count_logged(block: Block) -> int:
+    """Return the number of elements that a block takes in the log of the synchronous mode, padding included."""
+    return (-(-block.end // WINDOW) - block.begin // WINDOW) * WINDOW

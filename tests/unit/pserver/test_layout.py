@@ -5,7 +5,9 @@ from hypothesis import strategies as st
 
 from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import PARAMETER_DTYPES, PLACEMENTS, ParameterSpec
+from services.coordinator.defaults import RECORD_BYTES
 from services.pserver.layout import WINDOW, ShardLayout
+from tests.unit.coordinator.support import defaults
 
 
 def test_the_example_of_the_docstring():
@@ -25,6 +27,15 @@ def test_groups_lie_together_and_plan_order_is_kept_within_them():
         ("b.block0", 0, 0), ("d.block0", 0, 64), ("a.block0", 1, 128), ("c.block0", 1, 192),
     ]  # fmt: skip
     assert list(layout.place) == ["a.block0", "b.block0", "c.block0", "d.block0"]
+
+
+@given(sizes=st.lists(st.integers(0, 200), min_size=1, max_size=50), num_pservers=st.integers(1, 3))
+def test_the_coordinator_counts_the_padding_of_blocks_when_it_bounds_the_log(sizes, num_pservers):
+    parameters = [ParameterSpec(f"p{i}", (size,)) for i, size in enumerate(sizes)]
+    plan = make_plan(parameters, num_pservers, min_block_size=10)
+    largest = max(ShardLayout(plan, index).num_elements for index in range(num_pservers))
+    interval = defaults(durability="log", max_log_bytes=1 << 20).checkpoint_interval(plan)
+    assert interval == (1 << 20) // (4 * largest + RECORD_BYTES)
 
 
 def test_a_shard_without_blocks_has_no_elements():
