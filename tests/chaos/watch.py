@@ -107,7 +107,7 @@ class Watch:
         most = (KEEP_CHECKPOINTS + 2) * self._setup.max_log_bytes
         if log > most:
             self._complain(f"the log of pserver {index} takes {log} bytes, {most} at most are documented")
-        most = 2 * (KEEP_CHECKPOINTS + 1) * max(sizes, default=0)
+        most = 3 * (KEEP_CHECKPOINTS + 1) * max(sizes, default=0)
         if sum(sizes) > most:
             self._complain(f"the checkpoints of pserver {index} take {sum(sizes)} bytes, {most} at most are documented")
 
