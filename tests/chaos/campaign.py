@@ -10,11 +10,13 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
+from ps_protocol.vocabulary import LossPolicy, Mode
+
 from .chaos_cluster import find_libfaketime
 from .episode import Episode
 from .faults import FAULTS
 from .measures import describe, measure
-from .setup import Mode, draw_setup
+from .setup import draw_setup
 
 # What makes each sabotage show itself soon.
 SABOTAGES = {
@@ -22,7 +24,12 @@ SABOTAGES = {
     "order": ("trainer hangs while its heartbeats live",),
     "log": ("pserver killed",),
     "places": ("place of one pserver hanging",),
+    "pauses": ("administrative changes under load",),
+    "time-outs": ("pserver away for longer than the round time-out",),
+    "pages": ("proxy answers pages",),
 }
+POLICIES: dict[str, LossPolicy] = {"time-outs": "continue"}  # in which a sabotage shows; else `wait`
+MODES: dict[str, Mode] = {"pauses": "async"}  # else `sync`
 SHOWN_VIOLATIONS = 10
 
 
@@ -35,7 +42,7 @@ class Campaign:
         *,
         kinds: Collection[str] = tuple(FAULTS),
         sabotage: str | None = None,
-        mode: Mode = "sync",
+        mode: Mode | None = None,
         folder: Path | None = None,
     ) -> None:
         self.seed = seed
@@ -44,7 +51,7 @@ class Campaign:
         self.num_violations = 0
         self._kinds = kinds
         self._sabotage = sabotage
-        self._mode = mode  # of what is sabotaged
+        self._mode = mode or MODES.get(sabotage or "", "sync")  # of what is sabotaged
         self._measured: dict[str, list[tuple[float, float] | None]] = defaultdict(list)
 
     @property
@@ -71,7 +78,9 @@ class Campaign:
             seed, may_fake_time=find_libfaketime() is not None, mode=self._mode if self._sabotage else None
         )
         if self._sabotage:
-            setup = replace(setup, seconds=8.0, max_delay=0, on_trainer_loss="wait", checkpoint_rounds=7)
+            policy, num_pservers = POLICIES.get(self._sabotage, "wait"), max(2, setup.num_pservers)
+            setup = replace(setup, seconds=8.0, max_delay=0, on_trainer_loss=policy, checkpoint_rounds=7)
+            setup = replace(setup, num_pservers=num_pservers)
         folder = Path(tempfile.mkdtemp(prefix=f"gradpost-chaos-{seed}-", dir=self._folder))
         episode = Episode(setup, folder, kinds=self._kinds, sabotage=self._sabotage)
         kept = True

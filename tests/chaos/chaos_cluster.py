@@ -38,6 +38,7 @@ class ChaosCluster(LocalCluster):
                 **{name: value for name, value in os.environ.items() if not name.startswith("GRADPOST_")},
                 "PYTHONPATH": str(ROOT),
                 "OMP_NUM_THREADS": "1",
+                "CHAOS_SABOTAGE": sabotage or "",
             },
             **setup.settings,
             **arguments,
@@ -47,7 +48,6 @@ class ChaosCluster(LocalCluster):
         self.proxies = [Proxy(self.name_client) for _ in range(setup.num_pservers)]
         self.coordinator_proxy = Proxy(self.name_client)
         self.lives = [0] * setup.num_trainers
-        self._sabotage = sabotage
         self._faketime = find_libfaketime() if setup.fakes_time else None
 
     def stop(self, grace_seconds: float = 10.0) -> dict[str, int]:
@@ -95,6 +95,10 @@ class ChaosCluster(LocalCluster):
         """Return the file that says what a service's place of checkpoints does: see `service.py`."""
         return self.folder / f"place of {name}"
 
+    def log_file(self, name: str) -> Path:
+        """Return the file that says what the log of a pserver does: see `service.py`."""
+        return self.folder / f"log of {name}"
+
     def name_client(self, port: int) -> str:
         """Which trainer has a connection from this port; nothing if it is another process."""
         inode = _inode_of(port)
@@ -116,8 +120,10 @@ class ChaosCluster(LocalCluster):
             proxy = self.proxies[int(name.split()[1])]
             proxy.target = _free_port()
             env |= {"GRADPOST_PORT": proxy.target, "GRADPOST_ADVERTISE_ADDRESS": proxy.address}
-        self.place_file(name).touch()
-        env |= {"CHAOS_SERVICE": module, "CHAOS_PLACE": self.place_file(name), "CHAOS_SABOTAGE": self._sabotage or ""}
+        place, log = self.place_file(name), self.log_file(name)
+        place.touch()
+        log.touch()
+        env |= {"CHAOS_SERVICE": module, "CHAOS_PLACE": place, "CHAOS_LOG": log}
         env = {key: str(value) for key, value in env.items()} | self._clock_of(name)
         return super()._spawn_service(name, "tests.chaos.service", pass_fds=pass_fds, **env)
 

@@ -30,6 +30,8 @@ Inject: TypeAlias = "Callable[[Episode, str], bool | None]"
 DYING_SECONDS = 12.0  # for a process to reach the failpoint that is armed
 RIVAL_SECONDS = 40.0  # for a second process to be refused
 STANDSTILL_SECONDS = 3.0  # without any step, while nothing but a place of checkpoints is disturbed
+LATE_SECONDS = 0.5  # that a trainer takes longer for a step than the others
+LOG_ORDER = "slow 0.05"  # to logs, so that several pushes wait for each other
 HURRY_SECONDS = 3.0  # during which trainers compute nothing, and push without a pause
 DISK_ERRORS = ("enospc", "eio", "erofs")
 
@@ -83,6 +85,9 @@ for _role, _seconds in (("trainer", 1), ("pserver", 2), ("coordinator", 3)):
 
 @_fault("pserver away for longer than the round time-out", "pserver")
 def _keep_away(episode: Episode, victim: str) -> None:
+    late = episode.chance.randrange(episode.setup.num_trainers)
+    episode.order(f"trainer {late}", do="hang", seconds=LATE_SECONDS)  # the others wait for it when the pserver dies
+    episode.sleep(LATE_SECONDS / 2, LATE_SECONDS)
     episode.kill(victim)
     episode.sleep(ROUND_TIMEOUT_SECONDS + 1, ROUND_TIMEOUT_SECONDS + 4)
 
@@ -341,6 +346,15 @@ def _start_rival(episode: Episode, victim: str) -> bool:
 
 @_fault("administrative changes under load", "administrator")
 def _administer(episode: Episode, victim: str) -> None:
+    logs = [episode.cluster.log_file(f"pserver {index}") for index in range(episode.setup.num_pservers)]
+    for log in logs:
+        _write_whole(log, LOG_ORDER)
+    _change(episode)
+    for log in logs:
+        _write_whole(log, "")
+
+
+def _change(episode: Episode) -> None:
     for rank in range(episode.setup.num_trainers):
         episode.order(f"trainer {rank}", do="hurry", seconds=HURRY_SECONDS)
     change = episode.chance.choice(("rate", "freeze", "pause", "checkpoint", "evict"))

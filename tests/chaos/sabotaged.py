@@ -1,25 +1,31 @@
-"""Ways to break a service on purpose, to see that a campaign notices: `python -m tests.chaos --sabotage …`."""
+"""Ways to break services and trainers, to see that a campaign notices: `python -m tests.chaos --sabotage …`."""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from ps_protocol.errors import Ended
 from ps_protocol.fence import Fence
 from ps_protocol.messages import PushAnswer
 from ps_protocol.vocabulary import Incarnation, Rank, Round
+from services.coordinator.cluster import Cluster
 from services.pserver.admission import Admission
 from services.pserver.bodies import Body
 from services.pserver.clocks import Clocks
 from services.pserver.durable.records import Buffer
 from services.pserver.durable.storage import RunStorage
 from services.pserver.durable.update_log import Update, UpdateLog
+from services.pserver.pauses import Pauses
 from services.pserver.pushes import read_blocks
 from services.pserver.rounds import Rounds
 from services.pserver.sync_run import SyncRun
+from trainer_client import answers
 
 _push, _append, _required, _admit = SyncRun.push, UpdateLog.append, Rounds.required, Clocks.admit
-_prune_place = RunStorage.prune_place
+_prune_place, _time_out = RunStorage.prune_place, Cluster._time_out
 
 
 def break_dedupe() -> None:
@@ -75,4 +81,39 @@ def break_places() -> None:
     RunStorage.prune_place = prune_place  # type: ignore[method-assign]
 
 
-SABOTAGES = {"dedupe": break_dedupe, "order": break_order, "log": break_log, "places": break_places}
+def break_pauses() -> None:
+    """A freeze goes behind all contributions that are held."""
+
+    async def wait(self: Pauses, has_ready: Callable[[], bool]) -> None:
+        while self._task is not None:
+            await asyncio.wait([self._task])
+
+    Pauses.wait = wait  # type: ignore[method-assign]
+
+
+def break_time_outs() -> None:
+    """A trainer is blamed for a pserver that is away."""
+
+    def time_out(self: Cluster, round_: Round, missing: Sequence[Rank], waiting_seconds: float, now: float) -> None:
+        self._incomplete_at = -math.inf
+        for trainer in self.run.trainers.values():
+            trainer.cut_off_at = -math.inf
+        _time_out(self, round_, missing, waiting_seconds, now)
+
+    Cluster._time_out = time_out  # type: ignore[method-assign]
+
+
+def break_pages() -> None:
+    """A trainer takes the page of a gateway for the end of the run."""
+    answers.GatewayPage = lambda text, **_: Ended(text)  # type: ignore[misc, assignment]
+
+
+SABOTAGES = {
+    "dedupe": break_dedupe,
+    "order": break_order,
+    "log": break_log,
+    "places": break_places,
+    "pauses": break_pauses,
+    "time-outs": break_time_outs,
+    "pages": break_pages,
+}

@@ -1,8 +1,8 @@
-"""A service of a history: its place of checkpoints does what a file says, and a sabotage may break its code.
+"""A service of a history: its place of checkpoints and its log do what files say, and a sabotage may break its code.
 
-Runs the service that `CHAOS_SERVICE` names. The file `CHAOS_PLACE` is read before each operation on the place: it is
-empty, or says `slow SECONDS`, `hang`, `eio`, `enospc` or `erofs`. A hanging operation goes on once the file says
-something else.
+Runs the service that `CHAOS_SERVICE` names. The file `CHAOS_PLACE` is read before each operation on the place, and
+`CHAOS_LOG` before each record of the log. Such a file is empty, or says `slow SECONDS`, `hang`, `eio`, `enospc` or
+`erofs`. A hanging operation goes on once the file says something else.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from services.pserver.durable.update_log import UpdateLog
 from services.runtime.places import LocalPlace
 
 CHECK_SECONDS = 0.02
@@ -43,6 +44,7 @@ def _disturb(operation: Callable[..., Any], file: Path) -> Callable[..., Any]:
 
 if __name__ == "__main__":
     disturb_place(Path(os.environ["CHAOS_PLACE"]))
+    UpdateLog.append = _disturb(UpdateLog.append, Path(os.environ["CHAOS_LOG"]))  # type: ignore[method-assign]
     if sabotage := os.environ.get("CHAOS_SABOTAGE"):
         from tests.chaos.sabotaged import SABOTAGES
 

@@ -35,6 +35,9 @@ def test_a_history_without_violations(tmp_path: Path, capsys: pytest.CaptureFixt
         pytest.param("order", "sync", marks=pytest.mark.soak),
         pytest.param("dedupe", "async", marks=pytest.mark.soak),
         pytest.param("log", "sync", marks=pytest.mark.soak),
+        pytest.param("pauses", "async", marks=pytest.mark.soak),
+        pytest.param("time-outs", "sync", marks=pytest.mark.soak),
+        pytest.param("pages", "sync", marks=pytest.mark.soak),
     ],
 )
 def test_services_that_are_broken_are_found_out(sabotage: str, mode: Mode, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ of members in the synchronous mode: whole numbers, which float32 adds exactly fo
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import time
@@ -144,6 +145,10 @@ def start_quickly() -> None:
 def main() -> None:
     torch.set_num_threads(1)
     start_quickly()
+    if sabotage := os.environ.get("CHAOS_SABOTAGE"):
+        from tests.chaos.sabotaged import SABOTAGES
+
+        SABOTAGES[sabotage]()
     trainer = ChaosTrainer(Path(sys.argv[1]), int(sys.argv[2]))
     try:
         trainer.train()
