@@ -6,8 +6,9 @@
 The Trainer is given a RemoteOptimizer. Each process has a Trainer that runs as if it were alone, with its part of the
 data; schedules, accumulation, clipping and logging are the Trainer's own. What differs from DistributedDataParallel:
 `max_grad_norm` clips what each process has computed, before it is pushed, and not the mean of all. What the Trainer
-saves has the optimizer's slots; a run that was stopped goes on from what the pservers keep, too. A script that is
-started again begins its epochs anew; examples/digits.py shows how it could go on where it was.
+saves has the optimizer's slots; a run that was stopped goes on from what the pservers keep, too. The Trainer counts its
+own steps: a script that is started again trains all its epochs once more, on top of the rounds that the run has, and a
+warning says so. A loop that takes its batches from `optimizer.batches`, as in examples/digits.py, continues instead.
 """
 
 from __future__ import annotations

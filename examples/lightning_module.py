@@ -6,8 +6,9 @@
 `configure_optimizers` returns a RemoteOptimizer. Each process has a Trainer that runs as if it were alone, with its
 part of the data; schedules, accumulation, clipping and metrics are Lightning's own. What differs from the strategy
 "ddp": `gradient_clip_val` clips what each process has computed, before it is pushed, and not the mean of all. What
-Lightning saves is for using the model: a run goes on from what the pservers keep. A script that is started again
-begins its epochs anew; examples/digits.py shows how it could go on where it was.
+Lightning saves is for using the model: a run goes on from what the pservers keep. Lightning counts its own steps: a
+script that is started again trains all its epochs once more, on top of the rounds that the run has, and a warning says
+so. A loop that takes its batches from `optimizer.batches`, as in examples/digits.py, continues instead.
 """
 
 from __future__ import annotations

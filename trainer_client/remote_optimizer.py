@@ -132,6 +132,7 @@ class RemoteOptimizer(Optimizer):
         self._members = _identities(self.param_groups)
         self._values_at_start: Digests | None = digest_values(self._named)  # None after the first step
         self._watch = None if self._local else ParameterWatch(self._named, has_samples=self._waits is None)
+        self._is_position_known = False  # the script has asked for the run's round
         self._wrapped = optimizer
         refuse_changes(optimizer, lambda: self._session.is_open)
 
@@ -148,6 +149,11 @@ class RemoteOptimizer(Optimizer):
         state are functions of (seed, rank, round) goes on where it was. It may go down in `step()`, with a warning,
         when the run is rolled back. With `overlap_pulls` the newest one that was begun.
         """
+        self._is_position_known = True
+        return self._round
+
+    @property
+    def _round(self) -> Round:
         if self._waits is not None:
             return self._steps.begun
         return self._session.round if self._session.host is None else self._steps.landed
@@ -166,6 +172,7 @@ class RemoteOptimizer(Optimizer):
         that of a DistributedSampler is. A script that accumulates gradients says how many batches it takes for each
         `step()`; with local steps a round has `local_steps` times as many, and one that was begun starts again.
         """
+        self._is_position_known = True
         batches_per_round = batches_per_step * max(1, self._session.client.settings.local_steps)
         if self._steps.begun and isinstance(getattr(loader, "sampler", None), RandomSampler):
             self._session.client.log.warning(
@@ -189,7 +196,7 @@ class RemoteOptimizer(Optimizer):
         return self._session.summary()
 
     def __repr__(self) -> str:
-        return f"RemoteOptimizer({self.spec.name}, round {self.round}, {self._session!r})"
+        return f"RemoteOptimizer({self.spec.name}, round {self._round}, {self._session!r})"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse to be copied or pickled: the optimizer is a place in a run."""
@@ -344,8 +351,19 @@ class RemoteOptimizer(Optimizer):
             self._values_at_start = None
             if changed:
                 self._steps.replace_values(changed)
+            self._warn_of_own_count()
         elif self._watch is not None:
             self._watch.check()
+
+    def _warn_of_own_count(self) -> None:
+        """Warn before the first step if the run has rounds, and the script cannot know how many."""
+        if self._steps.begun and not self._is_position_known:
+            self._session.client.log.warning(
+                f"the run is at round {self._steps.begun}, and this script begins to train without having read "
+                "optimizer.round: if it counts its steps from elsewhere, it repeats batches, and the run has more "
+                "rounds in the end than it should. Take batches from optimizer.batches(loader, epochs=…), or begin the "
+                "loop and its schedules at optimizer.round"
+            )
 
     def _step(self) -> None:
         if self._overlap is not None:

@@ -299,11 +299,13 @@ def kill_and_restart(cluster: LocalCluster, pserver: int) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_trainer_that_is_started_again_leaves_the_slots_of_the_run_alone(carrier: Carrier, mode: str) -> None:
-    """Its script does all again that it did at the beginning."""
+def test_a_trainer_that_is_started_again_leaves_the_slots_of_the_run_alone(
+    carrier: Carrier, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its script does all again that it did at the beginning; where it counts its own steps it is warned."""
     checkpoint, expected = saved_locally("AdamW")
 
-    def train(address: str, steps: int, *, is_done: bool) -> dict[str, Tensor]:
+    def train(address: str, steps: int, *, counted: int | None = None, is_done: bool) -> dict[str, Tensor]:
         with Session(coordinator=address, rank=0, world_size=1, **SMALL) as session:
             parameters = make_parameters(seed=3)
             local = make_optimizer("AdamW", parameters, local=False)
@@ -312,9 +314,11 @@ def test_a_trainer_that_is_started_again_leaves_the_slots_of_the_run_alone(carri
                 local.load_state_dict(state)
             optimizer = RemoteOptimizer(local, session=session)
             optimizer.load_state_dict(state)
-            for step in range(optimizer.round):  # as a schedule does that goes by the round
+            assert repr(optimizer).startswith("RemoteOptimizer(AdamW, round ")  # which is not to ask for it
+            done = optimizer.round if counted is None else counted
+            for step in range(done):  # as a schedule does that goes by the round
                 change_rates(optimizer, BEFORE + step)
-            begin = BEFORE + optimizer.round
+            begin = BEFORE + done
             take_steps(optimizer, parameters, range(begin, begin + steps), set_own_gradients)
             if not is_done:
                 session.close("failed", "it shall")
@@ -322,8 +326,13 @@ def test_a_trainer_that_is_started_again_leaves_the_slots_of_the_run_alone(carri
 
     settings = {"mode": mode, "on_trainer_loss": "wait", "lease_seconds": 2}
     with LocalCluster(pservers=2, trainers=1, **carrier, **settings) as cluster:
-        train(cluster.address, 2, is_done=False)
+        train(cluster.address, 1, counted=0, is_done=False)
+        assert "optimizer.round" not in capsys.readouterr().err
+        train(cluster.address, 1, counted=1, is_done=False)
+        [warning] = [line for line in capsys.readouterr().err.splitlines() if "optimizer.round:" in line]
+        assert "the run is at round 1, and this script begins to train without having read" in warning
         assert_identical(train(cluster.address, AFTER - 2, is_done=True), expected)
+        assert "optimizer.round" not in capsys.readouterr().err
 
 
 @pytest.mark.extended
