@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PEERS = ["raw_sockets", "torch_rpc_tcp", "gloo"]
 
-pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.soak, pytest.mark.timeout(240)]
 
 
 def test_ours_beside_its_peers(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from trainer_client import RemoteOptimizer, Session
 from trainer_client.pushing.buckets import Payload
 from trainer_client.testing import LocalCluster
 
+from ..soaking import parametrize_sampled
 from .conftest import Carrier
 from .parity_model import run_trainers
 from .test_serve import environment, running
@@ -135,13 +136,14 @@ for _ in range(3):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
+@parametrize_sampled(
     "order",
     [
         ["trainer", "trainer", "pserver", "pserver", "coordinator"],
         ["pserver", "trainer", "coordinator", "pserver", "trainer"],
         ["trainer", "coordinator", "trainer", "pserver", "pserver"],
     ],
+    [["pserver", "trainer", "coordinator", "pserver", "trainer"]],
     ids=" ".join,
 )
 def test_processes_start_in_any_order_and_know_one_address(

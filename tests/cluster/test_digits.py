@@ -28,10 +28,10 @@ STEPS = 8 * 23
         pytest.param(
             "--mode async --no-wait-for-apply --read-consistency shard", 0, 2 * STEPS, marks=pytest.mark.extended
         ),
-        pytest.param("--mode sync --push-type int8 --pull-type int8", 0, STEPS, marks=pytest.mark.extended),
+        pytest.param("--mode sync --push-type int8 --pull-type int8", 0, STEPS, marks=pytest.mark.soak),
         pytest.param("--mode sync --max-delay 1", 0, STEPS, marks=pytest.mark.soak),
         pytest.param("--mode sync", 4, STEPS // 4, marks=pytest.mark.soak),
-        pytest.param("--mode ssp", 4, 2 * STEPS // 4, marks=pytest.mark.extended),
+        pytest.param("--mode ssp", 4, 2 * STEPS // 4, marks=pytest.mark.soak),
     ],
 )
 def test_two_trainers_learn_the_digits(tmp_path: Path, flags: str, local_steps: int, rounds: int) -> None:

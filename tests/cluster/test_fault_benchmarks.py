@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.soak, pytest.mark.timeout(240)]
 
 
 def run(program: str, *arguments: str) -> str:
@@ -26,7 +26,6 @@ def test_recovery() -> None:
     assert 0 < float(values["load"]) + float(values["start"]) < float(values["serving"]) < 60
 
 
-@pytest.mark.soak
 def test_goodput() -> None:
     report = run("goodput", "--trainers", "2", "--minutes", "0.15", "--interval", "4", "--compute-seconds", "0.05")
     [goodput] = re.findall(r"Goodput: ([\d.]+)%", report)

@@ -12,6 +12,7 @@ from signal import SIGKILL
 import httpx
 import pytest
 
+from ..soaking import parametrize_sampled
 from .faulty_run import SCRIPT, FaultyRun, expected_result
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(200)]
@@ -95,7 +96,7 @@ def measuring(state: Path) -> Iterator[DiskUse]:
         thread.join()
 
 
-@pytest.mark.parametrize("seconds", [0.3, 0.8])
+@parametrize_sampled("seconds", [0.3, 0.8], [0.8])
 def test_all_pservers_make_the_same_checkpoints_at_the_pace_of_the_slowest(tmp_path: Path, seconds: float) -> None:
     state = tmp_path / "state"
     environ = environ_with(f"time.sleep({seconds})", tmp_path / "site")
@@ -118,7 +119,9 @@ def test_all_pservers_make_the_same_checkpoints_at_the_pace_of_the_slowest(tmp_p
 TROUBLES = {"slow place": "time.sleep(2)", "full place": "raise OSError(28, 'No space left on device')"}
 
 
-@pytest.mark.parametrize("trouble", ["none", "slow place", "full place", "no coordinator"])
+@parametrize_sampled(
+    "trouble", ["none", "slow place", "full place", "no coordinator"], ["full place", "no coordinator"]
+)
 def test_the_disk_that_a_pserver_takes_is_bounded_as_documented(tmp_path: Path, trouble: str) -> None:
     state = tmp_path / "state"
     environ = environ_with(TROUBLES.get(trouble, "pass"), tmp_path / "site")
