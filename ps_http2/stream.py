@@ -59,6 +59,7 @@ class Stream:
         self.is_being_written = False  # a frame of it
         self.received_bytes = 0
         self.sent_bytes = 0  # of bodies, in whole frames
+        self.was_blocked = False  # its own window was closed while the connection could send
         self.expected_bytes: int | None = None  # by Content-Length
         self._connection = connection
         self._waiting: list[asyncio.Future[None]] = []

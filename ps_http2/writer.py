@@ -97,8 +97,10 @@ class FrameWriter:
 
     def _next_stream(self) -> Stream | None:
         for stream in self._streams.values():
-            if stream.outgoing and stream.send_window > 0 and self.window > 0:
-                return stream
+            if stream.outgoing and self.window > 0:
+                if stream.send_window > 0:
+                    return stream
+                stream.was_blocked = True
             if stream.ends_with_outgoing and not stream.outgoing and not stream.is_local_over:
                 return stream
         return None

@@ -36,15 +36,17 @@ log = get_logger()
 
 @dataclass(slots=True)
 class _Progress:
-    """When something last got on."""
+    """The last time at which enough bytes had been sent."""
 
     seconds: float
     num_bytes: int = 0
 
-    def observe(self, num_bytes: int, now: float, elapsed: float) -> None:
-        if num_bytes - self.num_bytes > MIN_BYTES_PER_SECOND * elapsed:
+    def observe(self, num_bytes: int, now: float, elapsed: float) -> bool:
+        is_enough = num_bytes - self.num_bytes > MIN_BYTES_PER_SECOND * elapsed
+        if is_enough:
             self.seconds = now
         self.num_bytes = num_bytes
+        return is_enough
 
 
 class ServerConnection(Connection):
@@ -99,7 +101,7 @@ class ServerConnection(Connection):
         self._pinged_at: float | None = None
         self._client_name = self.client[0] if self.client else "a process on this host"
         self._reply = _Progress(now)
-        self._blocked: dict[int, _Progress] = {}  # by stream
+        self._sending: dict[int, _Progress] = {}  # by stream
         self._partial = (0, now)  # how many frames there were when one was not whole, and since when
         self._period = min(self._limits.header_timeout_seconds, self._limits.body_timeout_seconds) / LOOKS
         self._look_timer = self._loop.call_later(self._period, self._look)
@@ -176,13 +178,7 @@ class ServerConnection(Connection):
         if not self.is_sending:
             self._reply.seconds = now
         self._reply.observe(self.sent_bytes, now, elapsed)
-        # A stream whose own window is closed waits for nothing but its client, whatever the other streams do.
-        blocked = {s.number: s for s in self.streams.values() if s.outgoing and s.send_window <= 0}
-        self._blocked = {
-            number: self._blocked.get(number, _Progress(now, s.sent_bytes)) for number, s in blocked.items()
-        }
-        for number, stream in blocked.items():
-            self._blocked[number].observe(stream.sent_bytes, now, elapsed)
+        self._observe_streams(now, elapsed)
         if self.received_bytes != self._heard_bytes:
             self._heard_bytes, self._heard_at, self._pinged_at = self.received_bytes, now, None
         if not self.is_in_frame or self.num_frames != self._partial[0]:
@@ -201,8 +197,23 @@ class ServerConnection(Connection):
             self.ping()
         if self._transport.is_closing():
             return
-        for number, progress in self._blocked.items():
+        for number, progress in self._sending.items():
             if now - progress.seconds >= limits.body_timeout_seconds and number in self.streams:
                 log.warning("resetting a stream whose client does not take its reply", client=self._client_name)
                 self.reset(self.streams[number], Code.CANCEL, "the client does not take the reply")
         self._look_timer = self._loop.call_later(self._period, self._look)
+
+    def _observe_streams(self, now: float, elapsed: float) -> None:
+        """Observe the progress of each reply; the client is late only while the stream's own window is closed.
+
+        The writer prefers earlier streams. So those that have progressed move behind those that wait for their turn.
+        """
+        sending = [stream for stream in self.streams.values() if stream.outgoing]
+        self._sending = {s.number: self._sending.get(s.number, _Progress(now, s.sent_bytes)) for s in sending}
+        for stream in sending:
+            progress = self._sending[stream.number]
+            if progress.observe(stream.sent_bytes, now, elapsed):
+                self.streams[stream.number] = self.streams.pop(stream.number)
+            elif not stream.was_blocked and stream.send_window > 0:
+                progress.seconds = min(now, progress.seconds + elapsed)
+            stream.was_blocked = False

@@ -147,9 +147,14 @@ class Caller(Talker):
 
 
 async def connect(
-    address: str, *, settings: dict[int, int] | None = None, tls: ssl.SSLContext | None = None, greets: bool = True
+    address: str,
+    *,
+    settings: dict[int, int] | None = None,
+    tls: ssl.SSLContext | None = None,
+    greets: bool = True,
+    widens: bool = True,
 ) -> Caller:
-    """A client behind its preface."""
+    """Return a client that has sent its preface and, if it widens, the largest window for the connection."""
     url = urlsplit(address)
     reader, writer = await asyncio.open_connection(url.hostname, url.port, ssl=tls)
     caller = Caller(reader, writer, is_client=True)
@@ -157,7 +162,8 @@ async def connect(
         caller.h2.initiate_connection()
         if settings:
             caller.h2.update_settings(settings)  # type: ignore[arg-type]
-        caller.h2.increment_flow_control_window(frames.MAX_WINDOW - frames.DEFAULT_WINDOW)
+        if widens:
+            caller.h2.increment_flow_control_window(frames.MAX_WINDOW - frames.DEFAULT_WINDOW)
         caller.flush()
     return caller
 

@@ -528,6 +528,30 @@ async def test_a_stream_without_a_window_is_reset_although_its_connection_goes_o
             await until(lambda: len(service.ended) == 5)
 
 
+async def test_streams_with_tiny_windows_are_reset_although_an_earlier_one_takes_all_that_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A helper keeps the connection's window empty, so that the others have windows of a byte and send nothing."""
+    async with served(monkeypatch, body_timeout_seconds=1) as service:  # noqa: SIM117 - the client goes first
+        async with await service.connect(settings={SettingCodes.INITIAL_WINDOW_SIZE: 1}, widens=False) as caller:
+            helper = caller.ask(get(b"/large"))
+            caller.h2.increment_flow_control_window(LARGE, helper)
+            caller.flush()
+            await until(lambda: service.connections and service.connections[0].sent_bytes == frames.DEFAULT_WINDOW)
+            numbers = [caller.ask(get(b"/large")) for _ in range(4)]
+            async with asyncio.timeout(10):
+                while len(service.ended) < 4:
+                    caller.h2.increment_flow_control_window(1000)
+                    caller.flush()
+                    await asyncio.sleep(0.01)
+            assert not service.connections[0]._transport.is_closing()
+            for number in numbers:
+                assert await caller.reset_of(number) == Code.CANCEL
+            caller.h2.reset_stream(helper)
+            caller.flush()
+            await until(lambda: len(service.ended) == 5)
+
+
 async def test_a_slow_reader_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async with served(monkeypatch, body_timeout_seconds=0.2) as service:  # noqa: SIM117
         async with await service.connect(settings={SettingCodes.INITIAL_WINDOW_SIZE: 0}) as caller:
