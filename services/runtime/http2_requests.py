@@ -20,6 +20,8 @@ from .own_memory import LANDING, Landing
 
 log = get_logger()
 
+SMALL_BYTES = 4 * 1024  # of an answer whose end is sent after the application is done
+
 _PSEUDO = frozenset({b":method", b":scheme", b":path", b":authority"})
 _OF_CONNECTIONS = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"})
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
@@ -99,6 +101,7 @@ class Request:
             await app(self._scope, self.receive, self.send)
             if self._completed:
                 await self._discard_rest()
+                await self._wait_until_sent()
         except Exception as error:
             log.error("the application failed", exc_info=error, path=self._scope["path"])
         finally:
@@ -110,6 +113,11 @@ class Request:
             async with asyncio.timeout(problems.DISCARD_SECONDS):
                 while not self._body_is_over:
                     self._body_is_over = not (await self._inbox.next())[1]
+
+    async def _wait_until_sent(self) -> None:
+        with suppress(StreamResetError):
+            while not self._stream.is_local_over:
+                await self._stream.changed()
 
     async def receive(self) -> Message:
         """See ASGI, and `Landing`."""
@@ -136,7 +144,10 @@ class Request:
         return {"type": "http.request", "body": body, "more_body": has_more}
 
     async def send(self, message: Message) -> None:
-        """See ASGI; bodies may be memoryviews, which must not change meanwhile. Whoever has gone gets nothing."""
+        """See ASGI; bodies may be memoryviews, which must not change meanwhile. A client that has left gets nothing.
+
+        The application does not wait until a small answer is taken, so that a closed window holds no place there.
+        """
         stream = self._stream
         self._expects_continue = False
         if message["type"] == "http.response.start":
@@ -150,6 +161,10 @@ class Request:
         is_last = not message.get("more_body", False)
         body = message.get("body", b"") if self._has_body else b""
         self._completed = is_last
+        if is_last and len(body) <= SMALL_BYTES:
+            if stream.error is None:
+                stream.lend(bytes(body))
+            return
         try:
             await stream.send(body, is_last=is_last)
         except StreamResetError:

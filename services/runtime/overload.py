@@ -12,7 +12,7 @@ from ps_protocol.errors import Overloaded
 
 from .limits import RequestLimits
 from .problems import problem_response
-from .scopes import needed_scope
+from .scopes import PROBES, needed_scope
 
 MIN_BODY_BYTES_PER_SECOND = 4 * 1024  # beyond the time-out, in all: a byte now and then is no progress
 HURRIED_BYTES_PER_SECOND = 64 * 1024  # who is slower makes room when there are too many requests
@@ -42,7 +42,8 @@ class LimitRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        is_reader = needed_scope(scope["method"], scope["path"]) == "read"
+        needed = needed_scope(scope["method"], scope["path"])
+        is_reader = needed == "read" or (needed is None and scope["path"] not in PROBES)
         if is_reader and self._num_readers >= max(1, self._limits.max_requests // 2):
             error = Overloaded(f"{self._num_readers} requests that only look are being served already")
             await problem_response(error, instance=scope["path"])(scope, receive, send)

@@ -18,6 +18,7 @@ DOCS = "/docs"
 OPENAPI = "/openapi.json"
 DASHBOARD = "/"
 DASHBOARD_FILE = "/dashboard/{name}"
+PROBES = frozenset({routes.HEALTH, routes.READY})
 
 # None: everybody may, so that probes need no token.
 ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {

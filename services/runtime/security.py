@@ -22,12 +22,11 @@ from ps_protocol.errors import (
     UnsupportedTransferCoding,
 )
 from ps_protocol.hosts import LOOPBACK_NAMES, is_ip_literal, is_loopback, split_port
-from ps_protocol.routes import HEALTH, READY
 from ps_protocol.tokens import TokenFolder, TokenPair, includes, parse_authorization
 
 from .logs import get_logger
 from .problems import problem_response
-from .scopes import needed_scope
+from .scopes import PROBES, needed_scope
 from .settings import ServiceSettings
 
 log = get_logger()
@@ -36,7 +35,6 @@ TOKEN_WAIT_SECONDS = 60.0  # for whoever writes the tokens: services and trainer
 TOKEN_KEY = "gradpost.token"  # in a request's scope
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
 _READING = frozenset({"GET", "OPTIONS"})
-_PROBES = frozenset({HEALTH, READY})  # load balancers ask without a Host header, and browsers never do
 
 
 async def wait_for_token(settings: ServiceSettings, stop: asyncio.Event) -> bool:
@@ -125,7 +123,8 @@ class CheckAccess:
                 raise UnsupportedTransferCoding("the only transfer coding is chunked", actual=_quote(value))
             elif name == b"content-encoding" and value.lower() != b"identity":
                 raise UnsupportedContentCoding("the body of a request is sent uncompressed", actual=_quote(value))
-        if host is None and scope["path"] not in _PROBES:
+        # Load balancers probe without a Host header, and browsers never do.
+        if host is None and scope["path"] not in PROBES:
             if scope["http_version"] == "1.1":
                 raise BadInput("an HTTP/1.1 request needs a Host header")
             host = b""

@@ -552,6 +552,20 @@ async def test_streams_with_tiny_windows_are_reset_although_an_earlier_one_takes
             await until(lambda: len(service.ended) == 5)
 
 
+async def test_an_answer_that_is_not_taken_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(monkeypatch, RequestLimits(max_requests=4)) as service, await service.connect() as other:  # noqa: SIM117
+        async with await service.connect(settings={SettingCodes.INITIAL_WINDOW_SIZE: 0}) as caller:
+            numbers = [caller.ask(get(b"/nothing")) for _ in range(4)]
+            for number in numbers:
+                await caller.until(ResponseReceived, number)
+            assert await other.status() == 200
+            for number in numbers:
+                caller.h2.increment_flow_control_window(1000, number)
+            caller.flush()
+            for number in numbers:
+                assert b"not_found" in await caller.body(number)
+
+
 async def test_a_slow_reader_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async with served(monkeypatch, body_timeout_seconds=0.2) as service:  # noqa: SIM117
         async with await service.connect(settings={SettingCodes.INITIAL_WINDOW_SIZE: 0}) as caller:

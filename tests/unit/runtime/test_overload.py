@@ -110,7 +110,8 @@ async def test_those_who_look_leave_half_of_the_places_to_those_who_train() -> N
 
     app = LimitRequests(wait, RequestLimits(max_requests=4))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as http:
-        looking = [asyncio.create_task(http.get("/v1/parameters/w?after_version=9")) for _ in range(2)]
+        paths = ("/v1/parameters/w?after_version=9", "/dashboard/page.js")
+        looking = [asyncio.create_task(http.get(path)) for path in paths]
         for _ in looking:
             await arrived.get()
         assert (await http.get("/v1/status")).json()["code"] == "overloaded"
@@ -153,7 +154,7 @@ async def test_a_request_that_comes_while_a_slow_one_times_out_is_served() -> No
     answers: list[Any] = []
     good: list[asyncio.Task[None]] = []
     limit = LimitRequests(app, RequestLimits(max_requests=1, body_timeout_seconds=1.1))
-    scope = {"type": "http", "path": "/", "method": "GET", "http_version": "1.1", "headers": []}
+    scope = {"type": "http", "path": "/v1/trainers", "method": "POST", "http_version": "1.1", "headers": []}
     loop = asyncio.get_running_loop()
     begin = loop.time()
     slow = asyncio.create_task(limit(scope, never, send))
