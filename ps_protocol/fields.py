@@ -42,8 +42,6 @@ Rank: TypeAlias = Ordinal
 Round: TypeAlias = Ordinal
 Incarnation: TypeAlias = Ordinal
 PserverIndex: TypeAlias = Ordinal
-# The same in a path, in a query, or as the key of an object, where JSON has text only.
-OrdinalText: TypeAlias = Annotated[int, Field(ge=0, le=MAX_ORDINAL)]
 
 
 def _read_ordinal(value: object) -> object:
@@ -52,9 +50,10 @@ def _read_ordinal(value: object) -> object:
     return value
 
 
-_Key: TypeAlias = Annotated[OrdinalText, BeforeValidator(_read_ordinal)]
+# An Ordinal in a path, in a query, or as the key of an object, where JSON has text only.
+OrdinalText: TypeAlias = Annotated[int, Field(ge=0, le=MAX_ORDINAL), BeforeValidator(_read_ordinal)]
 ByOrdinal: TypeAlias = Annotated[
-    dict[_Key, V],
+    dict[OrdinalText, V],
     Field(max_length=MAX_MEMBERS, json_schema_extra={"propertyNames": {"pattern": f"^[0-9]{{1,{MAX_DIGITS}}}$"}}),
 ]
 Ordinals: TypeAlias = Annotated[tuple[Ordinal, ...], Field(max_length=MAX_MEMBERS)]

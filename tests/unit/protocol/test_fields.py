@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ps_protocol import messages
 from ps_protocol.consistency import Consistency
-from ps_protocol.fields import MAX_NOTE, ByOrdinal, CheckedConsistency, Flag, Note, Number, Ordinal, Real
+from ps_protocol.fields import MAX_NOTE, ByOrdinal, CheckedConsistency, Flag, Note, Number, Ordinal, OrdinalText, Real
 from ps_protocol.messages import Message
 
 NUMBERS = {"mode": "ssp", "max_staleness": 3, "dc_lambda": 1, "compensation": "dc"}
@@ -25,6 +25,7 @@ NUMBERS = {"mode": "ssp", "max_staleness": 3, "dc_lambda": 1, "compensation": "d
         (Flag, [True], [0, 1, "true", None]),
         (Real, [0.5, 1], [True, "0.5", "NaN", float("inf"), 10**400]),
         (Number, [0.5, 1, "NaN", "-Infinity"], [True, "0.5", "nan", 10**400]),
+        (OrdinalText, ["0", "17"], ["1_0", "1.0", "+1", " 1", "-0", "9" * 19]),
         (ByOrdinal[Ordinal], [{"0": 1}], [{"-1": 1}, {"+1": 1}, {"1.0": 1}, {" 1": 1}, {"9" * 19: 1}, {"0": "1"}]),
         (
             CheckedConsistency,
