@@ -168,7 +168,7 @@ async def test_no_trainer_is_blamed_for_a_pserver_that_is_away_longer_than_the_r
     specs = [ParameterSpec(name, (10,)) for name in "ab"]
     gradient = {spec.name: torch.ones(spec.shape) for spec in specs}
     rules = {"mode": "ssp", "max_staleness": 0, "durability": "log", "on_trainer_loss": policy}
-    with LocalCluster(pservers=2, trainers=2, lease_seconds=1, round_timeout_seconds=3, **rules) as cluster:
+    with LocalCluster(pservers=2, trainers=2, lease_seconds=2, round_timeout_seconds=3, **rules) as cluster:
 
         async def begin(client: ParameterClient, rank: int) -> None:
             await client.declare(specs, SGD)
