@@ -73,10 +73,12 @@ class Watch:
             self._complain(f"the checkpoint of round {round_} is listed as complete, but {found[run, round_]}")
 
     def _list_complete(self) -> list[tuple[str, int]]:
-        """Return run and round of each checkpoint that the coordinator lists; none while it is away."""
+        """Return run and round of each checkpoint that the coordinator lists; none while it is away or starts."""
         try:
             response = self._http.get("/v1/checkpoints")
         except httpx.TransportError:
+            return []
+        if response.is_server_error:
             return []
         return [(one["run"], one["round"]) for one in response.raise_for_status().json()]
 
