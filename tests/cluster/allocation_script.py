@@ -99,7 +99,9 @@ def main() -> None:
         ours = {name: value for name, value in arguments.items() if name != "channels_last"}
         passes = arguments.get("accumulate_steps", 1)
         rank, fresh, tensors = measure(ours, channels_last="channels_last" in arguments, passes=passes)
-        print(json.dumps([arguments, rank, fresh, tensors]), flush=True)
+        # The processes of a host share a pipe: print() could write the line and its end separately.
+        sys.stdout.write(json.dumps([arguments, rank, fresh, tensors]) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
