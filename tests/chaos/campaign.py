@@ -78,9 +78,14 @@ class Campaign:
             seed, may_fake_time=find_libfaketime() is not None, mode=self._mode if self._sabotage else None
         )
         if self._sabotage:
-            policy, num_pservers = POLICIES.get(self._sabotage, "wait"), max(2, setup.num_pservers)
-            setup = replace(setup, seconds=8.0, max_delay=0, on_trainer_loss=policy, checkpoint_rounds=7)
-            setup = replace(setup, num_pservers=num_pservers)
+            setup = replace(
+                setup,
+                seconds=8.0,
+                max_delay=0,
+                on_trainer_loss=POLICIES.get(self._sabotage, "wait"),
+                checkpoint_rounds=7,
+                num_pservers=max(2, setup.num_pservers),
+            )
         folder = Path(tempfile.mkdtemp(prefix=f"gradpost-chaos-{seed}-", dir=self._folder))
         episode = Episode(setup, folder, kinds=self._kinds, sabotage=self._sabotage)
         kept = True
