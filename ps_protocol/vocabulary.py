@@ -98,6 +98,9 @@ class BufferSpec:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
+WINDOW = 64  # elements that a pserver steps together; a multiple of every vector width and cache line
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """Elements `[begin, end)` of a flattened parameter and the pserver that owns them."""

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.plan import SlicePlan
-from ps_protocol.vocabulary import Block, Durability, LossPolicy, NonfinitePolicy, Placement, Round
+from ps_protocol.vocabulary import WINDOW, Block, Durability, LossPolicy, NonfinitePolicy, Placement, Round
 from ps_protocol.wire_types import DEFAULT_TOPK, PullType, PushType
 
 MASTER_BYTES = 4  # of an element, float32
 RECORD_BYTES = 1024  # of a round in the log, beside its gradient
-WINDOW = 64  # elements; a block takes whole windows of its parameter in the log, see `services/pserver/layout.py`
 LOG_SHARDS = 4  # between two checkpoints, by default
 MIN_LOG_BYTES = 1024 * 1024  # a checkpoint takes some milliseconds, however small the shard
 CONTRIBUTIONS = 1000  # between checkpoints in asynchronous modes, if nothing is logged
@@ -55,5 +54,5 @@ class RunDefaults:
 
 
 def _count_logged(block: Block) -> int:
-    """Return the number of elements that a block takes in the log of the synchronous mode, padding included."""
+    """Return the number of elements that a block takes in a synchronous log: whole windows of its parameter."""
     return (-(-block.end // WINDOW) - block.begin // WINDOW) * WINDOW

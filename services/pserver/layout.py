@@ -23,10 +23,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ps_protocol.plan import SlicePlan
-from ps_protocol.vocabulary import Block, PserverIndex
+from ps_protocol.vocabulary import WINDOW, Block, PserverIndex
 from ps_protocol.wire_types import WireTensor
-
-WINDOW = 64  # elements; a multiple of every vector width and cache line
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,9 @@ from ps_protocol.fields import MAX_NAME, MAX_RESULT_NAME, MAX_RESULTS
 from ps_protocol.frames import ALIGNMENT, CONTENT_TYPE, FrameLimits
 from ps_protocol.optimizers import RULES
 from ps_protocol.plan import SlicePlan
-from ps_protocol.vocabulary import PARAMETER_DTYPES, PROTOCOL_VERSION
+from ps_protocol.vocabulary import PARAMETER_DTYPES, PROTOCOL_VERSION, WINDOW
 from services.coordinator.app import MAX_WAIT_SECONDS as MAX_PLAN_WAIT_SECONDS
 from services.pserver.endpoints import MAX_GET_BODY_BYTES, MAX_WAIT_SECONDS
-from services.pserver.layout import WINDOW
 from services.runtime.problems import DISCARD_SECONDS
 
 from .apps import call, run_coordinator, run_pserver

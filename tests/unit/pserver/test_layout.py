@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_protocol.plan import make_plan
-from ps_protocol.vocabulary import PARAMETER_DTYPES, PLACEMENTS, ParameterSpec
+from ps_protocol.vocabulary import PARAMETER_DTYPES, PLACEMENTS, WINDOW, ParameterSpec
 from services.coordinator.defaults import RECORD_BYTES
-from services.pserver.layout import WINDOW, ShardLayout
+from services.pserver.layout import ShardLayout
 from tests.unit.coordinator.support import defaults
 
 

@@ -10,9 +10,9 @@ import torch
 from ps_protocol.optimizers import RULES
 from ps_protocol.plan import make_plan
 from ps_protocol.slots import StepState
-from ps_protocol.vocabulary import ParameterSpec
+from ps_protocol.vocabulary import WINDOW, ParameterSpec
 from services.pserver import optimizer_rules
-from services.pserver.layout import WINDOW, ShardLayout
+from services.pserver.layout import ShardLayout
 from services.pserver.optimizer_blocks import OptimizerBlocks
 
 from .oracle import FUSED, make_numbers, make_options, make_spec
