@@ -133,12 +133,28 @@ async def test_one_that_is_asked_for_does_not_wait_for_the_round_of_the_next():
 
 async def test_one_that_was_asked_for_is_named_once():
     """The heartbeats that say how far the pservers are may be a second old."""
-    async with scheduling() as (_, writers, schedule):
+    async with scheduling() as (cluster, writers, schedule):
+        writers.rounds = [6, 6]
+        writers.tell(cluster, written=[[0], [0]], coming=[[], []])
         writers.rounds = [7, 7]  # as of after the heartbeats
         schedule.ask()
         await schedule.advance()
         await schedule.advance()
-        assert writers.named == [0, 8]
+        assert writers.named == [6, 8]
+
+
+async def test_one_that_was_asked_for_is_made_once():
+    """The schedule may advance before whoever asked has been told that it is complete."""
+    async with scheduling() as (cluster, writers, schedule):
+        writers.rounds = [7, 7]
+        writers.tell(cluster, written=[[0], [0]], coming=[[], []])
+        schedule.ask()
+        await schedule.advance()
+        writers.rounds = [8, 8]
+        writers.tell(cluster, written=[[0, 7], [0, 7]], coming=[[], []])
+        cluster.complete_checkpoints.append(7)
+        await schedule.advance()
+        assert writers.named == [7, 10]  # the next one that is due
 
 
 async def test_what_was_asked_for_in_a_run_is_not_made_in_the_next_attempt():
