@@ -19,14 +19,16 @@ from .up_support import wait_until
 pytestmark = [pytest.mark.cluster, pytest.mark.ring]
 
 LEASE = 1.0
+LONG_LEASE = 20.0
 ROUND_TIMEOUT = 2.0
 SLACK = 2.5  # heartbeats, the coordinator's tick, the processors' other work
 
 
 @pytest.fixture
-def cluster() -> Iterator[LocalCluster]:
+def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    lease: float = getattr(request, "param", LEASE)
     with LocalCluster(
-        pservers=0, trainers=3, strategy="ring", lease_seconds=LEASE, round_timeout_seconds=ROUND_TIMEOUT
+        pservers=0, trainers=3, strategy="ring", lease_seconds=lease, round_timeout_seconds=ROUND_TIMEOUT
     ) as cluster:
         yield cluster
 
@@ -154,15 +156,14 @@ def test_who_leaves_the_others_alone_is_named(cluster: LocalCluster, tmp_path: P
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("cluster", [LONG_LEASE], indirect=True, ids=["long lease"])
 def test_an_interrupt_of_who_is_done_is_heard_at_once(cluster: LocalCluster, tmp_path: Path) -> None:
     command = write_script(tmp_path, rounds="(4 if session.rank == 0 else 1_000_000)")
     children = [cluster.start_trainer(rank, command) for rank in range(3)]
     wait_for_line(cluster, "no batches are left here")
     wait_for_line(cluster, "[trainer 1] round 30")
     children[0].signal(SIGINT)
-    at = time.monotonic()
-    assert [child.wait(15) for child in children[1:]] == [1, 1]
-    assert time.monotonic() - at < SLACK  # it is not its lease that ends
+    assert [child.wait(LONG_LEASE / 2) for child in children[1:]] == [1, 1]  # it is not its lease that ends
     said = "ps_protocol.errors.TrainerLost: trainer 0 failed: KeyboardInterrupt"
     for rank in (1, 2):
         assert any(line.startswith(f"[trainer {rank}] {said}") for line in cluster.output), cluster.output
