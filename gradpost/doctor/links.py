@@ -13,6 +13,7 @@ from .finding import Finding
 
 MIN_REQUEST_BYTES = 1_000_000  # smaller ones are bound by their round trips, and say nothing of the bandwidth
 SLOW_SHARE = 0.25  # of what is usual here
+MIN_LOST_SECONDS = 0.01  # in a request, which is less than a scheduler on a busy machine may take
 HERE = ("joined", "declared")
 
 
@@ -43,15 +44,18 @@ def _unreachable(trainers: list[TrainerStatus]) -> Iterator[Finding]:
 def _slow(status: ClusterStatus, trainers: list[TrainerStatus]) -> Iterator[Finding]:
     ways = ["pulls"] if status.mode != "sync" else ["pushes", "pulls"]  # a push there may wait for room in a queue
     for way in ways:
-        speeds = {
-            (trainer.rank, pserver): speed
+        measured = {
+            (trainer.rank, pserver): (speed, traffic)
             for trainer in trainers
             for pserver, link in trainer.links.items()
-            if (speed := _speed(getattr(link, way))) is not None
+            if (speed := _speed(traffic := getattr(link, way))) is not None
         }
-        usual = median(speeds.values()) if len(speeds) > 2 else 0.0  # of two nobody knows which is unusual
-        for (rank, pserver), speed in speeds.items():
-            if speed < SLOW_SHARE * usual:
+        if len(measured) <= 2:
+            continue  # of two nobody knows which is unusual
+        usual = median(speed for speed, _ in measured.values())
+        for (rank, pserver), (speed, traffic) in measured.items():
+            lost = (traffic.seconds - traffic.num_bytes / usual) / max(traffic.num_requests, 1)
+            if speed < SLOW_SHARE * usual and lost >= MIN_LOST_SECONDS:
                 yield Finding(
                     "links", "warning",
                     f"trainer {rank} {way} {speed / 1e6:.0f} MB/s "
