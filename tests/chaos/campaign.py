@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from ps_protocol.vocabulary import LossPolicy, Mode
+from ps_protocol.vocabulary import Mode
 
 from .chaos_cluster import find_libfaketime
 from .episode import Episode
@@ -25,10 +25,8 @@ SABOTAGES = {
     "log": ("pserver killed",),
     "places": ("place of one pserver hanging",),
     "pauses": ("administrative changes under load",),
-    "time-outs": ("pserver away for longer than the round time-out",),
     "pages": ("proxy answers pages",),
 }
-POLICIES: dict[str, LossPolicy] = {"time-outs": "continue"}  # in which a sabotage shows; else `wait`
 MODES: dict[str, Mode] = {"pauses": "async"}  # else `sync`
 SHOWN_VIOLATIONS = 10
 
@@ -82,7 +80,7 @@ class Campaign:
                 setup,
                 seconds=8.0,
                 max_delay=0,
-                on_trainer_loss=POLICIES.get(self._sabotage, "wait"),
+                on_trainer_loss="wait",
                 checkpoint_rounds=7,
                 num_pservers=max(2, setup.num_pservers),
             )

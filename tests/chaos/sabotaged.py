@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -11,7 +10,6 @@ from ps_protocol.errors import Ended
 from ps_protocol.fence import Fence
 from ps_protocol.messages import PushAnswer
 from ps_protocol.vocabulary import Incarnation, Rank, Round
-from services.coordinator.cluster import Cluster
 from services.pserver.admission import Admission
 from services.pserver.bodies import Body
 from services.pserver.clocks import Clocks
@@ -25,7 +23,7 @@ from services.pserver.sync_run import SyncRun
 from trainer_client import answers
 
 _push, _append, _required, _admit = SyncRun.push, UpdateLog.append, Rounds.required, Clocks.admit
-_prune_place, _time_out = RunStorage.prune_place, Cluster._time_out
+_prune_place = RunStorage.prune_place
 
 
 def break_dedupe() -> None:
@@ -91,18 +89,6 @@ def break_pauses() -> None:
     Pauses.wait = wait  # type: ignore[method-assign]
 
 
-def break_time_outs() -> None:
-    """A trainer is blamed for a pserver that is away."""
-
-    def time_out(self: Cluster, round_: Round, missing: Sequence[Rank], waiting_seconds: float, now: float) -> None:
-        self._incomplete_at = -math.inf
-        for trainer in self.run.trainers.values():
-            trainer.cut_off_at = -math.inf
-        _time_out(self, round_, missing, waiting_seconds, now)
-
-    Cluster._time_out = time_out  # type: ignore[method-assign]
-
-
 def break_pages() -> None:
     """A trainer takes the page of a gateway for the end of the run."""
     answers.GatewayPage = lambda text, **_: Ended(text)  # type: ignore[misc, assignment]
@@ -114,6 +100,5 @@ SABOTAGES = {
     "log": break_log,
     "places": break_places,
     "pauses": break_pauses,
-    "time-outs": break_time_outs,
     "pages": break_pages,
 }

@@ -30,13 +30,12 @@ def test_a_history_without_violations(tmp_path: Path, capsys: pytest.CaptureFixt
     ("sabotage", "mode"),
     [
         ("dedupe", "sync"),
-        ("log", "async"),
+        pytest.param("log", "async", marks=pytest.mark.soak),
         ("places", "sync"),
         pytest.param("order", "sync", marks=pytest.mark.soak),
         pytest.param("dedupe", "async", marks=pytest.mark.soak),
         pytest.param("log", "sync", marks=pytest.mark.soak),
         pytest.param("pauses", "async", marks=pytest.mark.soak),
-        pytest.param("time-outs", "sync", marks=pytest.mark.soak),
         pytest.param("pages", "sync", marks=pytest.mark.soak),
     ],
 )
