@@ -24,8 +24,8 @@ pytestmark = [
 CONTROL = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
 
 
-def run_up(*arguments: object, folder: Path, **environ: str) -> tuple[int, str, str]:
-    with RunningUp(*arguments, folder=folder, **environ) as up:
+def run_up(*arguments: object, folder: Path, cold: bool = False, **environ: str) -> tuple[int, str, str]:
+    with RunningUp(*arguments, folder=folder, cold=cold, **environ) as up:
         outcome = up.finish()
         assert up.has_left_nothing(), up.left()
     return outcome
@@ -39,7 +39,7 @@ def test_it_trains_and_ends_with_the_numbers(tmp_path: Path) -> None:
     (tmp_path / "services").mkdir()
     (tmp_path / "services" / "__init__.py").write_text("raise ImportError('not yours')")
     script = train_script(tmp_path)
-    code, stdout, stderr = run_up("--", "python", script.name, folder=tmp_path, GRADPOST_MIN_BLOCK_SIZE="4")
+    code, stdout, stderr = run_up("--", "python", script.name, folder=tmp_path, cold=True, GRADPOST_MIN_BLOCK_SIZE="4")
     lines = stdout.splitlines()
     assert code == 0, stdout + stderr
     for rank in range(2):
@@ -62,7 +62,7 @@ def test_on_a_terminal_it_shows_a_live_line_and_colours(tmp_path: Path) -> None:
     ours, theirs = os.openpty()
     environ = {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
     arguments = ("--pservers", 1, "--trainers", 1, "--lease-seconds", 3, "--", "python", script)
-    with RunningUp(*arguments, folder=tmp_path, stdout=theirs, **environ) as up:
+    with RunningUp(*arguments, folder=tmp_path, stdout=theirs, cold=True, **environ) as up:
         os.close(theirs)
         shown = read_terminal(ours)
         code = up.process.wait(SECONDS)
@@ -154,7 +154,7 @@ LOST = "trainer 1 was lost: its process was ended by SIGKILL (out of memory?)"
 KILL = "if step == 2 and {who}: os.kill(os.getpid(), 9)"
 
 
-@pytest.mark.parametrize("source", ["flag", pytest.param("file", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("source", ["flag", pytest.param("file", marks=pytest.mark.soak)])
 def test_the_others_go_on_without_a_lost_trainer(tmp_path: Path, source: str) -> None:
     arguments, environ = ["--on-trainer-loss", "continue"], {}
     if source == "file":
@@ -170,7 +170,10 @@ def test_the_others_go_on_without_a_lost_trainer(tmp_path: Path, source: str) ->
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("who", "settings", "num_lost"),
-    [("True", (), 2), ("session.rank == 1", ("--min-trainers", 2, "--rejoin-timeout", 1), 1)],
+    [
+        ("True", (), 2),
+        pytest.param("session.rank == 1", ("--min-trainers", 2, "--rejoin-timeout", 1), 1, marks=pytest.mark.soak),
+    ],
 )
 def test_without_enough_trainers_the_run_fails(
     tmp_path: Path, who: str, settings: tuple[object, ...], num_lost: int
@@ -226,7 +229,7 @@ def test_a_failure_before_joining_ends_the_others(tmp_path: Path) -> None:
     ],
 )
 def test_a_signal_ends_everything(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    with RunningUp("--pservers", 1, "--", "python", "-c", IDLE, folder=tmp_path) as up:
+    with RunningUp("--pservers", 1, "--", "python", "-c", IDLE, folder=tmp_path, cold=True) as up:
         up.wait_for("[trainer 0] ready", "[trainer 1] ready")
         num_processes = 1 + 1 + 1 + 1 + 2 * 2  # up, its guardian, two services, two scripts of two processes
         # A process that is just being executed has no environment for a moment.
@@ -240,7 +243,7 @@ def test_a_signal_ends_everything(tmp_path: Path, number: signal.Signals, code: 
 
 @pytest.mark.extended
 def test_what_ignores_signals_is_killed_at_the_second_one_at_once(tmp_path: Path) -> None:
-    with RunningUp("--pservers", 1, "--trainers", 1, "--", "python", "-c", STUBBORN, folder=tmp_path) as up:
+    with RunningUp("--pservers", 1, "--trainers", 1, "--", "python", "-c", STUBBORN, folder=tmp_path, cold=True) as up:
         up.wait_for("[trainer 0] ready")
         up.signal(signal.SIGINT)
         time.sleep(0.5)
@@ -251,7 +254,7 @@ def test_what_ignores_signals_is_killed_at_the_second_one_at_once(tmp_path: Path
 
 
 def test_kill_9_leaves_nothing_either(tmp_path: Path) -> None:
-    with RunningUp("--pservers", 1, "--", "python", "-c", STUBBORN, folder=tmp_path) as up:
+    with RunningUp("--pservers", 1, "--", "python", "-c", STUBBORN, folder=tmp_path, cold=True) as up:
         up.wait_for("[trainer 0] ready", "[trainer 1] ready")
         up.signal(signal.SIGKILL)
         assert up.has_left_nothing(seconds=10), up.left()
@@ -259,7 +262,7 @@ def test_kill_9_leaves_nothing_either(tmp_path: Path) -> None:
 
 def test_it_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
     chatty = "import time\nwhile True: print('line'); time.sleep(0.05)"
-    with RunningUp("--pservers", 1, "--trainers", 1, "--", "python", "-c", chatty, folder=tmp_path) as up:
+    with RunningUp("--pservers", 1, "--trainers", 1, "--", "python", "-c", chatty, folder=tmp_path, cold=True) as up:
         up.wait_for("[trainer 0] line")
         assert up.process.stdout is not None
         up.process.stdout.close()
@@ -269,7 +272,7 @@ def test_it_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("service", ["pserver", pytest.param("coordinator", marks=pytest.mark.extended)])
 def test_a_service_that_dies_ends_it(tmp_path: Path, service: str) -> None:
-    with RunningUp("--pservers", 1, "--trainers", 1, "--", "python", "-c", IDLE, folder=tmp_path) as up:
+    with RunningUp("--pservers", 1, "--trainers", 1, "--", "python", "-c", IDLE, folder=tmp_path, cold=True) as up:
         up.wait_for("[trainer 0] ready")
         os.kill(up.pid_of(f"-m services.{service}"), signal.SIGKILL)
         code, _, stderr = up.finish()

@@ -15,6 +15,7 @@ from types import TracebackType
 import gradpost
 
 ROOT = Path(gradpost.__file__).parents[1]
+PROGRAM = ROOT / "tests" / "warm" / "program.py"
 SECONDS = 100  # a busy machine takes long to import torch four times
 MARK = "UP_TEST_MARK"
 
@@ -60,14 +61,22 @@ def clean_environment() -> dict[str, str]:
 
 
 class RunningUp:
-    """`gradpost up` with these arguments; on leaving the block it is killed if it has not ended."""
+    """`gradpost up` with these arguments; on leaving the block it is killed if it has not ended.
 
-    def __init__(self, *arguments: object, folder: Path, stdout: int = subprocess.PIPE, **environ: str) -> None:
+    What it starts is forked from a warm server, and computes on one thread; if `cold` it is as a user has it.
+    """
+
+    def __init__(
+        self, *arguments: object, folder: Path, stdout: int = subprocess.PIPE, cold: bool = False, **environ: str
+    ) -> None:
         self.mark = uuid.uuid4().hex
+        is_cold = cold or sys.platform != "linux"
+        program = ["-P", "-m", "gradpost"] if is_cold else [str(PROGRAM), "gradpost"]
+        threads = {} if is_cold else {"OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "gradpost", "up", *map(str, arguments)],
+            [sys.executable, *program, "up", *map(str, arguments)],
             cwd=folder,
-            env={**clean_environment(), "PYTHONPATH": str(ROOT), MARK: self.mark, **environ},
+            env={**clean_environment(), "PYTHONPATH": str(ROOT), MARK: self.mark, **threads, **environ},
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=subprocess.PIPE if stdout == subprocess.PIPE else stdout,

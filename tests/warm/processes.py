@@ -76,9 +76,10 @@ class WarmProcess:
 
 
 class WarmServers:
-    """Start them with the first process; `close` ends them."""
+    """Start them with the first process; `close` ends them. With a `channel` there is one, at its other end."""
 
-    def __init__(self) -> None:
+    def __init__(self, channel: socket.socket | None = None) -> None:
+        self._given = channel
         self._lock = threading.Lock()
         self._environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self._servers: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
@@ -107,6 +108,8 @@ class WarmServers:
         return WarmProcess(pid, command, os.fdopen(read_end, "rb"))
 
     def _open(self) -> socket.socket:
+        if self._given is not None:
+            return self._given
         while len(self._servers) < NUM_SERVERS:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
