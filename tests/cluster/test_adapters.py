@@ -50,6 +50,7 @@ class Run(NamedTuple):
 
 HUGGING_FACE = Example(ROOT / "examples" / "huggingface_trainer.py", 16)
 LIGHTNING = Example(ROOT / "examples" / "lightning_module.py", 32)
+BY_NAME: dict[str, Any] = {"indirect": True, "scope": "module", "ids": ["huggingface", "lightning"]}
 
 
 def read_run(folder: Path, output: str, num_trainers: int) -> Run:
@@ -58,7 +59,7 @@ def read_run(folder: Path, output: str, num_trainers: int) -> Run:
     return Run(accuracies[0], [load_file(folder / f"{rank}.safetensors") for rank in range(num_trainers)])
 
 
-@pytest.fixture(scope="module", params=[HUGGING_FACE, LIGHTNING], ids=["huggingface", "lightning"])
+@pytest.fixture(scope="module")
 def example(request: pytest.FixtureRequest) -> Example:
     return request.param
 
@@ -88,12 +89,14 @@ def train(example: Example, folder: Path, num_trainers: int, *arguments: str) ->
     return read_run(folder / "parameters", stderr, num_trainers), json.loads(stdout), stderr
 
 
+@pytest.mark.parametrize("example", [HUGGING_FACE, pytest.param(LIGHTNING, marks=pytest.mark.soak)], **BY_NAME)
 def test_one_trainer_has_the_bits_of_the_library_alone(example: Example, alone: Run, tmp_path: Path) -> None:
     run, _, _ = train(example, tmp_path, 1)
     assert_identical(run.parameters[0], alone.parameters[0])
     assert run.accuracy == alone.accuracy
 
 
+@pytest.mark.parametrize("example", [pytest.param(HUGGING_FACE, marks=pytest.mark.soak), LIGHTNING], **BY_NAME)
 def test_two_trainers_learn_as_much_as_one(example: Example, alone: Run, tmp_path: Path) -> None:
     run, summary, output = train(example, tmp_path, 2, "--output", "saved")
     assert summary["rounds"] == STEPS

@@ -109,11 +109,12 @@ def test_nor_does_a_ring() -> None:
     check(IN_A_RING, has_gloo=True, pservers=0, strategy="ring")
 
 
+@pytest.mark.soak
 @pytest.mark.hosts
 def test_nor_do_hosts_of_several_processes() -> None:
     check(IN_HOSTS, run=run_hosts, num_processes=4, has_gloo=True)
 
 
-@pytest.mark.parametrize("kind", [{}, {"channels_last": True}], ids=str)
+@pytest.mark.parametrize("kind", [pytest.param({}, marks=pytest.mark.soak), {"channels_last": True}], ids=str)
 def test_nor_with_steps_that_are_delayed(kind: dict[str, Any]) -> None:
     check([kind], max_delay=1)

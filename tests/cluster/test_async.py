@@ -118,7 +118,7 @@ async def watch(address: str, seconds: float, *, until_torn: bool) -> tuple[int,
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("consistency", ["none", "block", "shard"])
+@pytest.mark.parametrize("consistency", [pytest.param("none", marks=pytest.mark.soak), "block", "shard"])
 @pytest.mark.extended
 async def test_torn_reads(carrier: Carrier, consistency: str) -> None:
     with cluster_of(2, carrier, read_consistency=consistency, max_delay=1_000_000, max_queued=2) as address:

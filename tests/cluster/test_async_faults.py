@@ -110,7 +110,7 @@ def test_a_pserver_dies_in_a_checkpoint_or_a_change_and_nothing_is_lost(name: st
         {"max_delay": 2},
         pytest.param({"mode": "ssp", "max_staleness": 0, "read_consistency": "shard"}, marks=pytest.mark.soak),
         pytest.param({"compensation": "dc"}, marks=pytest.mark.soak),
-        {"wait_for_apply": False},
+        pytest.param({"wait_for_apply": False}, marks=pytest.mark.soak),
     ],
     ids=str,
 )
@@ -162,7 +162,7 @@ def test_a_pserver_that_has_lost_its_disk_goes_on_from_a_shared_checkpoint(tmp_p
 
 @pytest.mark.asyncio
 @pytest.mark.extended
-@pytest.mark.parametrize("policy", ["fail", "continue"])
+@parametrize_sampled("policy", ["fail", "continue"], ["fail"])
 async def test_no_trainer_is_blamed_for_a_pserver_that_is_away_longer_than_the_round_time_out(policy: str) -> None:
     """Trainer 1 cannot get step 1 from pserver 1, so at pserver 0 trainer 0 waits in vain for step 2 of trainer 1."""
     specs = [ParameterSpec(name, (10,)) for name in "ab"]

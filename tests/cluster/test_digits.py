@@ -25,9 +25,7 @@ STEPS = 8 * 23
         ("--mode sync", 0, STEPS),
         pytest.param("--mode async", 0, 2 * STEPS, marks=pytest.mark.soak),
         pytest.param("--mode ssp --max-staleness 2", 0, 2 * STEPS, marks=pytest.mark.soak),
-        pytest.param(
-            "--mode async --no-wait-for-apply --read-consistency shard", 0, 2 * STEPS, marks=pytest.mark.extended
-        ),
+        pytest.param("--mode async --no-wait-for-apply --read-consistency shard", 0, 2 * STEPS, marks=pytest.mark.soak),
         pytest.param("--mode sync --push-type int8 --pull-type int8", 0, STEPS, marks=pytest.mark.soak),
         pytest.param("--mode sync --max-delay 1", 0, STEPS, marks=pytest.mark.soak),
         pytest.param("--mode sync", 4, STEPS // 4, marks=pytest.mark.soak),

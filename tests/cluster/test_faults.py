@@ -80,7 +80,8 @@ def test_a_scripts_random_numbers_do_not_depend_on_repeated_requests(tmp_path: P
 
 
 @pytest.mark.extended
-@parametrize_sampled("seed", range(10), [0])
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(10))
 def test_everybody_dies_at_random_points(seed: int) -> None:
     chance = random.Random(seed)
     with FaultyRun(160, checkpoint_rounds=7) as run:
@@ -117,7 +118,7 @@ def test_the_others_go_on_within_a_lease() -> None:
 
 @pytest.mark.extended
 def test_who_comes_back_joins() -> None:
-    with FaultyRun(600, trainers=2, on_trainer_loss="continue") as run:
+    with FaultyRun(300, trainers=2, on_trainer_loss="continue") as run:
         run.wait_for_round(10)
         run.kill(run.cluster.trainers[1])
         run.wait_for_round(run.round_of(0) + 3)
@@ -164,7 +165,7 @@ def test_a_rolling_restart_fails_no_step(carrier: Carrier, policy: str) -> None:
         assert not [line for line in run.lines if "Traceback" in line]
 
 
-@pytest.mark.parametrize("policy", ["fail", "continue"])
+@pytest.mark.parametrize("policy", [pytest.param("fail", marks=pytest.mark.extended), "continue"])
 def test_no_trainer_is_blamed_for_a_pserver_that_is_away_longer_than_the_round_time_out(policy: str) -> None:
     with FaultyRun(40, on_trainer_loss=policy, round_timeout_seconds=3) as run:
         run.wait_for_round(10)
@@ -222,7 +223,7 @@ def test_a_trainers_word_alone_takes_no_run_back() -> None:
         *((name, 2) for name in ("freeze.before", "freeze.after")),
         *((name, 1) for name in ("open.before", "open.after", "install.before", "install.after")),
     ],
-    sample=[("log.append.after", 12), ("checkpoint.rename", 3), ("freeze.after", 2), ("install.before", 1)],
+    sample=[("log.append.after", 12), ("install.before", 1)],
 )
 def test_a_pserver_dies_at_each_point_and_nothing_is_lost(name: str, passage: int) -> None:
     """It is frozen for its own return, and once more for that of a trainer, whose members are then installed."""
@@ -243,7 +244,7 @@ def test_a_pserver_dies_at_each_point_and_nothing_is_lost(name: str, passage: in
 @parametrize_sampled(
     "name",
     ["decide.before", "decide.after", "checkpoint.manifest", "checkpoint.manifest.after"],
-    sample=["decide.after", "checkpoint.manifest"],
+    sample=["decide.after"],
 )
 def test_the_coordinator_dies_at_each_point_and_nothing_is_lost(name: str) -> None:
     with FaultyRun(60, checkpoint_rounds=5) as run:

@@ -71,6 +71,7 @@ def test_a_host_whose_process_dies_comes_back(rank: int) -> None:
         assert len(results) == WORLD
 
 
+@pytest.mark.soak
 def test_who_is_stopped_is_named_within_a_lease() -> None:
     with hosts(PATIENT, rounds=1_000_000) as run:
         run.wait_for_round(5)

@@ -24,7 +24,7 @@ def train(session: Session) -> tuple[dict[str, Tensor], str]:
     "settings",
     [
         {},
-        pytest.param({"max_delay": 1}, marks=pytest.mark.extended),
+        pytest.param({"max_delay": 1}, marks=pytest.mark.soak),
         pytest.param({"push_type": "int8", "pull_type": "int8"}, marks=pytest.mark.extended),
     ],
     ids=str,

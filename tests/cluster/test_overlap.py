@@ -342,7 +342,7 @@ def test_processes_may_die_while_gradients_leave(carrier: Carrier) -> None:
 
 @pytest.mark.extended
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("pulls", ["false", "true"])
+@pytest.mark.parametrize("pulls", [pytest.param("false", marks=pytest.mark.soak), "true"])
 def test_the_run_may_go_back_in_the_middle_of_a_pass(carrier: Carrier, pulls: str) -> None:
     """Whatever of its pass a trainer has done when the run goes back, that gradient is in no round."""
     environment = {**EARLY, "GRADPOST_OVERLAP_PULLS": pulls}

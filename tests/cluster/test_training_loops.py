@@ -142,7 +142,7 @@ LOOPS: dict[str, Any] = {
     "compiled": pytest.param(compiled, marks=pytest.mark.extended),
     "compiled for this machine": pytest.param(
         partial(compiled, backend="inductor"),
-        marks=[pytest.mark.extended, pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")],
+        marks=[pytest.mark.soak, pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")],
     ),
 }
 OPTIMIZERS = [adamw, pytest.param(momentum, marks=pytest.mark.soak)]

@@ -46,6 +46,7 @@ def can_have_machines() -> None:
         pytest.skip(f"{' and '.join(missing)} are not installed (Debian packages iproute2, util-linux)")
 
 
+@pytest.mark.soak
 def test_accuracy(tmp_path: Path) -> None:
     arguments = ["--folds", "1", "--seeds", "1", "--epochs", "3", "--pairs", "int8/int8", "--optimizers", "AdamW"]
     report = run("accuracy", *arguments, "--json", str(tmp_path / "found.json"))
@@ -56,6 +57,7 @@ def test_accuracy(tmp_path: Path) -> None:
     assert re.search(r"at most 0\.5 points: [+-][\d.]+ \[.*\], (met|missed)", report)
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("can_have_machines")
 def test_links(tmp_path: Path) -> None:
     arguments = ["--megabits", "50", "--elements", "200000", "--compute-seconds", "0", "--steps", "2"]
@@ -89,6 +91,7 @@ def test_overlap(tmp_path: Path) -> None:
     assert (tmp_path / "steps.png").stat().st_size > 1000
 
 
+@pytest.mark.soak
 def test_io_threads() -> None:
     """Fewer tensors for each of two than for one."""
     report = run("io_threads", "--elements", "1000000", "--pservers", "2", "--threads", "0", "2", "--rounds", "1")

@@ -214,7 +214,7 @@ def expected_of_differences(rounds: int) -> str:
     [
         {"durability": "log"},
         pytest.param({"durability": "fsync", "checkpoint_rounds": 7}, marks=pytest.mark.soak),
-        {"durability": "none", "checkpoint_rounds": 7},  # then the run goes back
+        pytest.param({"durability": "none", "checkpoint_rounds": 7}, marks=pytest.mark.soak),  # then the run goes back
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from signal import SIGCONT, SIGSTOP
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,6 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser
 
+from ..soaking import parametrize_sampled
 from .browsing import Visit
 from .conftest import Closed
 from .proxy import PREFIX, serve_under_a_path
@@ -195,8 +197,7 @@ CONTRAST = """() => {
 }"""
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@parametrize_sampled(("theme", "width"), product(("light", "dark"), (1280, 390)), [("light", 1280), ("dark", 390)])
 def test_it_can_be_read(browser: Browser, closed: Closed, theme: Any, width: int) -> None:
     size = {"width": width, "height": 850}
     with Visit(browser, closed.address, token=closed.token(), color_scheme=theme, viewport=size) as visit:

@@ -38,7 +38,12 @@ def render_with_checkpoints(overlay: str, folder: Path) -> list[Object]:
     return render_folder(folder)
 
 
-@pytest.fixture(params=[pytest.param("overlays/laptop", marks=pytest.mark.soak), "overlays/mutual-tls", "examples"])
+@pytest.fixture(
+    params=[
+        "examples",
+        *(pytest.param(f"overlays/{name}", marks=pytest.mark.soak) for name in ("laptop", "mutual-tls")),
+    ]
+)
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("rehearsal")
     for parent in folder.parents[:2]:  # pytest lets nobody else in, and the pods have a user of their own
