@@ -75,7 +75,7 @@ class Steps:
         self._unfinished: Contribution | None = None  # a copy, of a step that failed after its push had begun
         self._has_lost_steps = False  # several had begun when one failed
         self._has_stored = False  # no round changes it
-        self._loading = Loading(self._client)
+        self._loading = Loading(self._client, self._parameters)
         self._begin_after(self._client.start - 1)
 
     def _begin_after(self, version: Round, *, is_noticed: bool = True) -> None:

@@ -424,11 +424,16 @@ def test_masters_of_16_bit_parameters_go_on_with_the_same_bits(
 ) -> None:
     """Steps are smaller than half of what bfloat16 can tell apart."""
 
-    def train(session: Session, part: range, start: Tensor, state: dict[str, Any] | None = None) -> dict[str, Any]:
-        weight = nn.Parameter(start.clone())
+    def train(
+        session: Session, part: range, start: Tensor, state: dict[str, Any] | None = None, order: str = "wrap state"
+    ) -> dict[str, Any]:
+        weight = nn.Parameter(start.clone() if "model" not in order else torch.zeros_like(start))
         optimizer = RemoteOptimizer(cls([("weight", weight)], lr=3e-4), session=session)
-        if state is not None:
-            optimizer.load_state_dict(state)
+        for loaded in order.split()[1:]:
+            if loaded == "model":
+                weight.data.copy_(start)
+            elif state is not None:
+                optimizer.load_state_dict(state)
         for step in part:
             weight.grad = torch.full_like(weight, 1.0 + step)
             optimizer.step()
@@ -443,9 +448,10 @@ def test_masters_of_16_bit_parameters_go_on_with_the_same_bits(
 
     start = torch.linspace(1, 2, 3000).bfloat16()
     whole, half = run(range(8), start), run(range(4), start)
-    second = run(range(4, 8), half["weight"], half["optimizer"])
-    assert_same_state(second["optimizer"], whole["optimizer"])
-    assert torch.equal(second["weight"], whole["weight"])
+    for order in ("wrap state", "wrap model state", "wrap state model"):
+        second = run(range(4, 8), half["weight"], half["optimizer"], order)
+        assert_same_state(second["optimizer"], whole["optimizer"])
+        assert torch.equal(second["weight"], whole["weight"])
     assert whole["optimizer"]["state"][0]["master"].dtype == torch.float32
 
     other = run(range(4, 5), half["weight"] + 1, half["optimizer"])  # another model, whose masters these are not

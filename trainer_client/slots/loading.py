@@ -9,7 +9,7 @@ from torch import Tensor
 from ps_protocol.vocabulary import Round
 
 from ..client import ParameterClient
-from .slot_state import Slots
+from .slot_state import Slots, split_masters
 from .slot_transfer import SlotFrames, make_slot_frames
 
 
@@ -19,7 +19,9 @@ class Loading:
     Before the first round only the trainer that brings the initial values pushes it: all others would bring the same.
     """
 
-    def __init__(self, client: ParameterClient) -> None:
+    def __init__(self, client: ParameterClient, parameters: Mapping[str, Tensor]) -> None:
+        """`parameters` are those of the script, which has its values in them by the next step."""
+        self._parameters = parameters
         self.slots: Slots | None = None  # those that no round has taken yet
         self._masters: Mapping[str, Tensor] = {}  # the same of values, by parameter
         self._client = client
@@ -72,8 +74,12 @@ class Loading:
         if (self.slots is None and not self._masters) or step > self._after + 1:
             return None
         if not self._frames:
+            slots, masters = self.slots, self._masters
+            if slots is not None:  # whose masters are more exact than the values that were loaded with them
+                slots, exact = split_masters(slots, self._parameters)
+                masters = {**masters, **exact}
             size = self._client.settings.chosen_bucket_bytes
-            self._frames = make_slot_frames(self._client.plan, self.slots, self._masters, bucket_bytes=size)
+            self._frames = make_slot_frames(self._client.plan, slots, masters, bucket_bytes=size)
         return self._frames
 
     def landed(self, version: Round) -> None:

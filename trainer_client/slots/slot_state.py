@@ -154,20 +154,27 @@ def _read(
     entry = dict(entry)
     master = entry.pop(MASTER, None)
     found = _read_optimizer_slots(optimizer, group, name, parameter, entry) if entry else None
-    if master is None or not _is_master(master, parameter):
+    if parameter.dtype == torch.float32 or not isinstance(master, Tensor) or master.dtype != torch.float32:
         return found
     state, slots = found or ParameterSlots(FRESH, {})
     return ParameterSlots(state, {**slots, MASTER: _read_slot(name, MASTER, parameter, master)})
 
 
-def _is_master(value: Any, parameter: Tensor) -> bool:
-    """Return whether these are the float32 values that a 16-bit parameter was rounded from.
+def split_masters(slots: Slots, parameters: Mapping[str, Tensor]) -> tuple[Slots, dict[str, Tensor]]:
+    """Return slots without masters, and the masters, (numel,) float32, that the parameters were rounded from.
 
-    They are not if it was loaded from another checkpoint, or stepped by `torch.optim`, which leaves a master alone.
+    A master was not if its parameter was loaded from another checkpoint, or stepped by `torch.optim`, which leaves a
+    master alone.
     """
-    if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.shape != parameter.shape:
-        return False
-    return parameter.dtype != torch.float32 and torch.equal(value.to(parameter), parameter.detach())
+    without, masters = dict(slots), {}
+    for name, (state, of_parameter) in slots.items():
+        if MASTER in of_parameter:
+            rest = dict(of_parameter)
+            master, parameter = rest.pop(MASTER), parameters[name].detach()
+            without[name] = ParameterSlots(state, rest)
+            if torch.equal(master.to(parameter), parameter.reshape(-1)):
+                masters[name] = master
+    return without, masters
 
 
 def _read_optimizer_slots(

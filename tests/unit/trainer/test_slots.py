@@ -116,7 +116,7 @@ def loading(*, rank: int = 0, has_stepped: bool = True, is_async: bool = False) 
         uploader=0, plan=PLAN, log=log, settings=SimpleNamespace(chosen_bucket_bytes=1000),
         joined=SimpleNamespace(rank=rank, consistency=SimpleNamespace(is_async=is_async)),
     )  # fmt: skip
-    one = Loading(client)  # type: ignore[arg-type]
+    one = Loading(client, {})  # type: ignore[arg-type]
     if has_stepped:
         one.frames_for(1)
     return one, log
