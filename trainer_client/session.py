@@ -45,7 +45,7 @@ class Session:
         self.accompany: Callable[[], None] | None = None  # in a ring: the others, who may have more batches
 
     def __repr__(self) -> str:
-        state = "open" if self._is_open else "closed"
+        state = "open" if self.is_open else "closed"
         who = f"trainer {self._joined.rank} of {self._joined.world_size}"
         if self.host is not None:
             who += f" | process {self.host.place.process} of {self.host.place.num_processes}"

@@ -405,7 +405,7 @@ class Cluster:
                 run.fail(error, now)
                 return False
             run.resume, run.source = self.beginning.round, self.beginning.run
-            run.controls = (self.beginning.controls.model_copy(update={"since": 0, "replaced": {}}),)
+            run.controls = (self.beginning.controls.model_copy(update={"since": 0}),)
             if run.defaults.consistency.is_async:
                 steps = self.beginning.newest_steps
                 others = min(steps.values(), default=self.beginning.round)

@@ -359,6 +359,7 @@ weights = [torch.nn.Parameter(torch.zeros(8))]
 optimizer = RemoteOptimizer(torch.optim.SGD(weights, lr=1.0))
 
 def work():
+    assert repr(session).endswith("closed]>"), session
     for use in (lambda: RemoteOptimizer(torch.optim.SGD(weights, lr=1.0)), optimizer.step, session.summary):
         try:
             use()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ps_http2.reader import MAX_FRAME_BYTES, MAX_HEADER_BYTES
 from ps_protocol import errors, messages, routes
 from ps_protocol.errors import ERRORS
 from ps_protocol.fence import MAX_DIGITS, MAX_TEXT, Fence
@@ -20,6 +21,7 @@ from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PARAMETER_DTYPES, PROTOCOL_VERSION, WINDOW
 from services.coordinator.app import MAX_WAIT_SECONDS as MAX_PLAN_WAIT_SECONDS
 from services.pserver.endpoints import MAX_GET_BODY_BYTES, MAX_WAIT_SECONDS
+from services.runtime.http2_server import MAX_STREAMS
 from services.runtime.problems import DISCARD_SECONDS
 
 from .apps import call, run_coordinator, run_pserver
@@ -56,6 +58,8 @@ def test_numbers_in_the_text() -> None:
     assert f"content type `{CONTENT_TYPE}`" in section(TEXT, "Frames")
     assert f"Windows of {WINDOW} elements" in TEXT
     assert f"up to {DISCARD_SECONDS:g} seconds" in TEXT
+    assert f"at most {MAX_STREAMS} streams at once" in TEXT
+    assert f"{MAX_HEADER_BYTES >> 10} KiB of headers, and frames of up to {MAX_FRAME_BYTES >> 20} MiB" in TEXT
     assert f"at most {MAX_GET_BODY_BYTES >> 20} MiB" in TEXT
     limits = section(TEXT, "Messages")
     assert f"at most {MAX_DIGITS} digits" in limits

@@ -101,3 +101,7 @@ def test_an_answer_with_many_curves_is_bounded():
     assert len(found) == MAX_CURVES
     assert {len(one["round"]) for one in found.values()} == {MAX_ANSWERED // MAX_CURVES}
     assert {(one["round"][0], one["round"][-1]) for one in found.values()} == {(1, MAX_ANSWERED // MAX_CURVES + 10)}
+    curves.add("run1", 0, 1000, {"accuracy": 1.0, "loss": 2.0})
+    found = curves.describe()["curves"]
+    assert list(found) == ["loss"]
+    assert (len(found["loss"]), found["loss"][0]["value"][-1]) == (MAX_CURVES, 2.0)

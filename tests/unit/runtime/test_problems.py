@@ -15,6 +15,7 @@ from services.runtime.logs import configure_logs
 from services.runtime.problems import problem_response
 
 from .support import Sample, running
+from .test_security import ask_raw
 
 MEMBERS = {"type", "title", "status", "detail", "code", "may_be_retried", "instance"}
 
@@ -130,6 +131,9 @@ async def test_what_is_refused_in_the_middle_of_an_answer_is_no_bug(
 async def test_the_answer_arrives_although_the_body_was_not_read(client: httpx.AsyncClient, path: str) -> None:
     response = await client.post(path, content=b"x" * 16_000_000)
     assert response.headers["content-type"] == "application/problem+json"
+    older = b"POST %b HTTP/1.0\r\nHost: localhost\r\nContent-Length: 16000000\r\n\r\n" % path.encode()
+    answer = await ask_raw(str(client.base_url).rstrip("/"), older + bytes(16_000_000))
+    assert answer.startswith(b"HTTP/1.1 %d " % response.status_code)
 
 
 @pytest.mark.asyncio(loop_scope="module")
