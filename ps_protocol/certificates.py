@@ -163,6 +163,17 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     return FreshContext(files, build)
 
 
+def hint_at_tls(address: str, error: Exception) -> str:
+    """Return what a message about `error` adds if the service at `address` may serve TLS; else an empty string.
+
+    A port that serves TLS accepts the connection and closes it without an answer to plain HTTP.
+    """
+    # Of httpx, which is not imported here.
+    is_unanswered = type(error).__name__ in ("ReadTimeout", "ReadError", "RemoteProtocolError")
+    may_be_tls = address.startswith("http:") and is_unanswered
+    return "; if it serves TLS, its address begins with https:" if may_be_tls else ""
+
+
 def _check_readable(files: TlsFiles) -> None:
     for path in files.paths:
         try:

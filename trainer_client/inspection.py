@@ -12,7 +12,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import ValidationError
 
-from ps_protocol.certificates import TlsFiles, client_context
+from ps_protocol.certificates import TlsFiles, client_context, hint_at_tls
 from ps_protocol.errors import NotFound, Unreachable
 from ps_protocol.messages import (
     CheckpointCreated,
@@ -218,7 +218,8 @@ class ClusterView:
             raise Unreachable(str(page)) from page
         except (httpx.TransportError, httpx.InvalidURL) as error:
             origin = "/".join(url.split("/", 3)[:3])
-            raise Unreachable(f"nobody answers at {origin}: {error or type(error).__name__}") from error
+            cause = str(error) or type(error).__name__
+            raise Unreachable(f"nobody answers at {origin}: {cause}{hint_at_tls(url, error)}") from error
         return response.content
 
 

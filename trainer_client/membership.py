@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from ps_protocol.certificates import hint_at_tls
 from ps_protocol.errors import GradpostError, Unreachable, error_from_problem
 from ps_protocol.messages import (
     ClusterStatus,
@@ -244,13 +245,10 @@ class Membership:
                     ) from error
                 self._say("waiting", f"waiting for the coordinator at {self._coordinator} ({cause})")
                 if loop.time() - silent_since > self._settings.retry_seconds:
-                    # A port that serves TLS accepts the connection and closes it without an answer to plain HTTP.
-                    may_be_tls = self._coordinator.startswith("http:") and not isinstance(error, httpx.ConnectError)
-                    hint = "; if it serves TLS, its address begins with https:" if may_be_tls else ""
                     raise Unreachable(
                         f"the coordinator at {self._coordinator} did not answer for "
                         f"{self._settings.retry_seconds:g} s ({cause}); is it running, and is "
-                        f"GRADPOST_COORDINATOR its address?{hint}"
+                        f"GRADPOST_COORDINATOR its address?{hint_at_tls(self._coordinator, error)}"
                     ) from error
             except GradpostError as error:
                 silent_since = loop.time()

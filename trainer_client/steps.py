@@ -55,6 +55,7 @@ class Steps:
     ) -> None:
         """`stored` is what else belongs to the model, and is pulled once. Pulls the values that the run begins with."""
         self._client, self._io = session.client, session.io
+        self._leads = session.host is not None  # other processes, without which it finishes no step
         self._averages = averages
         self._parameters = parameters = {**parameters, **averages.means}
         self._stored = stored
@@ -191,10 +192,13 @@ class Steps:
         for name in names if self._unfinished is not None else ():
             old, new = before.get(name), gradients.get(name)
             if old is not new and (old is None or new is None or not torch.equal(old, new)):
+                finish = (
+                    "Call synchronize() to finish that round, and then compute this gradient again on its parameters"
+                )
+                remedy = "The script has to end, and may be started again" if self._leads else finish
                 raise ContributionConflict(
                     f"step() was interrupted or failed in round {self.begun + 1}, whose gradient of {name!r} pservers "
-                    "may have counted, and this one is another. Call synchronize() to finish that round, and then "
-                    "compute this gradient again on its parameters"
+                    f"may have counted, and this one is another. {remedy}"
                 )
 
     @property

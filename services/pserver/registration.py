@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import httpx
 
+from ps_protocol.certificates import hint_at_tls
 from ps_protocol.errors import GradpostError, StalePserver, TryAgain
 from ps_protocol.messages import (
     Message,
@@ -103,6 +104,7 @@ class Registration:
             except (httpx.TransportError, ValueError) as error:  # the latter: a proxy's page, say
                 cause = f"{type(error).__name__}: {error}".removesuffix(": ")
                 problem = f"waiting for the coordinator at {self._coordinator} ({cause})"
+                problem += hint_at_tls(self._coordinator, error)
             except GradpostError as error:
                 if not error.may_be_retried:
                     log.error("the coordinator refused this pserver", code=error.code, reason=str(error))

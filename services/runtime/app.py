@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from http import HTTPStatus
 from typing import Any, Literal, TypeAlias
 
 from fastapi import FastAPI, Request, Response
@@ -20,9 +21,9 @@ from .loop_lag import watch_loop_lag
 from .metrics import MeasureRequests, ServiceMetrics
 from .overload import LimitRequests
 from .pages import PAGE_HEADERS, render_operations
-from .problems import install_error_handlers
+from .problems import allowed_methods, install_error_handlers
 from .routing import AnswerHead, MessageRoute, RawEndpoint, RawRoute
-from .scopes import DOCS, needed_scope
+from .scopes import DASHBOARD, DOCS, needed_scope
 
 Lifespan: TypeAlias = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -112,6 +113,11 @@ def make_app(
         if missing := is_ready():
             raise NotReady(f"this {role} is not ready", waiting_for=missing)
         return Healthy()
+
+    @app.options(DASHBOARD, include_in_schema=False)
+    async def options(request: Request) -> Response:
+        """The process lives, as `health` says it; see RFC 9110, 9.3.7."""
+        return Response(status_code=HTTPStatus.NO_CONTENT, headers={"allow": ", ".join(allowed_methods(request))})
 
     @app.get(METRICS, tags=["service"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def prometheus_metrics(request: Request) -> Response:

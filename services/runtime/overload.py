@@ -43,7 +43,7 @@ class LimitRequests:
             await self._app(scope, receive, send)
             return
         needed = needed_scope(scope["method"], scope["path"])
-        is_reader = needed == "read" or (needed is None and scope["path"] not in PROBES)
+        is_reader = needed == "read" or (needed is None and (scope["method"], scope["path"]) not in PROBES)
         if is_reader and self._num_readers >= max(1, self._limits.max_requests // 2):
             error = Overloaded(f"{self._num_readers} requests that only look are being served already")
             await problem_response(error, instance=scope["path"])(scope, receive, send)

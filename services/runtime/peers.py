@@ -49,7 +49,7 @@ def raise_for_problem(response: httpx.Response) -> None:
     if response.is_error:
         if (error := error_from_answer(response.content)) is not None:
             raise error
-        raise httpx.RemoteProtocolError(f"{response.url} answered {response.status_code} without a problem document")
+        raise httpx.TransportError(f"{response.url} answered {response.status_code} without a problem document")
 
 
 class BearerAuth(httpx.Auth):

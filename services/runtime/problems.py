@@ -134,11 +134,11 @@ class AnswerFailures:
 async def _answer(request: Request, error: Exception) -> Response:
     headers = error.headers if isinstance(error, HTTPException) else None
     if isinstance(error, HTTPException) and error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        headers = {"allow": ", ".join(_allowed_methods(request))}
+        headers = {"allow": ", ".join(allowed_methods(request))}
     return problem_response(_to_gradpost_error(request, error), instance=request.scope["path"], headers=headers)
 
 
-def _allowed_methods(request: Request) -> list[str]:
+def allowed_methods(request: Request) -> list[str]:
     """Return the methods of all routes at the request's path; Starlette lists those of the first route only."""
     routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
     methods = {method for route in routes for method in route.methods}

@@ -18,12 +18,14 @@ DOCS = "/docs"
 OPENAPI = "/openapi.json"
 DASHBOARD = "/"
 DASHBOARD_FILE = "/dashboard/{name}"
-PROBES = frozenset({routes.HEALTH, routes.READY})
+# HAProxy's `option httpchk` sends the last one.
+PROBES = frozenset({("GET", routes.HEALTH), ("GET", routes.READY), ("OPTIONS", DASHBOARD)})
 
 # None: everybody may, so that probes need no token.
 ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     ("GET", routes.HEALTH): None,
     ("GET", routes.READY): None,
+    ("OPTIONS", DASHBOARD): None,
     # a page without data; it asks for a token
     ("GET", DASHBOARD): None,
     ("GET", DASHBOARD_FILE): None,

@@ -124,7 +124,7 @@ class CheckAccess:
             elif name == b"content-encoding" and value.lower() != b"identity":
                 raise UnsupportedContentCoding("the body of a request is sent uncompressed", actual=_quote(value))
         # Load balancers probe without a Host header, and browsers never do.
-        if host is None and scope["path"] not in PROBES:
+        if host is None and (scope["method"], scope["path"]) not in PROBES:
             if scope["http_version"] == "1.1":
                 raise BadInput("an HTTP/1.1 request needs a Host header")
             host = b""

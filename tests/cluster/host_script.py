@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ps_protocol.errors import BadModel, ModelMismatch, NonFiniteGradient
+from ps_protocol.errors import BadModel, GradpostError, ModelMismatch, NonFiniteGradient
 from tests.cluster.parity_model import make_optimizer, make_parameters, set_gradients
 from tests.cluster.test_overlap import OPTIMIZERS, STEPS, Net, loss_of, values
 from trainer_client import GradScaler, RemoteOptimizer, Session, connect
@@ -229,6 +229,30 @@ def refused(session: Session) -> dict[str, Tensor]:
             optimizer.step()
         assert optimizer.round == round_
     return {"weight": weight.detach(), "told": torch.tensor(told)}
+
+
+def broken_off(session: Session) -> dict[str, Tensor]:
+    """A step of the second host fails after its push; then another gradient is refused, and the same one is not."""
+    weight = nn.Parameter(torch.zeros(4))
+    optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0))
+    pull, errors = session.client.pull, []
+
+    async def fail(*_: Any, **__: Any) -> Any:
+        session.client.pull = pull  # type: ignore[method-assign]
+        raise GradpostError("an unexpected error")
+
+    if session.rank == 2:
+        session.client.pull = fail  # type: ignore[method-assign]
+    for gradient in (1.0, 2.0, 1.0) if session.rank >= 2 else (1.0,):
+        weight.grad = torch.full((4,), gradient)
+        try:
+            optimizer.step()
+        except GradpostError as error:
+            errors.append(str(error))
+    if session.rank >= 2:
+        assert errors[0] == "an unexpected error"
+        assert errors[1].endswith("this one is another. The script has to end, and may be started again")
+    return {"weight": weight.detach()}
 
 
 def pulling(session: Session) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ps_protocol.errors import BadModel, ContributionConflict
+from ps_protocol.errors import BadModel, ContributionConflict, Unreachable
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
@@ -257,6 +257,39 @@ def test_an_interrupted_step_is_finished_with_its_own_gradient(carrier: Carrier)
             assert weight[0].item() == -5.5
             optimizer.step()
             assert weight[0].item() == -56.0 == result.result(60)
+
+
+@pytest.mark.parametrize(
+    ("overlap_pulls", "remedy"), [(False, r"Call synchronize\(\)"), (True, "several steps .* the script has to end")]
+)
+def test_another_gradient_does_not_leave_early_after_a_failed_step(
+    cluster: LocalCluster, overlap_pulls: bool, remedy: str
+) -> None:
+    with Session(coordinator=cluster.address, rank=0, world_size=1) as session:
+        model = nn.Linear(8, 1, bias=False)
+        optimizer = RemoteOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            model=model,
+            session=session,
+            overlap=True,
+            overlap_pulls=overlap_pulls,
+        )
+        pull = session.client.pull
+
+        async def fail(*_: object, **__: object) -> None:
+            session.client.pull = pull  # type: ignore[method-assign]
+            raise Unreachable("pserver 0 does not answer")
+
+        session.client.pull = fail  # type: ignore[method-assign,assignment]
+        model(torch.ones(8)).sum().backward()
+        if overlap_pulls:  # the failure of the pull comes with the parameters
+            optimizer.step()
+        with pytest.raises(Unreachable):
+            optimizer.synchronize() if overlap_pulls else optimizer.step()
+        optimizer.zero_grad()
+        loss = model(torch.full((8,), 2.0)).sum()
+        with pytest.raises(ContributionConflict, match=remedy):
+            loss.backward()
 
 
 def run_one(cluster: LocalCluster, rank: int, work: Callable[[Session], float]) -> float:

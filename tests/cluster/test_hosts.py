@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.hosts, pytest.mark.timeout(240)]
 SCRIPT = str(Path(__file__).with_name("host_script.py"))
 IN_SYNC = (
     *("late", "early", "streaming", "clipped", "unequal", "start", "local", "refused", "overflowed", "sharing"),
-    *("pulling", "averaging", "different", "scaled", "scaled_early", "kept"),
+    *("pulling", "averaging", "different", "scaled", "scaled_early", "kept", "broken_off"),
 )
 ROUNDING = 1e-5
 SMALL = {"min_block_size": 100}  # parameters that are cut
@@ -143,6 +143,11 @@ def test_a_gradient_that_is_refused_is_refused_for_the_host(found: Found) -> Non
     assert [int(one["told"]) for one in found["refused"]] == [0, 0, 1, 1]
     for one in found["refused"]:
         assert one["weight"].tolist() == [-6.0] * 4
+
+
+def test_another_gradient_after_a_step_that_failed_is_refused_for_the_host(found: Found) -> None:
+    for one in found["broken_off"]:
+        assert one["weight"].tolist() == [-1.0] * 4
 
 
 def test_an_overflow_in_one_process_skips_the_round(found: Found) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -108,6 +109,13 @@ def test_nobody_answers(run_command: RunCommand) -> None:
         f"gradpost: error: no coordinator: nobody answers at http://127.0.0.1:{port}: [Errno 111] Connection refused "
         "(its address is --coordinator or GRADPOST_COORDINATOR)\n"
     )
+
+
+def test_a_port_that_closes_the_connection_may_serve_tls(run_command: RunCommand) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: server.accept()[0].close())
+        outcome = run_command("status", "--coordinator", f"http://127.0.0.1:{server.getsockname()[1]}")
+    assert "; if it serves TLS, its address begins with https: (its address is --coordinator" in outcome.stderr
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ async def test_a_page_of_a_proxy_is_no_answer(tmp_path: Path) -> None:
     answers: list[object] = [
         "<h1>Bad Gateway</h1>",
         httpx.Response(502, json={"message": "upstream connect error"}),
+        httpx.ReadTimeout(""),
         {"index": 0, "incarnation": 1, "lease_seconds": 0.03},
         "<h1>Bad Gateway</h1>",
         {"complete": None, "notice": "", "stop": True, "exit_code": 0},
@@ -43,6 +44,8 @@ async def test_a_page_of_a_proxy_is_no_answer(tmp_path: Path) -> None:
 
     def answer(request: httpx.Request) -> httpx.Response:
         one = answers.pop(0) if answers else {}
+        if isinstance(one, Exception):
+            raise one
         if isinstance(one, httpx.Response):
             return one
         return httpx.Response(200, text=one) if isinstance(one, str) else httpx.Response(200, json=one)
@@ -52,8 +55,11 @@ async def test_a_page_of_a_proxy_is_no_answer(tmp_path: Path) -> None:
         httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http,
     ):
         staying = Registration(one.pserver, PserverSettings(state_dir=tmp_path, exit_when_done=True), http)
-        await asyncio.wait_for(staying.run("http://pserver:1", stop), 10)
+        with structlog.testing.capture_logs() as logs:
+            await asyncio.wait_for(staying.run("http://pserver:1", stop), 10)
         assert (stop.is_set(), answers, staying.exit_code) == (True, [], 0)
+        hints = ["its address begins with https:" in line["event"] for line in logs if "waiting for" in line["event"]]
+        assert hints == [False, False, True]  # a page is an answer
         await one.install_next_run()
 
 

@@ -229,6 +229,18 @@ async def test_health_checks_of_load_balancers(path: bytes) -> None:
 
 
 @pytest.mark.asyncio
+async def test_the_health_check_of_haproxy_without_arguments(tokens_dir: Path) -> None:
+    """It is `OPTIONS / HTTP/1.0`, and neither another method nor another path goes without a Host by that."""
+    async with running(Sample().make_app(), tokens_dir=tokens_dir) as service:
+        head, _, body = (await ask_raw(service.address, b"OPTIONS / HTTP/1.0\r\n\r\n")).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 204 ")
+        assert b"\r\nallow: OPTIONS" in head
+        assert body == b""
+        for request in (b"GET /", b"OPTIONS /healthz"):
+            assert (await ask_raw(service.address, request + b" HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.1 421 ")
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("headers", "code"),
     [
