@@ -115,7 +115,7 @@ class CheckpointWriter:
             return failure
         self._ended(round_, destination)
         if destination == "folder":
-            await self._prune_folder()  # not behind a place that hangs
+            await self.prune_folder()  # not behind a place that hangs
         else:
             self._metrics.checkpoint_time.set_to_current_time()
             self._prune()
@@ -152,13 +152,14 @@ class CheckpointWriter:
         done: object = ()
         while done != (known := (self.complete, self._reported)):
             done = known
-            await self._prune_folder()
+            await self.prune_folder()
             try:
                 await asyncio.to_thread(storage.prune_place, *known)
             except OSError as error:
                 log.warning("an old checkpoint could not be deleted", error=str(error))
 
-    async def _prune_folder(self) -> None:
+    async def prune_folder(self) -> None:
+        """Delete what is not needed any more beside the place; what cannot be deleted is logged."""
         assert self._storage is not None
         try:
             await asyncio.to_thread(self._storage.prune_folder, self.complete)

@@ -393,6 +393,8 @@ class PserverRun(ABC):
 
     async def stop(self) -> None:
         """The process is about to end: whoever waits here is sent away, and what is held is written down."""
+        if self.storage is not None and self.storage.is_over:
+            await self.writer.prune_folder()  # the coordinator may have said in no heartbeat what is complete
         if self.failure is not None:
             return
         await self._come_to_rest(TryAgain("this pserver stops; it may be back"))

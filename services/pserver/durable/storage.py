@@ -22,7 +22,14 @@ from ps_protocol.errors import GradpostError
 from ps_protocol.messages import InstallRun, ShardFile
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
-from services.runtime.checkpoints import is_undone, list_rounds, read_shard_file, round_folder, shard_name
+from services.runtime.checkpoints import (
+    is_undone,
+    list_rounds,
+    read_manifest,
+    read_shard_file,
+    round_folder,
+    shard_name,
+)
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
 from services.runtime.places import Place
@@ -172,17 +179,21 @@ class RunStorage:
     def prune_folder(self, complete: Sequence[Round] | None) -> None:
         """Delete what no restart needs: the log reaches back over as many checkpoints as are kept, own ones included.
 
-        A run that is over needs its last checkpoint only. Raises OSError.
+        A run that is over needs its last checkpoint only, once that is complete. Raises OSError.
         """
         with self._pruning:
             rounds = self.rounds[: self._keep]
             if not rounds or self._is_promised:
                 return
-            is_over = self.is_over and complete is not None and rounds[0] in complete
+            is_over = self.is_over and (rounds[0] in (complete or ()) or self._has_manifest(rounds[0]))
             self.own.keep([] if is_over else rounds)
             self._log.prune(rounds[0 if is_over else -1])
             if is_over:
                 self._log.shrink()
+
+    def _has_manifest(self, round_: Round) -> bool:
+        manifest = read_manifest(self._place, self._install.run, round_)
+        return manifest is not None and manifest.attempt == self._install.attempt
 
     def _delete(self, round_: Round) -> None:
         folder = round_folder(self._install.run, round_)

@@ -14,7 +14,7 @@ from ps_protocol.errors import StaleRun, StorageFailed, TryAgain
 from ps_protocol.messages import PserverHeartbeatReply, WantCheckpoint
 from services.pserver.durable import own_checkpoints
 from services.pserver.durable.segments import list_segments
-from services.runtime.checkpoints import round_folder
+from services.runtime.checkpoints import Manifest, round_folder, write_manifest
 from services.runtime.places import Place
 
 from .support import Bench, bench, encode, initial_values
@@ -234,13 +234,24 @@ async def test_a_pserver_deletes_what_the_coordinator_does_not_need_any_more(tmp
         assert sorted(b.run.storage.checkpoints) == [2, 4]
 
 
-async def test_a_run_that_is_over_keeps_no_log(tmp_path: Path):
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_a_run_that_is_over_keeps_no_log(tmp_path: Path, is_told: bool):
+    """Its coordinator says in a heartbeat that the last checkpoint is complete, or is gone before that."""
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=2) as b:
         for round_ in (1, 2, 3):
             await b.play_round(round_)
         await want(b, 3, is_over=True)
-        b.pserver.heard(PserverHeartbeatReply(complete=(3, 0)), b.pserver.heartbeat())
-        await b.run.settle()
+        if is_told:
+            b.pserver.heard(PserverHeartbeatReply(complete=(3, 0)), b.pserver.heartbeat())
+            await b.run.settle()
+        else:
+            storage = b.run.storage
+            manifest = Manifest(
+                run=b.install.run, attempt=0, round=3, consistency=b.install.consistency, plan=b.install.plan,
+                shards=(storage.checkpoints[3],), created="2026-11-24T00:00:00+00:00",
+            )  # fmt: skip
+            write_manifest(storage._place, manifest)
+            await b.run.stop()
         log = tmp_path / "pserver-0" / "log"
         assert sum(path.stat().st_size for path in log.iterdir()) == 0
         digest = b.run.shard.digest()
