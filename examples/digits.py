@@ -69,11 +69,9 @@ def main() -> None:
     optimizer = RemoteOptimizer(optimizer, model=model)  # (3) step() happens on the pservers
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.epochs * len(loader))
 
-    # Started again, or resumed: `optimizer.round` steps are in the parameters; data and schedule continue after them.
-    for _ in range(optimizer.round):
-        schedule.step()
     losses: list[float] = []
-    for inputs, labels in optimizer.batches(loader, epochs=options.epochs):
+    # Started again, or resumed: data and schedule continue after the rounds that are in the parameters.
+    for inputs, labels in optimizer.batches(loader, epochs=options.epochs, schedule=schedule):
         optimizer.zero_grad()
         loss: Tensor = nn.functional.cross_entropy(model(inputs), labels)
         loss.backward()

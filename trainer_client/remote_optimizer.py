@@ -10,6 +10,7 @@ from typing import Any, NoReturn, SupportsIndex
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import RandomSampler
 
 from ps_protocol.errors import BadModel, GradpostError, NonFiniteGradient
@@ -30,7 +31,7 @@ from .parameter_watch import Digests, ParameterWatch, check_model, digest_values
 from .pulling.forward_waits import ForwardWaits
 from .pushing.flattening import Flattening
 from .pushing.overlap import Overlap
-from .resumable_batches import Position, iterate_batches
+from .resumable_batches import Position, ResumableBatches
 from .ring.group import Group
 from .ring.steps import RingSteps
 from .session import Session, connect, open_session
@@ -133,6 +134,8 @@ class RemoteOptimizer(Optimizer):
         self._values_at_start: Digests | None = digest_values(self._named)  # None after the first step
         self._watch = None if self._local else ParameterWatch(self._named, has_samples=self._waits is None)
         self._is_position_known = False  # the script has asked for the run's round
+        self._has_schedule = False  # it has let a schedule follow the run
+        self._batches = ResumableBatches(lambda: Position(self._steps.num_rollbacks, self._steps.begun))
         self._wrapped = optimizer
         refuse_changes(optimizer, lambda: self._session.is_open)
 
@@ -158,30 +161,43 @@ class RemoteOptimizer(Optimizer):
             return self._steps.begun
         return self._session.round if self._session.host is None else self._steps.landed
 
-    def batches(self, loader: Iterable[Any], *, epochs: int = 1, batches_per_step: int = 1) -> Iterator[Any]:
+    def batches(
+        self,
+        loader: Iterable[Any],
+        *,
+        epochs: int = 1,
+        batches_per_step: int = 1,
+        schedule: LRScheduler | None = None,
+    ) -> Iterator[Any]:
         """Yield the batches of `epochs` passes over a loader that are not in the run yet.
 
-        for inputs, labels in optimizer.batches(loader, epochs=3):
+        for inputs, labels in optimizer.batches(loader, epochs=3, schedule=schedule):
             optimizer.zero_grad()
             loss_of(model(inputs), labels).backward()
             optimizer.step()
+            schedule.step()
 
         A script that is started again, or resumed, continues behind the batches of the rounds that the run has; after a
-        rollback they come again. `set_epoch` of the loader's sampler is called with each epoch. A DataLoader over a
-        map-style dataset does not load what it skips. The order of the data has to be a function of the epoch, as
-        that of a DistributedSampler is. A script that accumulates gradients says how many batches it takes for each
-        `step()`; with local steps a round has `local_steps` times as many, and one that was begun starts again.
+        rollback they come again. A script may call this several times, for each epoch or for another loader: each call
+        continues behind the batches of those before it, which have been iterated to their end. `set_epoch` of the
+        loader's sampler is called with each epoch, counted over all calls. A DataLoader over a map-style dataset does
+        not load what it skips. The order of the data has to be a function of the epoch, as that of a DistributedSampler
+        is. A script that accumulates gradients says how many batches it takes for each `step()`, of which the batches
+        of a call are a multiple; with local steps a round has `local_steps` times as many, and one that was begun
+        starts again.
+
+        A `schedule` that the script steps once after each `step()` is brought to where the batches begin, by stepping
+        it, after a rollback from its state at the first call. Not for ReduceLROnPlateau.
         """
         self._is_position_known = True
+        self._has_schedule = self._has_schedule or schedule is not None
         batches_per_round = batches_per_step * max(1, self._session.client.settings.local_steps)
         if self._steps.begun and isinstance(getattr(loader, "sampler", None), RandomSampler):
             self._session.client.log.warning(
                 f"the run is at round {self._steps.begun}, and this loader shuffles by the process's random state: its "
                 "order may differ from that of the batches in the run. Use torch.utils.data.DistributedSampler"
             )
-        return iterate_batches(
-            loader, epochs, lambda: Position(self._steps.num_rollbacks, self._steps.begun * batches_per_round)
-        )
+        return self._batches.iterate(loader, epochs, batches_per_round, schedule)
 
     @property
     def grad_norm(self) -> float | None:
@@ -363,6 +379,14 @@ class RemoteOptimizer(Optimizer):
                 "optimizer.round: if it counts its steps from elsewhere, it repeats batches, and the run has more "
                 "rounds in the end than it should. Take batches from optimizer.batches(loader, epochs=…), or begin the "
                 "loop and its schedules at optimizer.round"
+            )
+        schedules = [one for one in (self, self._wrapped) if hasattr(one.step, "_wrapped_by_lr_sched")]
+        is_at_start = all(group["lr"] == group.get("initial_lr") for group in self.param_groups)
+        if self._steps.begun and schedules and is_at_start and not self._has_schedule:
+            self._session.client.log.warning(
+                f"the run is at round {self._steps.begun}, and the learning rates are those with which this script's "
+                "schedule begins: give it to optimizer.batches(loader, schedule=…), or step it once for each round "
+                "of optimizer.round before the loop"
             )
 
     def _step(self) -> None:

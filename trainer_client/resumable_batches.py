@@ -1,38 +1,120 @@
-"""Batches of several epochs, beginning after those that a run has taken already. Pure but for the loader."""
+"""Batches of several epochs, beginning after those that a run has taken already. Pure but for loaders and schedules."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
+
+from ps_protocol.errors import BadModel
+from ps_protocol.vocabulary import Round
 
 
 class Position(NamedTuple):
     """Where a run stands."""
 
     num_rollbacks: int  # that this trainer has followed
-    num_batches: int  # in the rounds, or steps, that this trainer has begun
+    round: Round  # the newest one, or step, that this trainer has begun
 
 
-def iterate_batches(loader: Iterable[Any], epochs: int, position: Callable[[], Position]) -> Iterator[Any]:
-    """Yield the batches of `epochs` passes over a loader that are not in the run yet.
+@dataclass
+class Call:
+    """The batches of one call: `epochs` passes over a loader, of which each round takes so many."""
 
-    `position` is asked before each batch; after a rollback the batches after the run's new position come again.
+    loader: Iterable[Any]
+    epochs: int
+    batches_per_round: int
+    first_epoch: int  # counted over all calls
+    begin: Round  # the rounds of all calls before
+    end: Round | None = None  # the rounds of this one, too; None: not known yet
+
+
+class ResumableBatches:
+    """The batches of all calls of a script: each call continues behind those of the calls before it.
+
+    A script that is started again makes the same calls, so that each leaves out what the run has of it. `position` is
+    asked before each batch; after a rollback the batches after the run's new position come again, those of earlier
+    calls included.
     """
-    while True:
-        begun = position()
-        for batch in _batches_after(loader, epochs, begun.num_batches):
-            yield batch
-            if position().num_rollbacks != begun.num_rollbacks:
-                break
-        else:
-            return
+
+    def __init__(self, position: Callable[[], Position]) -> None:
+        self._position = position
+        self._calls: list[Call] = []
+        self._schedules: list[_Schedule] = []
+
+    def iterate(
+        self, loader: Iterable[Any], epochs: int, batches_per_round: int = 1, schedule: LRScheduler | None = None
+    ) -> Iterator[Any]:
+        """Yield the batches of `epochs` passes over a loader that are not in the run yet; see `RemoteOptimizer`."""
+        before = self._calls[-1] if self._calls else Call((), 0, 1, 0, 0, 0)
+        if before.end is None:
+            raise BadModel(
+                "the batches of one call are iterated to their end, or closed, before those of the next call"
+            )
+        call = Call(loader, epochs, batches_per_round, before.first_epoch + before.epochs, before.end)
+        self._calls.append(call)
+        if schedule is not None and all(known.schedule is not schedule for known in self._schedules):
+            self._schedules.append(_Schedule(schedule, call.begin))
+        yielded = False
+        try:
+            while True:
+                begun = self._position()
+                for known in self._schedules:
+                    known.move_to(begun.round)
+                for batch in self._batches_after(begun.round):
+                    yielded = True
+                    yield batch
+                    if self._position().num_rollbacks != begun.num_rollbacks:
+                        break
+                else:
+                    break
+        finally:
+            if yielded or call.end is None:  # else the run has all of them
+                call.end = max(call.begin, self._position().round)
+
+    def _batches_after(self, round_: Round) -> Iterator[Any]:
+        for call in self._calls:
+            if call.end is None or call.end > round_:
+                skipped = max(0, round_ - call.begin) * call.batches_per_round
+                left = yield from _batches_of(call.loader, call.first_epoch, call.epochs, skipped)
+                if left:  # the run has more than this call
+                    call.end = round_ - -(-left // call.batches_per_round)
 
 
-def _batches_after(loader: Iterable[Any], epochs: int, skipped: int) -> Iterator[Any]:
-    for epoch in range(epochs):
+class _Schedule:
+    """A learning-rate schedule that is stepped once for each round, after those before `begin`."""
+
+    def __init__(self, schedule: LRScheduler, begin: Round) -> None:
+        self.schedule = schedule
+        self._begin = begin
+        self._first = schedule.last_epoch
+        self._state = copy.deepcopy(schedule.state_dict())
+        self._groups = [_numbers(group) for group in schedule.optimizer.param_groups]
+
+    def move_to(self, round_: Round) -> None:
+        """Step it as often as the rounds up to this one have, from its start if it is ahead of them."""
+        target = self._first + max(0, round_ - self._begin)
+        if self.schedule.last_epoch > target:
+            self.schedule.load_state_dict(copy.deepcopy(self._state))
+            for group, numbers in zip(self.schedule.optimizer.param_groups, self._groups, strict=True):
+                group.update(numbers)
+        if self.schedule.last_epoch < target:
+            vars(self.schedule.optimizer)["_opt_called"] = True  # in another life, or before the rollback
+        while self.schedule.last_epoch < target:
+            self.schedule.step()
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+
+
+def _batches_of(loader: Iterable[Any], first_epoch: int, epochs: int, skipped: int) -> Generator[Any, None, int]:
+    """Yield the batches behind those that are skipped; return how many are still to be skipped then."""
+    for epoch in range(first_epoch, first_epoch + epochs):
         length = _length(loader)
         if length is not None and skipped >= length:
             skipped -= length
@@ -47,6 +129,7 @@ def _batches_after(loader: Iterable[Any], epochs: int, skipped: int) -> Iterator
             yield batch
         if length is not None:
             skipped = 0
+    return skipped
 
 
 def _length(loader: Iterable[Any]) -> int | None:

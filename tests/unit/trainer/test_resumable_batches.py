@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from trainer_client.resumable_batches import Position, iterate_batches
+from ps_protocol.errors import BadModel
+from trainer_client.resumable_batches import Position, ResumableBatches
 
 EPOCHS = 3
 
@@ -51,26 +52,27 @@ def lists(batches: Iterator[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
 def test_the_rest_is_what_an_undisturbed_loop_has_left(make: Any) -> None:
-    whole = lists(iterate_batches(make(), EPOCHS, lambda: Position(0, 0)))
+    whole = lists(ResumableBatches(lambda: Position(0, 0)).iterate(make(), EPOCHS))
     for done in (1, 2, len(whole) // EPOCHS, len(whole) // 2, len(whole) - 1, len(whole), len(whole) + 5):
         position = Position(0, done)
-        assert lists(iterate_batches(make(), EPOCHS, lambda position=position: position)) == whole[done:]
+        assert lists(ResumableBatches(lambda position=position: position).iterate(make(), EPOCHS)) == whole[done:]
     if make is LOADERS["shuffled"]:
         assert whole[:3] != whole[3:6]  # another order in each epoch
 
 
 def test_what_is_done_is_not_loaded() -> None:
     data = Numbers()
-    [rest] = iterate_batches(shuffled(data), 2, lambda: Position(0, 5))
+    [rest] = ResumableBatches(lambda: Position(0, 5)).iterate(shuffled(data), 2)
     assert data.loaded == rest.tolist()
 
 
 @pytest.mark.parametrize("back_to", [0, 2, 4])
 def test_a_rollback_brings_batches_again(back_to: int) -> None:
-    whole = lists(iterate_batches(shuffled(Numbers()), EPOCHS, lambda: Position(0, 0)))
+    whole = lists(ResumableBatches(lambda: Position(0, 0)).iterate(shuffled(Numbers()), EPOCHS))
     state = {"rollbacks": 0, "steps": 0}
     taken: list[Tensor] = []
-    for batch in iterate_batches(shuffled(Numbers()), EPOCHS, lambda: Position(state["rollbacks"], state["steps"])):
+    batches = ResumableBatches(lambda: Position(state["rollbacks"], state["steps"]))
+    for batch in batches.iterate(shuffled(Numbers()), EPOCHS):
         if state["steps"] == 4 and not state["rollbacks"]:  # the fifth step finds that the run has gone back
             state.update(rollbacks=1, steps=back_to)
             del taken[back_to:]
@@ -78,3 +80,59 @@ def test_a_rollback_brings_batches_again(back_to: int) -> None:
         taken.append(batch)
         state["steps"] += 1
     assert lists(iter(taken)) == whole
+
+
+def train(state: dict[str, Any], *, stop_at: int | None = None) -> None:
+    """A script that takes batches in several calls, of two loaders, and steps a schedule with each."""
+    batches = ResumableBatches(lambda: Position(state["rollbacks"], state["round"]))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    first, second = shuffled(Numbers()), DataLoader(Stream(), 2)
+    for loader in (first, first, second, first):
+        for batch in batches.iterate(loader, 1, 1, schedule):
+            if state["round"] == state["lost at"]:
+                state.update({"rollbacks": 1, "round": 1, "lost at": None})
+                del state["taken"][1:]
+                continue
+            if state["round"] == stop_at:
+                return
+            state["taken"].append((batch.tolist(), optimizer.param_groups[0]["lr"]))
+            state["round"] += 1
+            optimizer.step()
+            schedule.step()
+
+
+def new_state(lost_at: int | None = None) -> dict[str, Any]:
+    return {"rollbacks": 0, "round": 0, "taken": [], "lost at": lost_at}
+
+
+def test_each_call_continues_behind_those_before_it() -> None:
+    whole = new_state()
+    train(whole)
+    assert len(whole["taken"]) == 3 * 3 + 4
+    assert len({str(batches) for batches in (whole["taken"][:3], whole["taken"][3:6], whole["taken"][-3:])}) == 3
+    for stop_at in range(13):
+        killed = new_state()
+        train(killed, stop_at=stop_at)
+        train(killed)  # in another life
+        assert killed["taken"] == whole["taken"], stop_at
+    for lost_at in range(1, 13):
+        back = new_state(lost_at)
+        train(back)
+        assert back["taken"] == whole["taken"], lost_at
+
+
+def test_a_call_waits_for_the_end_of_the_one_before() -> None:
+    batches = ResumableBatches(lambda: Position(0, 0))
+    unfinished = batches.iterate([1, 2], 1)
+    next(unfinished)
+    with pytest.raises(BadModel, match="before those of the next call"):
+        next(batches.iterate([3], 1))
+    unfinished.close()
+    assert next(batches.iterate([3], 1)) == 3
+
+
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_a_step_may_take_several_batches(done: int) -> None:
+    batches = ResumableBatches(lambda: Position(0, done))
+    assert list(batches.iterate([0, 1, 2, 3], 1, batches_per_round=2)) == list(range(2 * done, 4))
