@@ -246,9 +246,8 @@ class ParameterClient:
         self.metrics.local_pservers.set_function(lambda: sum(link.is_local for link in links.values()))
         self.is_declared = True
         if ready.start > 1:
-            self.log.info(
-                f"continuing run {ready.run} at round {ready.start - 1}: a script that counts its own steps begins there"
-            )
+            text = f"continuing run {ready.run} at round {ready.start - 1}"
+            self.log.info(f"{text}: a script that counts its own steps begins there")
         with contextlib.suppress(RolledBack):  # what is done next meets it again
             await self.ask_all(lambda pserver: pserver.warm_up())
         return self.plan
