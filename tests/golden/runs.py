@@ -58,8 +58,7 @@ _SYNC = {
     "local_steps": Run(settings={"local_steps": 2, "outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}),
 }
 
-# The asynchronous runs give the same bits for both values of `step_count`: either one trainer takes all steps, or the
-# optimizer is SGD, which counts none.
+# Either one trainer takes all steps of an asynchronous run, or the trainers take turns, so that their order is fixed.
 SETUPS: dict[str, Setup] = {
     "sync": Setup(_SYNC, trainers=3),
     "sync with max_delay": Setup(
