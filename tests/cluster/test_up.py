@@ -325,16 +325,18 @@ import os, pathlib, signal, torch
 from trainer_client import RemoteOptimizer, connect
 torch.set_num_threads(1)
 session = connect()
-data = torch.utils.data.TensorDataset(torch.randn(80, 8, generator=torch.Generator().manual_seed(5)))
+data = torch.utils.data.TensorDataset(torch.randn(160, 8, generator=torch.Generator().manual_seed(5)))
 sampler = torch.utils.data.DistributedSampler(data, session.world_size, session.rank)
 loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 3)
 optimizer = RemoteOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-2), model=model)
-for (inputs,) in optimizer.batches(loader, epochs=3):
-    optimizer.zero_grad()
-    model(inputs).square().mean().backward()
+for number, (inputs,) in enumerate(optimizer.batches(loader, epochs=3, batches_per_step=2)):
+    (model(inputs).square().mean() / 2).backward()
+    if number % 2 == 0:
+        continue
     optimizer.step()
+    optimizer.zero_grad()
     if KILLS and session.rank == 1 and optimizer.round == 17 and not pathlib.Path("killed").exists():
         pathlib.Path("killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -346,6 +348,7 @@ if session.rank == 0:
 @pytest.mark.extended
 @pytest.mark.timeout(300)
 def test_a_killed_trainer_continues_in_its_data(tmp_path: Path) -> None:
+    """Each step takes the gradients of two batches."""
     found = []
     for kills in (False, True):
         folder = tmp_path / str(kills)

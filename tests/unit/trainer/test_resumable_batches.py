@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from trainer_client import RemoteOptimizer
 from trainer_client.resumable_batches import Position, iterate_batches
 
 EPOCHS = 3
@@ -57,6 +59,17 @@ def test_the_rest_is_what_an_undisturbed_loop_has_left(make: Any) -> None:
         assert lists(iterate_batches(make(), EPOCHS, lambda position=position: position)) == whole[done:]
     if make is LOADERS["shuffled"]:
         assert whole[:3] != whole[3:6]  # another order in each epoch
+
+
+@pytest.mark.parametrize(("local_steps", "done"), [(0, 6), (2, 12)])
+def test_a_round_has_the_batches_of_its_steps(local_steps: int, done: int) -> None:
+    client = SimpleNamespace(settings=SimpleNamespace(local_steps=local_steps))
+    optimizer: Any = SimpleNamespace(
+        _session=SimpleNamespace(client=client), _steps=SimpleNamespace(begun=2, num_rollbacks=0)
+    )
+    whole = lists(iterate_batches(shuffled(Numbers()), 5, lambda: Position(0, 0)))
+    rest = RemoteOptimizer.batches(optimizer, shuffled(Numbers()), epochs=5, batches_per_step=3)
+    assert lists(rest) == whole[done:] != []
 
 
 def test_what_is_done_is_not_loaded() -> None:
