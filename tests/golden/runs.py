@@ -19,6 +19,7 @@ class Run:
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the trainers
     parameter_dtype: str = "float32"
     has_scaler: bool = False  # trainer_client.GradScaler, and an overflow in trainer 1
+    has_batch_norm: bool = False
     fault: Literal["", "kill a pserver", "stop and resume"] = ""  # the last one only in the last run of a cluster
 
 
@@ -52,14 +53,14 @@ _SYNC = {
     "push topk": _wire("topk", "float32"),
     "bfloat16 parameters": Run(parameter_dtype="bfloat16"),
     "clipping": Run(settings={"max_grad_norm": 1.0}),
+    "batch norm": Run(has_batch_norm=True),
     "GradScaler": Run(settings={"nonfinite": "skip_round"}, has_scaler=True),
     "overlap": Run(settings={"overlap": True, "bucket_bytes": 2000}),
     "overlap_pulls": Run(settings={"overlap": True, "overlap_pulls": True, "bucket_bytes": 2000}),
     "local_steps": Run(settings={"local_steps": 2, "outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}),
 }
 
-# The asynchronous runs give the same bits for both values of `step_count`: either one trainer takes all steps, or the
-# optimizer is SGD, which counts none.
+# Either one trainer takes all steps of an asynchronous run, or the trainers take turns, so that their order is fixed.
 SETUPS: dict[str, Setup] = {
     "sync": Setup(_SYNC, trainers=3),
     "sync with max_delay": Setup(

@@ -1,7 +1,8 @@
 """One process of golden runs: `python -m tests.golden.script FOLDER CLUSTER RUN…` trains them one after the other.
 
-It prints a line of JSON for each run, with the digests of the parameters, and on rank 0 those of the optimizer state.
-Gradients come from integers, powers of two and elementwise operations alone, so that every CPU computes the same ones.
+It prints a line of JSON for each run, with the digests of parameters and float buffers, and on rank 0 those of the
+optimizer state. Gradients come from integers, powers of two and elementwise operations alone, so that every CPU
+computes the same ones. Those of batch norm come from torch's default kernels, in one thread.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tests.golden.runs import FAULT_STEP, OVERFLOW_STEP, SETUPS, STEPS, Run, Set
 from trainer_client import GradScaler, RemoteOptimizer, Session, connect
 
 SHAPES = {"matrix": (61, 67), "vector": (129,), "scalar": (), "last": (3, 400)}
+NORM_SHAPE = (8, 130)  # of a batch
 PATIENCE_SECONDS = 60.0
 
 
@@ -40,24 +42,39 @@ class Layer(nn.Module):
         return (self.weight * (self.snapshot * 0.5 + data)).sum()
 
 
+class Norm(nn.BatchNorm1d):
+    """Batch norm whose output is multiplied by the data, since its sum alone has no gradient."""
+
+    def forward(self, data: Tensor, _: bool) -> Tensor:
+        return (super().forward(data) * data).sum()
+
+
 def draw(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
     """Draw multiples of 2**-12 from -1 to 1."""
     return (torch.randint(-4096, 4097, shape, generator=generator) * 2.0**-12).to(dtype)
 
 
-def make_model(seed: int, dtype: torch.dtype) -> nn.ModuleDict:
+def make_model(seed: int, dtype: torch.dtype, has_batch_norm: bool) -> nn.ModuleDict:
     generator = torch.Generator().manual_seed(seed)
-    return nn.ModuleDict({name: Layer(draw(shape, generator, dtype)) for name, shape in SHAPES.items()})
+    model = nn.ModuleDict({name: Layer(draw(shape, generator, dtype)) for name, shape in SHAPES.items()})
+    if has_batch_norm:
+        model["norm"] = Norm(NORM_SHAPE[1], dtype=dtype)
+    return model
 
 
 def loss_of(model: nn.ModuleDict, step: int, rank: int, dtype: torch.dtype, takes_snapshot: bool) -> Tensor:
-    """Leave the vector out in some steps, and the scalar of trainer 1 in others: they have no gradient then."""
+    """Leave the vector out in some steps, and the scalar and batch norm of trainer 1 in others.
+
+    These parameters have no gradient then, and these buffers do not change.
+    """
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    data = {name: draw(shape, generator, dtype) for name, shape in SHAPES.items()}
+    shapes = {**SHAPES, "norm": NORM_SHAPE}
+    data = {name: draw(shapes[name], generator, dtype) for name in model}
     if step % 4 == 1:
         del data["vector"]
     if step % 4 == 2 and rank == 1:
         del data["scalar"]
+        data.pop("norm", None)
     return torch.stack([model[name](values, takes_snapshot) for name, values in data.items()]).sum()
 
 
@@ -79,7 +96,7 @@ class Turns:
 def train(setup: Setup, run: Run, session: Session, turns: Turns) -> dict[str, Any]:
     """Train one run; returns the digests."""
     rank, dtype = session.rank, getattr(torch, run.parameter_dtype)
-    model = make_model(rank, dtype)  # the lowest rank's values count
+    model = make_model(rank, dtype, run.has_batch_norm)  # the lowest rank's values count
     local = make_optimizer(run.optimizer, dict(model.named_parameters()), local=False)
     optimizer = RemoteOptimizer(local, model=model)
     scaler = GradScaler(optimizer, "cpu", init_scale=1024.0, growth_interval=2) if run.has_scaler else None
@@ -112,7 +129,8 @@ def train(setup: Setup, run: Run, session: Session, turns: Turns) -> dict[str, A
         if setup.takes_turns and step % 2 == 1:
             turns.pass_to((rank - 1) % setup.trainers)
     optimizer.synchronize()
-    parameters = {name: digest([parameter.detach()]) for name, parameter in model.named_parameters()}
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    parameters = {name: digest([tensor]) for name, tensor in tensors.items()}
     state = digest_state(optimizer) if rank == 0 else None
     return {"rank": rank, "start": start, "parameters": parameters, "optimizer_state": state}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from ps_protocol.errors import BadModel
+from trainer_client import RemoteOptimizer
 from trainer_client.resumable_batches import Position, ResumableBatches
 
 EPOCHS = 3
@@ -58,6 +60,18 @@ def test_the_rest_is_what_an_undisturbed_loop_has_left(make: Any) -> None:
         assert lists(ResumableBatches(lambda position=position: position).iterate(make(), EPOCHS)) == whole[done:]
     if make is LOADERS["shuffled"]:
         assert whole[:3] != whole[3:6]  # another order in each epoch
+
+
+@pytest.mark.parametrize(("local_steps", "done"), [(0, 6), (2, 12)])
+def test_a_round_has_the_batches_of_its_steps(local_steps: int, done: int) -> None:
+    client = SimpleNamespace(settings=SimpleNamespace(local_steps=local_steps))
+    optimizer: Any = SimpleNamespace(
+        _session=SimpleNamespace(client=client), _steps=SimpleNamespace(begun=2), _has_schedule=False
+    )
+    optimizer._batches = ResumableBatches(lambda: Position(0, 2))
+    whole = lists(ResumableBatches(lambda: Position(0, 0)).iterate(shuffled(Numbers()), 5))
+    rest = RemoteOptimizer.batches(optimizer, shuffled(Numbers()), epochs=5, batches_per_step=3)
+    assert lists(rest) == whole[done:] != []
 
 
 def test_what_is_done_is_not_loaded() -> None:
