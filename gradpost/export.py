@@ -20,7 +20,7 @@ from trainer_client.tensors import TORCH_DTYPES
 
 from .checkpoint import pass_over
 from .output import EXIT_FAILED, CommandError, count, print_line
-from .stopped_run import NotRestorable, open_stopped_run, read_record
+from .stopped_run import NotRestorable, StoppedRun, open_stopped_run, read_record
 from .whole_file import whole_file
 
 
@@ -79,11 +79,19 @@ def _export_stopped_run(
                 _write(target, to_tensors(stopped.read(found), stopped.plan, stopped.aliases), name, found)
             newest = complete if found is None else max(found, complete)
             if round_ is None and stopped.newest > newest:
-                print_line(f"round {stopped.newest:,} is newer, but not all pservers have it")
+                _print_newer(stopped, is_cut=is_newer and stopped.storages[0].is_async)
             return is_newer
     except (NotRestorable, OSError) as error:
         print_line(f"only complete checkpoints are looked at, and no logs: {error}")
         return False
+
+
+def _print_newer(stopped: StoppedRun, *, is_cut: bool) -> None:
+    if is_cut:
+        print_line(f"these are the newest values of each pserver; one of them has {stopped.newest:,} contributions")
+        return
+    remedy = "" if stopped.storages[0].has_log else " (with durability=log they keep the rounds before it)"
+    print_line(f"round {stopped.newest:,} is newer, but not all pservers have it{remedy}")
 
 
 def _write(target: Path, tensors: dict[str, Tensor], run: str, round_: Round) -> None:

@@ -49,7 +49,7 @@ from .pulls import Pull, Pulls
 from .pushes import read_blocks, read_completion, read_computed_on, read_num_slots
 from .reading import Reader, make_reader
 from .reply import Reply
-from .run import BarrierKind, Look, PserverRun, name_trainers
+from .run import FAILURES_OF_TRAINERS, BarrierKind, Look, PserverRun, name_trainers
 from .tensors import StagedBlock, digest_contribution, view_bytes
 
 log = get_logger()
@@ -338,8 +338,7 @@ class AsyncRun(PserverRun):
         """Wait until everything that was taken is applied, or never will be."""
 
         def is_over() -> bool:
-            has_stopped = any(queue.failure is not None for queue in self._queues.values())
-            return self.is_at_rest or has_stopped or self.failure is not None
+            return self.is_at_rest or not all(queue.is_working for queue in self._queues.values())
 
         async with self._condition:
             await self._condition.wait_for(is_over)
@@ -347,7 +346,7 @@ class AsyncRun(PserverRun):
     @property
     def is_at_rest(self) -> bool:
         """Whether everything that was taken is applied."""
-        return self.num_queued == 0
+        return self.num_queued == 0 and all(queue.failure is None for queue in self._queues.values())
 
     def _history(self) -> History:
         return History(steps=self.clocks.newest_steps)
@@ -561,10 +560,11 @@ class AsyncRun(PserverRun):
             self._waits.clear()  # their patience begins anew
 
     async def end(self, reason: GradpostError) -> None:
-        """End the workers, too; what is queued is dropped."""
+        """End the workers, too, and drop what is queued. After a trainer's failure they apply it: see `stop`."""
+        if not isinstance(reason, FAILURES_OF_TRAINERS):
+            for queue in self._queues.values():
+                queue.close()
         await super().end(reason)
-        for queue in self._queues.values():
-            queue.close()
         if self._reader is not None:
             self._reader.close(reason)
 

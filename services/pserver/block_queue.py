@@ -69,6 +69,11 @@ class BlockQueue:
         """Whether one more update may be put."""
         return self.num_updates < self._max_queued
 
+    @property
+    def is_working(self) -> bool:
+        """Whether what is queued will be applied."""
+        return self.failure is None and self._task is not None
+
     def put(self, update: Update) -> None:
         """Queue an update, for which there is room."""
         self.num_updates += 1

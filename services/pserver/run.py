@@ -24,6 +24,7 @@ from ps_protocol.errors import (
     RoundTimeout,
     StaleTrainer,
     StorageFailed,
+    TrainerLost,
     TryAgain,
     UnknownBlock,
 )
@@ -61,6 +62,7 @@ T = TypeVar("T")
 
 Look: TypeAlias = Callable[[Mapping[str, str]], T]
 BarrierKind = Literal["batch", "fetch"]
+FAILURES_OF_TRAINERS = (TrainerLost, RoundTimeout)  # they end a run, and leave its shards intact
 
 
 class PserverRun(ABC):
@@ -395,7 +397,7 @@ class PserverRun(ABC):
         """The process is about to end: whoever waits here is sent away, and what is held is written down."""
         if self.storage is not None and self.storage.is_over:
             await self.writer.prune_folder()  # the coordinator may have said in no heartbeat what is complete
-        if self.failure is not None:
+        if self.failure is not None and not self._needs_last_checkpoint(self.failure):
             return
         await self._come_to_rest(TryAgain("this pserver stops; it may be back"))
         await self._finish_apply()
@@ -405,6 +407,11 @@ class PserverRun(ABC):
             with contextlib.suppress(TryAgain):  # it has been said
                 await self._checkpoint_now(self.storage, "folder")
         await self.writer.finish()
+
+    def _needs_last_checkpoint(self, failure: GradpostError) -> bool:
+        """Return whether the shard is intact after this failure, and in no log."""
+        has_log = self.storage is not None and self.storage.has_log
+        return isinstance(failure, FAILURES_OF_TRAINERS) and not has_log
 
     async def _checkpoint_now(self, storage: RunStorage, destination: Destination) -> None:
         """Copy the shard as it is. Raises TryAgain."""

@@ -318,6 +318,11 @@ class SyncRun(PserverRun):
             self.writer.check_room()
             await self._checkpoint_now(storage, "place")
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no round is being applied. One whose apply has failed is, for ever."""
+        return self.rounds.applying is None
+
     async def _finish_apply(self) -> None:
         while self._apply_task is not None and not self._apply_task.done():  # one may have begun the next
             await asyncio.wait([self._apply_task])

@@ -82,8 +82,9 @@ def test_a_run_that_failed_is_resumed_and_its_model_exported(tmp_path: Path) -> 
 
 
 @pytest.mark.extended
-def test_the_newest_round_of_a_run_that_was_interrupted_is_exported(tmp_path: Path) -> None:
-    with RunningUp("--", "python", SCRIPT, 100_000, 0.005, folder=tmp_path) as up:
+@pytest.mark.parametrize("options", ["", "--durability none", "--mode async"])
+def test_the_newest_round_of_a_run_that_was_interrupted_is_exported(tmp_path: Path, options: str) -> None:
+    with RunningUp(*options.split(), "--", "python", SCRIPT, 100_000, 0.005, folder=tmp_path) as up:
         up.wait_for("[trainer 0] round 30", "[trainer 1] round 30")
         up.signal(SIGINT)
         code, _, _ = up.finish()
@@ -92,10 +93,16 @@ def test_the_newest_round_of_a_run_that_was_interrupted_is_exported(tmp_path: Pa
     found = re.search(r"of round (\d+) of run", said)
     assert found is not None, said
     round_ = int(found[1])
+    if options == "--durability none" and "is newer, but not all pservers have it" in said:
+        return  # one pserver had applied one round more than the other
     assert round_ >= 30
     model = make_model()
     model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
-    assert f"{digest_of(model)} {round_}" == expected_result(round_)
+    if options == "--mode async":  # contributions, in an order that differs from run to run
+        assert round_ >= 2 * 30
+        assert digest_of(model) != digest_of(make_model())
+    else:
+        assert f"{digest_of(model)} {round_}" == expected_result(round_)
 
 
 @pytest.mark.extended

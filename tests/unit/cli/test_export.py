@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,14 +37,20 @@ def write_record(folder: Path, began: dict[int, int | None]) -> None:
     RecordFile(folder).write(ClusterRecord(**{**dict(record), "run": run}))
 
 
-def stop_at(folder: Path, *rounds: int, attempts: tuple[int, int] = (0, 0), began: dict[int, int | None] | None = None):
+def stop_at(
+    folder: Path,
+    *rounds: int,
+    attempts: tuple[int, int] = (0, 0),
+    began: dict[int, int | None] | None = None,
+    **settings: Any,
+):
     """Two pservers that end after these rounds; checkpoints 0 and 4 are complete."""
     shards: dict[int, list[ShardFile]] = {0: [], 4: []}
     for index, last in enumerate(rounds):
         disk = Disk(folder)
         disk.open(index)
         disk.register(index, 1)
-        storage, _ = disk.open_run(install_for(PLAN, attempt=attempts[index]))
+        storage, _ = disk.open_run(install_for(PLAN, attempt=attempts[index], **settings))
         shard = new_shard(PLAN, index)
         for round_ in range(last + 1):
             if round_:
@@ -52,6 +59,8 @@ def stop_at(folder: Path, *rounds: int, attempts: tuple[int, int] = (0, 0), bega
                 file = storage.snapshot(shard, History({round_: (0,)} if round_ else {}))()
                 assert isinstance(file, ShardFile)
                 shards[round_].append(file)
+        if not storage.has_log:
+            storage.snapshot(shard, History(), is_own=True)()
         storage.close()
         assert disk.folder is not None
         disk.folder.close()
@@ -90,6 +99,23 @@ def test_it_is_the_newest_round_that_the_logs_give(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "of round 6 of run run1" in said
     assert "round 7 is newer, but not all pservers have it" in said
+
+
+def test_of_an_asynchronous_run_each_pserver_gives_its_newest_values(tmp_path, capsys):
+    stop_at(tmp_path, 7, 6, consistency=Consistency(mode="async"))
+    export(tmp_path)
+    said = capsys.readouterr().out
+    assert "of round 6 of run run1" in said
+    assert "these are the newest values of each pserver; one of them has 7 contributions" in said
+
+
+def test_without_a_log_it_is_the_last_checkpoint_that_all_pservers_have(tmp_path, capsys):
+    stop_at(tmp_path, 7, 6, durability="none")
+    assert_is_round(export(tmp_path), 4)
+    said = capsys.readouterr().out
+    assert "round 7 is newer, but not all pservers have it (with durability=log they keep the rounds before it)" in said
+    stop_at(tmp_path, 7, 7, durability="none")
+    assert_is_round(export(tmp_path), 7)
 
 
 def test_any_round_that_the_logs_give_can_be_asked_for(tmp_path):

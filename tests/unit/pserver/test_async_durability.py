@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import ContributionMissing, QueueFull, StorageFailed, TryAgain
+from ps_protocol.errors import ContributionMissing, GradpostError, QueueFull, StorageFailed, TrainerLost, TryAgain
 from services.pserver import async_run
 from services.runtime.failpoints import arm_failpoints
 
@@ -196,18 +196,21 @@ async def test_a_checkpoint_holds_the_first_contributions_and_nothing_else(tmp_p
 
 
 @pytest.mark.asyncio
-async def test_a_pserver_that_stops_applies_what_it_has_taken(tmp_path: Path) -> None:
+@pytest.mark.parametrize("failure", [None, TrainerLost("trainer 1 was lost")])
+async def test_a_pserver_that_stops_applies_what_it_has_taken(tmp_path: Path, failure: GradpostError | None) -> None:
     async with life(tmp_path, durability="none") as pserver:
         await steps(pserver, 1, 1)
         with busy(pserver) as release:
             await pserver.push(0, 2)
+            if failure is not None:
+                await pserver.change_members(2, {}, failure=failure.to_problem())
             stopping = asyncio.create_task(pserver.pserver.stop())
             await asyncio.sleep(0.05)
             refused = asyncio.create_task(pserver.push(1, 2))
             await asyncio.sleep(0.05)
             release.set()
         await stopping
-        with pytest.raises(TryAgain):
+        with pytest.raises(TryAgain if failure is None else TrainerLost):
             await refused
     async with life(tmp_path, 2, durability="none") as pserver:
         assert pserver.run.clocks.opens == {0: 3, 1: 2}

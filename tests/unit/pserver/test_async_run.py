@@ -191,6 +191,7 @@ async def test_a_worker_that_fails_stops_its_block_and_no_other(monkeypatch: pyt
         others = [NAMES[0], *NAMES[2:]]
         await pserver.push(1, 1, ones(1.0, others))
         await until(lambda: pserver.run.clocks.clocks == {0: 0, 1: 1})
+        assert not pserver.run.is_at_rest  # no checkpoint is made of it
 
 
 @pytest.mark.asyncio

@@ -255,3 +255,4 @@ async def test_an_apply_that_fails_ends_every_wait():
             await asyncio.wait_for(get, 2)
         with pytest.raises(ApplyFailed):
             await b.push(0, 2)
+        assert not b.run.is_at_rest  # no checkpoint is made of it
