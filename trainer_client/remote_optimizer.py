@@ -37,7 +37,7 @@ from .session import Session, connect, open_session
 from .slots.remote_slots import RemoteSlots
 from .steps import Steps
 from .tensors import wire_dtype
-from .wrapped_optimizer import InitializedState, refuse_changes, refuse_group, share_hooks
+from .wrapped_optimizer import InitializedState, RemoteState, refuse_changes, refuse_entries, refuse_group, share_hooks
 
 
 class RemoteOptimizer(Optimizer):
@@ -611,21 +611,22 @@ class RemoteOptimizer(Optimizer):
         self._share_state((self if self._own is None else self._own).state)
 
     def _share_state(self, state: Mapping[Tensor, Any]) -> None:
-        self.state = self._shared_state = InitializedState(dict, state)
+        self.state = self._shared_state = (RemoteState if self._own is None else InitializedState)(dict, state)
         if self._own is not None:
             self._own.state = self.state
 
     def _notice_reset(self) -> None:
         """Follow a script that has cleared or replaced `state`: the next step begins without slots.
 
-        Raises BadModel for another state that is not empty.
+        Raises BadModel for entries of the script, which the run would not notice.
         """
+        shared = self._shared_state
         places = (self,) if self._own is None else (self, self._own)
-        replaced = next((one.state for one in places if one.state is not self._shared_state), None)
-        if replaced is None and not (self._own is None and self._shared_state.was_cleared):
+        replaced = next((one.state for one in places if one.state is not shared), None)
+        if isinstance(shared, RemoteState) and (replaced or any(shared.values())):
+            refuse_entries()
+        if replaced is None and not (isinstance(shared, RemoteState) and shared.was_cleared):
             return
-        if self._own is None and replaced:
-            raise BadModel("the optimizer's state was replaced, which the run would not notice: call load_state_dict()")
         if self._own is None and self._slots is not None:
             self._slots.load({})
         self._share_state(replaced or {})
