@@ -26,7 +26,7 @@ from .host.model import describe_model
 from .local_steps import LocalSteps, check_outer
 from .model_tensors import find_aliases, name_parameters, stored_tensors
 from .optimizer_spec import describe_local_optimizer, describe_optimizer, read_hyper_parameters
-from .parameter_watch import Digests, ParameterWatch, check_model, digest_values, find_rewritten
+from .parameter_watch import Digests, ModelPlaces, ParameterWatch, check_model, digest_values, find_rewritten
 from .pulling.forward_waits import ForwardWaits
 from .pushing.flattening import Flattening
 from .pushing.overlap import Overlap
@@ -130,6 +130,7 @@ class RemoteOptimizer(Optimizer):
             check_model(model, self._named.values())
         self._start(model)
         self._members = _identities(self.param_groups)
+        self._places = ModelPlaces(model, self._named)
         self._values_at_start: Digests | None = digest_values(self._named)  # None after the first step
         self._watch = None if self._local else ParameterWatch(self._named, has_samples=self._waits is None)
         self._is_position_known = False  # the script has asked for the run's round
@@ -344,6 +345,7 @@ class RemoteOptimizer(Optimizer):
                 "parameters were replaced, added to or removed from param_groups after the optimizer was wrapped; the "
                 "slice plan is made once, when the run starts. Save a checkpoint, and start a new run"
             )
+        self._places.check()
         self._notice_reset()
         self._steps.look_for_changes()
         if self._values_at_start is not None:
