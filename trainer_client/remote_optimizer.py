@@ -24,7 +24,7 @@ from .host.follower import FollowerSteps
 from .host.leader import LeaderSteps
 from .host.model import describe_model
 from .local_steps import LocalSteps, check_outer
-from .model_tensors import find_aliases, name_parameters, stored_tensors
+from .model_tensors import find_aliases, frozen_parameters, name_parameters, stored_tensors
 from .optimizer_spec import describe_local_optimizer, describe_optimizer, read_hyper_parameters
 from .parameter_watch import Digests, ModelPlaces, ParameterWatch, check_model, digest_values, find_rewritten
 from .pulling.forward_waits import ForwardWaits
@@ -132,6 +132,8 @@ class RemoteOptimizer(Optimizer):
         self._members = _identities(self.param_groups)
         self._places = ModelPlaces(model, self._named)
         self._values_at_start: Digests | None = digest_values(self._named)  # None after the first step
+        self._frozen_at_start = digest_values(frozen_parameters(model, self._named))
+        self._model = model
         self._watch = None if self._local else ParameterWatch(self._named, has_samples=self._waits is None)
         self._is_position_known = False  # the script has asked for the run's round
         self._wrapped = optimizer
@@ -353,9 +355,21 @@ class RemoteOptimizer(Optimizer):
             self._values_at_start = None
             if changed:
                 self._steps.replace_values(changed)
+            self._warn_of_frozen()
             self._warn_of_own_count()
         elif self._watch is not None:
             self._watch.check()
+
+    def _warn_of_frozen(self) -> None:
+        """Warn before the first step if frozen parameters have changed since they were uploaded."""
+        frozen = frozen_parameters(self._model, self._named)
+        known = {name: parameter for name, parameter in frozen.items() if name in self._frozen_at_start}
+        if changed := find_rewritten(known, self._frozen_at_start):
+            self._session.client.log.warning(
+                f"the script has changed {len(changed)} frozen parameters since the wrap, such as {min(changed)!r}: "
+                "exports, and trainers that do not load the same, have the values of the wrap. Load the model before "
+                "RemoteOptimizer(…)"
+            )
 
     def _warn_of_own_count(self) -> None:
         """Warn before the first step if the run has rounds, and the script cannot know how many."""

@@ -134,6 +134,25 @@ def test_the_lowest_rank_alone_may_load(pservers: LocalCluster, ring: LocalClust
             assert_identical(found, CHECKPOINT["model"])
 
 
+@pytest.mark.parametrize("is_early", [True, False])
+def test_frozen_parameters_that_are_loaded_late_are_a_warning(
+    alone: LocalCluster, is_early: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(session: Session) -> None:
+        model = make_model(seed=session.rank)
+        if is_early:
+            model.load_state_dict(CHECKPOINT["model"])
+        head = torch.optim.SGD(model[2].parameters(), lr=0.1)  # type: ignore[index, union-attr]
+        optimizer = RemoteOptimizer(head, model=model, session=session)
+        model.load_state_dict(CHECKPOINT["model"])
+        for number in range(2):
+            take_step(model, optimizer, number)
+
+    run_trainers(alone.address, [train])
+    said = capsys.readouterr().err
+    assert said.count("has changed 2 frozen parameters since the wrap, such as '0.bias'") == (not is_early)
+
+
 # ---------------------------------------------------------------------- later
 
 
