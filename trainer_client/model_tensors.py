@@ -33,10 +33,18 @@ def stored_tensors(model: nn.Module | None, trained: dict[str, Tensor]) -> dict[
     """What else belongs to the model: the buffers of its state_dict, and parameters that no group trains."""
     if model is None:
         return {}
-    in_groups = {id(parameter) for parameter in trained.values()}
-    frozen = {_plain(name): p for name, p in model.named_parameters() if id(p) not in in_groups}
     state = model.state_dict(keep_vars=True)
-    return {**frozen, **{_plain(name): buffer for name, buffer in model.named_buffers() if name in state}}
+    return {
+        **frozen_parameters(model, trained),
+        **{_plain(name): buffer for name, buffer in model.named_buffers() if name in state},
+    }
+
+
+def frozen_parameters(model: nn.Module | None, trained: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters of the model that no group trains, by name."""
+    in_groups = {id(parameter) for parameter in trained.values()}
+    named = () if model is None else model.named_parameters()
+    return {_plain(name): parameter for name, parameter in named if id(parameter) not in in_groups}
 
 
 def find_aliases(model: nn.Module | None, known: dict[str, Tensor]) -> dict[str, str]:

@@ -73,6 +73,40 @@ class ParameterWatch:
         return changed
 
 
+class ModelPlaces:
+    """The modules that have the trained parameters: with another parameter there, the model would not be trained."""
+
+    def __init__(self, model: nn.Module | None, trained: Mapping[str, Tensor]) -> None:
+        self._model = model
+        self._names = {id(parameter): name for name, parameter in trained.items()}
+        self._places = self._find()
+
+    def _find(self) -> list[tuple[nn.Module, str, Tensor]]:
+        return [
+            (module, key, parameter)
+            for module in (() if self._model is None else self._model.modules())
+            if isinstance(module._parameters, dict)  # a scripted module has another mapping
+            for key, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) in self._names
+        ]
+
+    def check(self) -> None:
+        """Raise BadModel if a parameter was replaced. `torch.nn.utils.parametrize` and `prune` may move it."""
+        left = [place for place in self._places if place[0]._parameters.get(place[1]) is not place[2]]
+        if not left:
+            return
+        assert self._model is not None
+        present = {id(parameter) for parameter in self._model.parameters()}
+        for module, key, parameter in left:
+            if module._parameters.get(key) is not None or id(parameter) not in present:
+                raise BadModel(
+                    f"parameter {self._names[id(parameter)]!r} was replaced in the model after the optimizer was "
+                    "wrapped, and the run would train one that the model no longer has. Load without assign=True, or "
+                    "change the model before RemoteOptimizer(…)"
+                )
+        self._places = self._find()
+
+
 class _Samples:
     """Elements of parameters of one dtype on one device."""
 

@@ -25,9 +25,9 @@ from .host.follower import FollowerSteps
 from .host.leader import LeaderSteps
 from .host.model import describe_model
 from .local_steps import LocalSteps, check_outer
-from .model_tensors import find_aliases, name_parameters, stored_tensors
+from .model_tensors import find_aliases, frozen_parameters, name_parameters, stored_tensors
 from .optimizer_spec import describe_local_optimizer, describe_optimizer, read_hyper_parameters
-from .parameter_watch import Digests, ParameterWatch, check_model, digest_values, find_rewritten
+from .parameter_watch import Digests, ModelPlaces, ParameterWatch, check_model, digest_values, find_rewritten
 from .pulling.forward_waits import ForwardWaits
 from .pushing.flattening import Flattening
 from .pushing.overlap import Overlap
@@ -38,7 +38,7 @@ from .session import Session, connect, open_session
 from .slots.remote_slots import RemoteSlots
 from .steps import Steps
 from .tensors import wire_dtype
-from .wrapped_optimizer import InitializedState, refuse_changes, refuse_group, share_hooks
+from .wrapped_optimizer import InitializedState, RemoteState, refuse_changes, refuse_entries, refuse_group, share_hooks
 
 
 class RemoteOptimizer(Optimizer):
@@ -131,7 +131,10 @@ class RemoteOptimizer(Optimizer):
             check_model(model, self._named.values())
         self._start(model)
         self._members = _identities(self.param_groups)
+        self._places = ModelPlaces(model, self._named)
         self._values_at_start: Digests | None = digest_values(self._named)  # None after the first step
+        self._frozen_at_start = digest_values(frozen_parameters(model, self._named))
+        self._model = model
         self._watch = None if self._local else ParameterWatch(self._named, has_samples=self._waits is None)
         self._is_position_known = False  # the script has asked for the run's round
         self._has_schedule = False  # it has let a schedule follow the run
@@ -360,6 +363,7 @@ class RemoteOptimizer(Optimizer):
                 "parameters were replaced, added to or removed from param_groups after the optimizer was wrapped; the "
                 "slice plan is made once, when the run starts. Save a checkpoint, and start a new run"
             )
+        self._places.check()
         self._notice_reset()
         self._steps.look_for_changes()
         if self._values_at_start is not None:
@@ -367,9 +371,21 @@ class RemoteOptimizer(Optimizer):
             self._values_at_start = None
             if changed:
                 self._steps.replace_values(changed)
+            self._warn_of_frozen()
             self._warn_of_own_count()
         elif self._watch is not None:
             self._watch.check()
+
+    def _warn_of_frozen(self) -> None:
+        """Warn before the first step if frozen parameters have changed since they were uploaded."""
+        frozen = frozen_parameters(self._model, self._named)
+        known = {name: parameter for name, parameter in frozen.items() if name in self._frozen_at_start}
+        if changed := find_rewritten(known, self._frozen_at_start):
+            self._session.client.log.warning(
+                f"the script has changed {len(changed)} frozen parameters since the wrap, such as {min(changed)!r}: "
+                "exports, and trainers that do not load the same, have the values of the wrap. Load the model before "
+                "RemoteOptimizer(…)"
+            )
 
     def _warn_of_own_count(self) -> None:
         """Warn before the first step if the run has rounds, and the script cannot know how many."""
@@ -635,21 +651,22 @@ class RemoteOptimizer(Optimizer):
         self._share_state((self if self._own is None else self._own).state)
 
     def _share_state(self, state: Mapping[Tensor, Any]) -> None:
-        self.state = self._shared_state = InitializedState(dict, state)
+        self.state = self._shared_state = (RemoteState if self._own is None else InitializedState)(dict, state)
         if self._own is not None:
             self._own.state = self.state
 
     def _notice_reset(self) -> None:
         """Follow a script that has cleared or replaced `state`: the next step begins without slots.
 
-        Raises BadModel for another state that is not empty.
+        Raises BadModel for entries of the script, which the run would not notice.
         """
+        shared = self._shared_state
         places = (self,) if self._own is None else (self, self._own)
-        replaced = next((one.state for one in places if one.state is not self._shared_state), None)
-        if replaced is None and not (self._own is None and self._shared_state.was_cleared):
+        replaced = next((one.state for one in places if one.state is not shared), None)
+        if isinstance(shared, RemoteState) and (replaced or any(shared.values())):
+            refuse_entries()
+        if replaced is None and not (isinstance(shared, RemoteState) and shared.was_cleared):
             return
-        if self._own is None and replaced:
-            raise BadModel("the optimizer's state was replaced, which the run would not notice: call load_state_dict()")
         if self._own is None and self._slots is not None:
             self._slots.load({})
         self._share_state(replaced or {})

@@ -23,15 +23,33 @@ class InitializedState(defaultdict[Tensor, Any]):
     `torch.distributed.checkpoint` takes an empty state for one that a step with zero gradients would create.
     """
 
+    def __bool__(self) -> bool:
+        return True
+
+
+class RemoteState(InitializedState):
+    """The state of an optimizer whose slots are on the pservers. Raises BadModel where a script changes an entry."""
+
     was_cleared = False
 
     def clear(self) -> None:
-        """Remove all entries; `was_cleared` tells it to an optimizer whose slots are elsewhere."""
+        """Remove all entries; `was_cleared` says that the next step begins without slots."""
         super().clear()
         self.was_cleared = True
 
-    def __bool__(self) -> bool:
-        return True
+    def pop(self, *_: object) -> NoReturn:
+        """Raise BadModel."""
+        refuse_entries()
+
+    def __delitem__(self, _: Tensor) -> NoReturn:
+        refuse_entries()
+
+    def __setitem__(self, _: Tensor, __: object) -> NoReturn:
+        refuse_entries()
+
+    def __missing__(self, parameter: Tensor) -> Any:
+        """Return an empty entry, and keep it: what a script writes to it is found before the next step."""
+        return self.setdefault(parameter, {})
 
 
 def share_hooks(remote: Optimizer, wrapped: Optimizer, *, loads_itself: bool) -> None:
@@ -68,6 +86,14 @@ def refuse_changes(wrapped: Optimizer, is_in_run: Callable[[], bool]) -> None:
 
     changing = {"step": MethodType(refuse_step, wrapped), "load_state_dict": refuse_load}  # schedulers want a method
     vars(wrapped).update(changing, add_param_group=refuse_group)
+
+
+def refuse_entries() -> NoReturn:
+    """Raise BadModel for entries of `optimizer.state` that a script has set or removed."""
+    raise BadModel(
+        "entries of optimizer.state cannot be set or removed, since the slots are on the pservers. Change what "
+        "optimizer.state_dict() returns, and give it to optimizer.load_state_dict()"
+    )
 
 
 def refuse_group(*_: object, **__: object) -> NoReturn:

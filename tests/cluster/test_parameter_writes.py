@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from ps_protocol.errors import BadModel
 from trainer_client import RemoteOptimizer, Session
@@ -133,6 +134,25 @@ def test_the_lowest_rank_alone_may_load(pservers: LocalCluster, ring: LocalClust
             assert_identical(found, CHECKPOINT["model"])
 
 
+@pytest.mark.parametrize("is_early", [True, False])
+def test_frozen_parameters_that_are_loaded_late_are_a_warning(
+    alone: LocalCluster, is_early: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(session: Session) -> None:
+        model = make_model(seed=session.rank)
+        if is_early:
+            model.load_state_dict(CHECKPOINT["model"])
+        head = torch.optim.SGD(model[2].parameters(), lr=0.1)  # type: ignore[index, union-attr]
+        optimizer = RemoteOptimizer(head, model=model, session=session)
+        model.load_state_dict(CHECKPOINT["model"])
+        for number in range(2):
+            take_step(model, optimizer, number)
+
+    run_trainers(alone.address, [train])
+    said = capsys.readouterr().err
+    assert said.count("has changed 2 frozen parameters since the wrap, such as '0.bias'") == (not is_early)
+
+
 # ---------------------------------------------------------------------- later
 
 
@@ -240,6 +260,51 @@ def test_parameters_stay_those_of_the_wrap(alone: LocalCluster) -> None:
         optimizer.step()
 
     run_trainers(alone.address, [train])
+
+
+def assign(model: nn.Module) -> None:
+    model.load_state_dict(make_model(seed=2).state_dict(), assign=True, strict=False)
+
+
+def replace_one(model: nn.Module) -> None:
+    model[2].bias = nn.Parameter(torch.zeros(4))  # type: ignore[index, union-attr]
+
+
+@pytest.mark.parametrize("replace", [assign, replace_one])
+def test_the_model_keeps_the_parameters_of_the_wrap(alone: LocalCluster, replace: Callable[[nn.Module], None]) -> None:
+    def train(session: Session) -> None:
+        model = make_model(seed=1)
+        optimizer = RemoteOptimizer(momentum(model), model=model, session=session)
+        replace(model)
+        with pytest.raises(BadModel, match="was replaced in the model"):
+            take_step(model, optimizer, 0)
+
+    run_trainers(alone.address, [train])
+
+
+def test_a_model_may_move_its_parameters_and_have_them_twice(alone: LocalCluster) -> None:
+    """As parametrizations and pruning do, before and after the wrap."""
+
+    def train(session: Session) -> dict[str, Tensor]:
+        plain = make_model(seed=1)
+        plain.append(nn.Linear(4, 9)).append(nn.Linear(9, 4))
+        plain[4].weight = plain[2].weight  # tied
+        nn.utils.parametrizations.weight_norm(plain[3])
+        optimizer = RemoteOptimizer(momentum(plain), model=plain, session=session)
+        take_step(plain, optimizer, 0)
+        with optimizer.write_parameters():
+            nn.utils.parametrize.register_parametrization(plain[0], "weight", nn.Identity())
+        prune.identity(plain[3], "bias")
+        take_step(plain, optimizer, 1)
+        with optimizer.write_parameters():
+            nn.utils.parametrize.remove_parametrizations(plain[0], "weight", leave_parametrized=False)
+        plain.pop(4)
+        before = values(plain)
+        take_step(plain, optimizer, 2)
+        return {name: values(plain)[name] - before[name] for name in before}
+
+    [change] = run_trainers(alone.address, [train])
+    assert all(difference.any() for difference in change.values())
 
 
 def test_a_norm_that_forward_restores_is_refused(alone: LocalCluster) -> None:

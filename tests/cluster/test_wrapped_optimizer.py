@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -160,6 +160,45 @@ def test_a_state_that_is_reset_begins_without_slots(cluster: LocalCluster, how: 
         else:
             optimizer.state = defaultdict(dict)
         assert not list(optimizer.state_dict()["state"])
+        take_steps(optimizer, weight)
+        return weight.tolist()
+
+    check_like_torch(cluster, train)
+
+
+def set_slot(optimizer: Optimizer, weight: Tensor) -> None:
+    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+
+
+def set_entry(optimizer: Optimizer, weight: Tensor) -> None:
+    optimizer.state[weight] = {}
+
+
+def delete_entry(optimizer: Optimizer, weight: Tensor) -> None:
+    del optimizer.state[weight]
+
+
+def pop_entry(optimizer: Optimizer, weight: Tensor) -> None:
+    optimizer.state.pop(weight, None)
+
+
+@pytest.mark.parametrize("change", [set_slot, set_entry, delete_entry, pop_entry])
+def test_single_entries_of_the_state_count_or_are_refused(
+    cluster: LocalCluster, change: Callable[[Optimizer, Tensor], None]
+) -> None:
+    def train(wrap: Wrap) -> list[float]:
+        weight = nn.Parameter(torch.zeros(4))
+        optimizer = wrap(torch.optim.SGD([("weight", weight)], lr=0.1, momentum=0.9))
+        take_steps(optimizer, weight)
+        assert optimizer.state[weight] is optimizer.state[weight]  # which is no change
+        take_steps(optimizer, weight)
+        state_dict = optimizer.state_dict()
+        if isinstance(optimizer, RemoteOptimizer) and cluster.status().pservers:
+            with pytest.raises(BadModel, match=r"give it to optimizer\.load_state_dict\(\)"):
+                optimizer.step(lambda: change(optimizer, weight))
+            optimizer.load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        else:
+            change(optimizer, weight)
         take_steps(optimizer, weight)
         return weight.tolist()
 

@@ -60,8 +60,7 @@ class RemoteSlots:
         try:
             yield
         finally:
-            for parameter in list(remote.state):
-                del remote.state[parameter]
+            dict.clear(remote.state)  # which is no reset by the script
 
     def read(self, state_dict: dict[str, Any]) -> tuple[Slots, dict[str, Any]]:
         """The slots of a state_dict, and the rest of it, whose groups lack nothing. Raises BadModel."""
