@@ -164,15 +164,16 @@ class RunStorage:
 
         Of the shards that the coordinator knew of when it said what is complete, the newest are kept too, as many
         as complete checkpoints. It has named a later round only because an earlier one did not come about, and
-        completes none before the newest of them. Nothing is deleted while it is not known which checkpoints are
-        complete. Raises OSError.
+        completes none before the newest of them. Those to which the log reaches back stay, complete or not. Nothing is
+        deleted while it is not known which checkpoints are complete. Raises OSError.
         """
         if not complete or self._is_promised:
             return
         newest = sorted(reported)[-self._keep :]
+        needed = self.rounds[: self._keep]  # see `prune_folder`
         oldest = max(*complete, newest[0] if len(newest) == self._keep else 0)
         for round_ in tuple(self.checkpoints):  # another one may be written meanwhile
-            if round_ < oldest and round_ not in complete:
+            if round_ < oldest and round_ not in complete and round_ not in needed:
                 self._delete(round_)
                 del self.checkpoints[round_]
 

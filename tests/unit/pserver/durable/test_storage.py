@@ -327,6 +327,22 @@ def test_going_back_deletes_checkpoints_of_its_own_that_lie_behind(tmp_path):
     assert [path.name for path in (tmp_path / "log-0").glob("*.checkpoint*")] == [f"{24:012}.checkpoint"]
 
 
+def test_a_shard_to_which_the_log_reaches_back_stays_though_its_checkpoint_was_never_complete(tmp_path):
+    storage, shard = open_storage(tmp_path, PLAN), new_shard(PLAN)
+    for round_ in range(18):
+        if round_:
+            step(shard, round_, storage)
+        if round_ in (0, 7, 14):
+            storage.snapshot(shard, History())()
+            storage.prune_folder(complete=(0,))
+    storage.prune_place((14, 0), (0, 7, 14))  # another pserver has no shard of round 7
+    [newest] = tmp_path.glob(f"checkpoints/*/{14:012}/*.safetensors")
+    newest.write_bytes(bytes(newest.stat().st_size))
+    restored = reopen(tmp_path).restore()
+    assert restored is not None
+    assert (restored.round, restored.shard.digest()) == (17, shard.digest())
+
+
 def test_a_run_that_is_over_keeps_its_last_checkpoint_and_no_log(tmp_path):
     storage = train_alone(tmp_path, 30)
     shard = new_shard(PLAN)
