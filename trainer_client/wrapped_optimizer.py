@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import wraps
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -71,6 +72,7 @@ def refuse_changes(wrapped: Optimizer, is_in_run: Callable[[], bool]) -> None:
     """Make methods of a wrapped optimizer that the run would not notice raise BadModel: `step` while `is_in_run`."""
     step = wrapped.step
 
+    @wraps(step)  # keeps the mark of a scheduler that was made before, which warns if it is missing
     def refuse_step(_: Optimizer, *arguments: Any, **options: Any) -> Any:
         if is_in_run():
             raise BadModel(

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import ast
 import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import trainer_client
 
+from .test_slow_places import size_of
 from .up_support import ROOT, RunningUp
 
 SCRIPT = ROOT / "examples" / "digits.py"
-
-
 STEPS = 8 * 23
+
+
+def disk_use(folder: Path) -> int:
+    """Return the bytes of all files; a file may be deleted meanwhile."""
+    return sum(size_of(Path(parent, name)) for parent, _, names in os.walk(folder) for name in names)
 
 
 @pytest.mark.cluster
@@ -36,8 +43,13 @@ def test_two_trainers_learn_the_digits(tmp_path: Path, flags: str, local_steps: 
     """The same script in all modes."""
     arguments = ("--json", *flags.split(), "--", "python", SCRIPT)
     settings = {"GRADPOST_LOCAL_STEPS": str(local_steps)}
-    with RunningUp(*arguments, folder=tmp_path, **settings) as up:
-        code, stdout, stderr = up.finish()
+    largest = 0
+    with RunningUp(*arguments, folder=tmp_path, **settings) as up, ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(up.finish)
+        while not outcome.done():
+            largest = max(largest, disk_use(tmp_path / ".gradpost"))
+            time.sleep(0.05)
+        code, stdout, stderr = outcome.result()
     assert code == 0, stderr
     summary, mode = json.loads(stdout), flags.split()[1]
     assert (summary["state"], summary["mode"], summary["transport"]) == ("finished", mode, "HTTP/2")
@@ -45,8 +57,9 @@ def test_two_trainers_learn_the_digits(tmp_path: Path, flags: str, local_steps: 
     assert summary["results"]["accuracy"] >= 0.97
     assert stderr.count("accuracy on 360 held-out images: ") == 2
     assert stderr.count(f"] trained: mode={mode} transport=HTTP/2 accuracy=") == 2
-    left = [path.stat().st_size for path in tmp_path.glob(".gradpost/**/*") if path.is_file()]
-    assert sum(left) <= 5_000_000  # of a model of 0.24 MB
+    # Of a model of 0.24 MB, as docs/durability.md says.
+    assert largest <= 16_000_000
+    assert disk_use(tmp_path / ".gradpost") <= 2_000_000
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPT.parent.glob("*.py")), ids=lambda script: script.stem)

@@ -64,8 +64,8 @@ def test_step_hooks_run_once(cluster: LocalCluster, local_steps: int) -> None:
         weight = nn.Parameter(torch.zeros(8))
         inner = torch.optim.SGD([("weight", weight)], lr=1.0)
         inner.register_step_pre_hook(clip)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(inner, factor=0.5)  # it would warn of another step()
         optimizer = wrap(inner)
-        scheduler = torch.optim.lr_scheduler.ConstantLR(inner, factor=0.5)
         inner.register_step_post_hook(lambda *_: called.append(f"post {weight[0].item():.3f}"))
         handles = [
             register_optimizer_step_pre_hook(lambda *_: called.append("global pre")),
