@@ -324,7 +324,7 @@ import os, pathlib, signal, torch
 from trainer_client import RemoteOptimizer, connect
 torch.set_num_threads(1)
 session = connect()
-data = torch.utils.data.TensorDataset(torch.randn(160, 8, generator=torch.Generator().manual_seed(5)))
+data = torch.utils.data.TensorDataset(torch.randn(80, 8, generator=torch.Generator().manual_seed(5)))
 sampler = torch.utils.data.DistributedSampler(data, session.world_size, session.rank)
 loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)
 torch.manual_seed(0)
@@ -348,7 +348,7 @@ if session.rank == 0:
 @pytest.mark.extended
 @pytest.mark.timeout(300)
 def test_a_killed_trainer_continues_in_its_data(tmp_path: Path) -> None:
-    """Each step takes the gradients of two batches."""
+    """With a loop for each epoch and a schedule, whose rates count on rank 0."""
     found = []
     for kills in (False, True):
         folder = tmp_path / str(kills)
