@@ -137,7 +137,6 @@ class RemoteOptimizer(Optimizer):
         self._model = model
         self._watch = None if self._local else ParameterWatch(self._named, has_samples=self._waits is None)
         self._is_position_known = False  # the script has asked for the run's round
-        self._has_schedule = False  # it has let a schedule follow the run
         self._batches = ResumableBatches(lambda: Position(self._steps.num_rollbacks, self._steps.begun))
         self._wrapped = optimizer
         refuse_changes(optimizer, lambda: self._session.is_open)
@@ -193,7 +192,6 @@ class RemoteOptimizer(Optimizer):
         it, after a rollback from its state at the first call. Not for ReduceLROnPlateau.
         """
         self._is_position_known = True
-        self._has_schedule = self._has_schedule or schedule is not None
         batches_per_round = batches_per_step * max(1, self._session.client.settings.local_steps)
         if self._steps.begun and isinstance(getattr(loader, "sampler", None), RandomSampler):
             self._session.client.log.warning(
@@ -373,6 +371,7 @@ class RemoteOptimizer(Optimizer):
                 self._steps.replace_values(changed)
             self._warn_of_frozen()
             self._warn_of_own_count()
+            self._warn_of_schedule()
         elif self._watch is not None:
             self._watch.check()
 
@@ -396,9 +395,12 @@ class RemoteOptimizer(Optimizer):
                 "rounds in the end than it should. Take batches from optimizer.batches(loader, epochs=…), or begin the "
                 "loop and its schedules at optimizer.round"
             )
-        schedules = [one for one in (self, self._wrapped) if hasattr(one.step, "_wrapped_by_lr_sched")]
+
+    def _warn_of_schedule(self) -> None:
+        """Warn before the first step if the run has rounds, and a schedule that does not follow it is at its start."""
+        has_schedule = any(hasattr(one.step, "_wrapped_by_lr_sched") for one in (self, self._wrapped))
         is_at_start = all(group["lr"] == group.get("initial_lr") for group in self.param_groups)
-        if self._steps.begun and schedules and is_at_start and not self._has_schedule:
+        if self._steps.begun and has_schedule and is_at_start and not self._batches.schedules:
             self._session.client.log.warning(
                 f"the run is at round {self._steps.begun}, and the learning rates are those with which this script's "
                 "schedule begins: give it to optimizer.batches(loader, schedule=…), or step it once for each round "

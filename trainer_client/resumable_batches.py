@@ -44,7 +44,7 @@ class ResumableBatches:
     def __init__(self, position: Callable[[], Position]) -> None:
         self._position = position
         self._calls: list[Call] = []
-        self._schedules: list[_Schedule] = []
+        self.schedules: list[_Schedule] = []  # those that follow the run
 
     def iterate(
         self, loader: Iterable[Any], epochs: int, batches_per_round: int = 1, schedule: LRScheduler | None = None
@@ -57,13 +57,13 @@ class ResumableBatches:
             )
         call = Call(loader, epochs, batches_per_round, before.first_epoch + before.epochs, before.end)
         self._calls.append(call)
-        if schedule is not None and all(known.schedule is not schedule for known in self._schedules):
-            self._schedules.append(_Schedule(schedule, call.begin))
+        if schedule is not None and all(known.schedule is not schedule for known in self.schedules):
+            self.schedules.append(_Schedule(schedule, call.begin))
         yielded = False
         try:
             while True:
                 begun = self._position()
-                for known in self._schedules:
+                for known in self.schedules:
                     known.move_to(begun.round)
                 for batch in self._batches_after(begun.round):
                     yielded = True

@@ -65,9 +65,7 @@ def test_the_rest_is_what_an_undisturbed_loop_has_left(make: Any) -> None:
 @pytest.mark.parametrize(("local_steps", "done"), [(0, 6), (2, 12)])
 def test_a_round_has_the_batches_of_its_steps(local_steps: int, done: int) -> None:
     client = SimpleNamespace(settings=SimpleNamespace(local_steps=local_steps))
-    optimizer: Any = SimpleNamespace(
-        _session=SimpleNamespace(client=client), _steps=SimpleNamespace(begun=2), _has_schedule=False
-    )
+    optimizer: Any = SimpleNamespace(_session=SimpleNamespace(client=client), _steps=SimpleNamespace(begun=2))
     optimizer._batches = ResumableBatches(lambda: Position(0, 2))
     whole = lists(ResumableBatches(lambda: Position(0, 0)).iterate(shuffled(Numbers()), 5))
     rest = RemoteOptimizer.batches(optimizer, shuffled(Numbers()), epochs=5, batches_per_step=3)
