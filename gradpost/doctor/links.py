@@ -51,7 +51,7 @@ def _slow(status: ClusterStatus, trainers: list[TrainerStatus]) -> Iterator[Find
             if (speed := _speed(traffic := getattr(link, way))) is not None
         }
         if len(measured) <= 2:
-            continue  # of two nobody knows which is unusual
+            continue  # of two speeds neither is the usual one
         usual = median(speed for speed, _ in measured.values())
         for (rank, pserver), (speed, traffic) in measured.items():
             lost = (traffic.seconds - traffic.num_bytes / usual) / max(traffic.num_requests, 1)

@@ -81,7 +81,7 @@ class CheckpointSchedule:
         if self._named is not None and self._named[0] <= newest:
             self._named, self.num_failures = None, 0
         if self._asked is not None and self._asked <= newest:
-            self._asked = None  # it is made; whoever asked may not have been told yet
+            self._asked = None  # it is made, and the request may be unanswered yet
         open_ = self._find_open(members, newest)
         is_writing = any(coming <= member.round for member in members for coming in member.coming_checkpoints)
         if is_writing or (open_ is not None and (open_ <= round_ or self._asked is None)):

@@ -144,7 +144,7 @@ async def test_one_that_was_asked_for_is_named_once():
 
 
 async def test_one_that_was_asked_for_is_made_once():
-    """The schedule may advance before whoever asked has been told that it is complete."""
+    """The schedule may advance before the request for the checkpoint is answered."""
     async with scheduling() as (cluster, writers, schedule):
         writers.rounds = [7, 7]
         writers.tell(cluster, written=[[0], [0]], coming=[[], []])
