@@ -104,22 +104,26 @@ class Administration:
     async def roll_back(self, by: str, round_: Round) -> ChangeDone:
         """All go back to a checkpoint, and train on from there.
 
-        Raises NotFound if it is none that is complete, and Conflict if somebody is done who would have to come along.
+        Raises NotFound if there is no complete checkpoint of this round. Raises Conflict if a trainer is done that
+        would have to go back too, or if a pserver cannot restore the round, as when its shard is damaged.
         """
-        run = self._training()
+        run, attempt = self._training(), 0
         if run.defaults.consistency.is_async:
             raise ModeMismatch("in asynchronous modes a run is resumed from a checkpoint instead", expected="sync")
         self._find_checkpoint(round_)
 
         def go_back() -> None:
+            nonlocal attempt
             self._find_checkpoint(round_)  # it may have been deleted meanwhile; from now on it is not
             if gone := run.find_done_after(round_):
                 names = ", ".join(f"trainer {rank}" for rank in gone)
                 raise Conflict(f"{names} cannot take the rounds after {round_} again, being done; the run would fail")
-            run.rollback_to = round_
+            run.rollback_to, attempt = round_, run.attempt
             run.number += 1
 
         def check() -> None:
+            if run.attempt == attempt:
+                raise Conflict(f"not every pserver can restore round {round_}, and their logs say why; the run goes on")
             if (run.resume or 0) != round_:
                 raise Conflict(f"all have gone back to round {run.resume or 0} instead", current=run.resume)
 

@@ -53,10 +53,14 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """All go back to this round, or to the newest before it that all pservers can restore; `reason` is for people."""
+    """All go back to this round, or to the newest before it that all pservers can restore; `reason` is for people.
+
+    What is only `asked` for, and needed by nothing, goes to this round or does not come about.
+    """
 
     newest: Round
     reason: str = field(default="", compare=False, repr=False)
+    is_asked: bool = False
 
 
 def decide(

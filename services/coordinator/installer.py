@@ -161,7 +161,8 @@ class Installer:
         lowest = min((answer.applied for answer in rounds), default=0)
         run.applied = max([run.applied, *(answer.applied for answer in rounds)])
         if run.rollback_to is not None:
-            return Rollback(min(lowest, run.rollback_to), "an administrator has asked for it")
+            newest, reason = min(lowest, run.rollback_to), "an administrator has asked for it"
+            return Rollback(newest, reason, is_asked=newest == run.rollback_to)
         rules = run.defaults.consistency
         has_same_uploader = targets.get(run.uploader) == run.membership.members.get(run.uploader)
         for member, answer in zip(members, answers, strict=True):
@@ -241,7 +242,10 @@ class Installer:
     async def _roll_back(
         self, run: Run, members: list[PserverMember], targets: dict[Rank, Incarnation], wanted: Rollback
     ) -> bool:
-        """Go back to the wanted round, or the newest before it that all can restore; False if they do not say that."""
+        """Go back to the wanted round, or the newest before it that all can restore.
+
+        Returns False if they do not say what they can restore, or the run was only asked to and stays.
+        """
         try:
             ranges = await asyncio.gather(*(self._restorable(run, member) for member in members))
         except (httpx.HTTPError, GradpostError, ValueError) as error:
@@ -250,6 +254,11 @@ class Installer:
             return False
         applied = run.applied  # all pservers may have lost it
         round_ = newest_common(wanted.newest, ranges)
+        if wanted.is_asked and round_ != wanted.newest:
+            log.warning("a round that was asked for cannot be restored", round=wanted.newest, restorable=ranges)
+            run.rollback_to = None
+            run.number += 1
+            return False
         if round_ is None and (applied > 0 or run.has_trained or run.resume is not None):
             empty = [member.info.index for member, one in zip(members, ranges, strict=True) if not one]
             text = f"pservers {empty} have lost their shards" if empty else "no round can be restored by all pservers"

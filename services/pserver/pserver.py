@@ -330,16 +330,16 @@ class Pserver:
             return list(self.disk.held.restorable)
         if self.index is None:
             raise NotReady("this pserver does not know yet who it is", waiting_for="its registration")
-        try:
-            return await self._search(self.disk.find_checkpoints, run, self.index)
-        except OSError as error:
-            raise StorageFailed(f"pserver {self.index} cannot look for checkpoints: {error}") from error
+        return await self._search(self.disk.find_checkpoints, run, self.index)
 
     async def _search(self, look: Callable[..., Ranges], *arguments: Any) -> Ranges:
         key = (self._changes.ended, look, *arguments)  # what was found before rounds went on is old
         if self._searching is None or self._searching[0] != key or self._searching[1].done():
             self._searching = key, asyncio.create_task(asyncio.to_thread(look, *arguments), name="look for checkpoints")
-        return await asyncio.shield(self._searching[1])
+        try:
+            return await asyncio.shield(self._searching[1])
+        except OSError as error:
+            raise StorageFailed(f"pserver {self.index} cannot look for checkpoints: {error}") from error
 
     async def want_checkpoint(self, message: WantCheckpoint) -> None:
         """Write a checkpoint after a round: see `PserverRun.want_checkpoint`.

@@ -423,11 +423,6 @@ class Episode:
         may, self._may_damage = self._may_damage, False
         return may
 
-    @property
-    def damaged_rounds(self) -> set[int]:
-        """Rounds whose checkpoints were damaged on purpose: to go back to one ends the run."""
-        return {int(path.parent.name) for path in self._spoiled if path.parent.name.isdecimal()}
-
     def damage(self, path: Path, content: bytes, *, loses_rounds: bool) -> None:
         """Replace a file's content by a damaged one."""
         if loses_rounds:

@@ -395,9 +395,6 @@ def _roll_back_behind_the_done(episode: Episode, victim: str) -> None:
     if not listed:
         episode.complain("no checkpoint is listed after the coordinator was started again")
         return
-    listed = [round_ for round_ in listed if round_ not in episode.damaged_rounds]
-    if not listed:
-        return
     round_, done = episode.chance.choice(listed), max(map(episode.done_round, ranks))
     episode.note(f"trainers {[*ranks]} are done with round {done}; there are checkpoints of {listed}")
     episode.expect_rollback()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import httpx
 import pytest
 
 from .faulty_run import FaultyRun, expected_result
@@ -55,6 +56,27 @@ def test_a_coordinator_does_not_believe_a_damaged_state(tmp_path: Path) -> None:
     assert code == 0, output
     assert output.count(f"begin {ROUNDS}") == 2, output
     assert output.count(f"result {expected_result(2 * ROUNDS)}") == 2, output
+
+
+def test_an_administrator_does_not_take_a_run_back_to_a_damaged_checkpoint(tmp_path: Path) -> None:
+    """There is no log, so nothing else leads to that round: nothing is undone for it."""
+    with FaultyRun(100, state_dir=tmp_path, durability="none") as run:
+        run.wait_for_round(5)
+        rounds = []
+        for _ in range(2):
+            rounds.append(httpx.post(f"{run.cluster.address}/v1/checkpoints", timeout=60).json()["round"])
+            run.wait_for_round(rounds[-1] + 3)
+        [shard] = tmp_path.glob(f"checkpoints/*/{rounds[1]:012}/pserver-1-of-2.safetensors")
+        flip(shard)
+        damaged, whole = (
+            httpx.post(f"{run.cluster.address}/v1/rollback", json={"round": round_}, timeout=60)
+            for round_ in (rounds[1], rounds[0])
+        )
+        assert (damaged.status_code, damaged.json()["code"]) == (409, "conflict")
+        assert f"not every pserver can restore round {rounds[1]}" in damaged.json()["detail"]
+        assert f"{shard.name} in " in run.wait_for_line("a checkpoint is damaged")
+        assert (whole.status_code, whole.json()["attempt"], whole.json()["round"]) == (200, 1, rounds[0] + 1)
+        assert run.results() == [expected_result(100)] * 2
 
 
 def test_others_do_not_go_on_from_a_damaged_checkpoint(tmp_path: Path) -> None:

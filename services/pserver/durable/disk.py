@@ -98,7 +98,7 @@ class Disk:
             attempt=install.attempt,
             plan=storage.plan.digest,
             rounds=rounds,
-            restorable=tuple(storage.restorable()),
+            restorable=tuple(storage.restorable(reads_checkpoints=False)),  # the next life waits for this
         )
 
     def find_checkpoints(self, run: str, index: PserverIndex) -> list[tuple[Round, Round]]:

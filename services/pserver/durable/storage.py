@@ -175,7 +175,7 @@ class RunStorage:
         for round_ in tuple(self.checkpoints):  # another one may be written meanwhile
             if round_ < oldest and round_ not in complete and round_ not in needed:
                 self._delete(round_)
-                del self.checkpoints[round_]
+                self.checkpoints.pop(round_, None)  # it may have been found to be damaged meanwhile
 
     def prune_folder(self, complete: Sequence[Round] | None) -> None:
         """Delete what no restart needs: the log reaches back over as many checkpoints as are kept, own ones included.
@@ -266,22 +266,29 @@ class RunStorage:
                 return restored
         return None
 
-    def _load(self, round_: Round) -> Restored | None:
+    def _read(self, round_: Round) -> tuple[ShardState, History, int] | None:
+        """A checkpoint's shard, its history and its bytes; None, and it is not tried again, if it is damaged."""
         try:
             if round_ in self.own.rounds:
                 data = self.own.read(round_)
             else:
                 data = read_shard_file(self._place, self._install.run, self.checkpoints[round_])
             state, metadata = ShardState.decode(data)
-            history = History.from_json(metadata["history"])
+            return state, History.from_json(metadata["history"]), len(data)
         except (DamagedFile, GradpostError, KeyError, ValueError) as error:
-            log.warning("a checkpoint is damaged; trying an older one", round=round_, error=str(error))
+            log.warning("a checkpoint is damaged", round=round_, error=str(error))
             self.own.forget(round_)
             self.checkpoints.pop(round_, None)
             return None
+
+    def _load(self, round_: Round) -> Restored | None:
+        read = self._read(round_)
+        if read is None:
+            return None
+        state, history, num_bytes = read
         shard = Shard(self.plan, self._index)
         shard.load_state(state)
-        return Restored(shard, history, num_bytes=len(data))
+        return Restored(shard, history, num_bytes=num_bytes)
 
     def _replay(self, restored: Restored, newest: Round | None) -> None:
         keep = self._install.consistency.max_delay + 1
@@ -302,8 +309,10 @@ class RunStorage:
             restored.history.steps[rank] = update.origin
         restored.is_short = self.has_log and newest is None and self._log.is_short
 
-    def restorable(self) -> list[tuple[Round, Round]]:
+    def restorable(self, *, reads_checkpoints: bool = True) -> list[tuple[Round, Round]]:
         """Ranges of rounds, first and last, that can be restored as far as the log's digests tell; newest first.
+
+        Checkpoints that are damaged are left out, unless they are not read.
 
         The run may go back to any of them, so none is deleted before the run goes on and makes another checkpoint.
         """
@@ -311,6 +320,8 @@ class RunStorage:
         with self._pruning:
             self._is_promised = True
         for round_ in self.rounds:
+            if reads_checkpoints and self._read(round_) is None:
+                continue
             last = round_
             for update, _ in self._log.read_after(round_):
                 last = update.round

@@ -100,7 +100,7 @@ async def test_what_is_asked_for_while_all_have_to_go_back_counts_from_there_on(
             assert [(one.since, one.is_paused, one.rates) for one in taken[-1].controls] == [(5, True, {0: 0.5})]
 
 
-async def test_a_rollback_to_a_checkpoint_that_pservers_cannot_restore_fails() -> None:
+async def test_a_rollback_to_a_checkpoint_that_pservers_cannot_restore_is_refused() -> None:
     pservers = FakePservers()
     async with coordinating(pservers, lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
         [first, _] = begin(coordinator)
@@ -108,9 +108,13 @@ async def test_a_rollback_to_a_checkpoint_that_pservers_cannot_restore_fails() -
         administrator = Administration(coordinator)
         coordinator.cluster.complete_checkpoints[:] = [3]
         pservers.ranges = [[0, 2]]
-        with pytest.raises(Conflict, match="to round 2 instead"):
+        run = coordinator.cluster.run
+        with pytest.raises(Conflict, match="not every pserver can restore round 3"):
             await administrator.roll_back("me", 3)
         assert [entry.outcome for entry in coordinator.audit.entries()] == ["requested", "failed"]
+        assert (run.state, run.attempt, run.rollback_to) == ("training", 0, None)
+        pservers.ranges = [[3, 3], [0, 2]]
+        assert (await administrator.roll_back("me", 3)).round == 4
 
 
 async def test_a_checkpoint_that_takes_its_time_keeps_nobody_from_going_on() -> None:
