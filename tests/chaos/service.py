@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import runpy
-import time
+import select
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,16 +30,21 @@ def disturb_place(file: Path) -> None:
 def _disturb(operation: Callable[..., Any], file: Path) -> Callable[..., Any]:
     def disturbed(*arguments: Any) -> Any:
         while (order := file.read_text()) == "hang":
-            time.sleep(CHECK_SECONDS)
+            _sleep(CHECK_SECONDS)
         action, _, seconds = order.partition(" ")
         if action == "slow":
-            time.sleep(float(seconds))
+            _sleep(float(seconds))
         elif action:
             number = getattr(errno, action.upper())
             raise OSError(number, f"{os.strerror(number)} (the campaign's)")
         return operation(*arguments)
 
     return disturbed
+
+
+def _sleep(seconds: float) -> None:
+    """`time.sleep` fails with EINVAL where libfaketime has set the clock to before this machine was started."""
+    select.select([], [], [], seconds)
 
 
 if __name__ == "__main__":
