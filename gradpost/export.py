@@ -30,8 +30,8 @@ def export_model(
     """Write whole tensors, buffers and tied names of a round into one safetensors file.
 
     Without `run` and `round_` it is the newest one that can be had: that of a complete checkpoint or, if the services
-    of the run have stopped and left their folders in `state_dir`, one that their logs lead to. What has damaged files
-    is passed over, and said. Raises CommandError if there is none.
+    of the run have stopped and left their folders in `state_dir`, one that their logs lead to. What has files
+    that are damaged or cannot be read is passed over, and said. Raises CommandError if there is none.
     """
     place = open_place(place_url)
     manifests = _leave_out_undone(all_checkpoints(place, pass_over), state_dir)
@@ -41,7 +41,7 @@ def export_model(
     for manifest in wanted:
         try:
             tensors = read_model(place, manifest)
-        except DamagedFile as error:
+        except (DamagedFile, OSError) as error:
             print_line(f"passing over round {manifest.round:,}: {error}")
             continue
         _write(target, tensors, manifest.run, manifest.round)
