@@ -354,6 +354,7 @@ class Leave(Message):
     incarnation: Incarnation
     outcome: Literal["done", "failed"]
     round: Round = Field(default=0, description="as in `TrainerHeartbeat`")
+    attempt: Ordinal | None = Field(default=None, description="as in `TrainerHeartbeat`; null: not known")
     reason: Reason = ""
 
 

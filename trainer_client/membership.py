@@ -123,6 +123,7 @@ class Membership:
                 incarnation=self.joined.incarnation,
                 outcome="done" if outcome == "done" else "failed",
                 round=self.round,
+                attempt=self.news.attempt,
                 reason=reason[:2000],
             )
             if outcome != "done":

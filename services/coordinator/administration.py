@@ -26,6 +26,7 @@ from ps_protocol.vocabulary import Rank, Round
 
 from .coordinator import Coordinator
 from .run import Run
+from .trainers import name_ranks
 
 WAIT_SECONDS = 30.0  # for all pservers to go by it
 CHECKPOINT_SECONDS = 240.0  # for a checkpoint to be complete, and the one before it, which may be being written
@@ -107,23 +108,22 @@ class Administration:
         Raises NotFound if there is no complete checkpoint of this round. Raises Conflict if a trainer is done that
         would have to go back too, or if a pserver cannot restore the round, as when its shard is damaged.
         """
-        run, attempt = self._training(), 0
+        run = self._training()
         if run.defaults.consistency.is_async:
             raise ModeMismatch("in asynchronous modes a run is resumed from a checkpoint instead", expected="sync")
         self._find_checkpoint(round_)
 
         def go_back() -> None:
-            nonlocal attempt
             self._find_checkpoint(round_)  # it may have been deleted meanwhile; from now on it is not
             if gone := run.find_done_after(round_):
-                names = ", ".join(f"trainer {rank}" for rank in gone)
-                raise Conflict(f"{names} cannot take the rounds after {round_} again, being done; the run would fail")
-            run.rollback_to, attempt = round_, run.attempt
+                text = f"{name_ranks(gone)} cannot take the rounds after {round_} again, being done"
+                raise Conflict(f"{text}; the run would fail")
+            run.rollback_to, run.rollback_refusal = round_, ""
             run.number += 1
 
         def check() -> None:
-            if run.attempt == attempt:
-                raise Conflict(f"not every pserver can restore round {round_}, and their logs say why; the run goes on")
+            if run.rollback_refusal:
+                raise Conflict(f"{run.rollback_refusal}; the run goes on")
             if (run.resume or 0) != round_:
                 raise Conflict(f"all have gone back to round {run.resume or 0} instead", current=run.resume)
 

@@ -43,6 +43,7 @@ from .defaults import RunDefaults
 from .model import check_same_tensors
 from .pservers import PserverRegistry
 from .run import LostRounds, Run
+from .trainers import name_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,7 @@ class Cluster:
         trainers, since = self.run.trainers, max(now - waiting_seconds, self._incomplete_at)
         late = [rank for rank in missing if rank in trainers and now - max(since, trainers[rank].cut_off_at) > limit]
         if late:
-            names = ", ".join(f"trainer {rank}" for rank in late)
+            names = name_ranks(late)
             owed = f"reach the batch barrier of round {round_}"
             if self._defaults.consistency.is_async:
                 owed = "take the step that others wait for"
@@ -275,7 +276,7 @@ class Cluster:
         here = [trainer for _, trainer in sorted(run.trainers.items()) if trainer.is_here]
         gone = [t.rank for _, t in sorted(run.trainers.items()) if t.state == "done" and t.round < round_]
         if gone:
-            names = ", ".join(f"trainer {rank}" for rank in gone)
+            names = name_ranks(gone)
             text = f"{names} had no gradients for round {round_}, being done, and has not waited for the others"
             run.fail(TrainerLeft(f"{text}: with strategy ring nobody goes on without it", ranks=gone), now)
         elif message.waiting_seconds > self._defaults.round_timeout_seconds:

@@ -331,6 +331,7 @@ class Coordinator:
         await self._take_summary()
         if run.state == "finished" and run.plan is not None and run.defaults.checkpoint_interval(run.plan):
             await self._keep_result(run)
+            await self._take_summary()  # once more if the result lacks rounds, so that the run has failed
         if self.cluster.run is run:  # else the next one has begun meanwhile
             self._recorded = run
             self.cluster.run_recorded()
@@ -396,6 +397,9 @@ class Coordinator:
                     raise
                 async with self._condition:  # they tell of it in their heartbeats
                     await self._condition.wait_for(lambda: round_ in self.cluster.complete_checkpoints)
+                finished = self.cluster.run
+                if finished.name == run and (gone := finished.find_done_after(round_)):
+                    finished.lose_rounds(gone, round_, finished.newest_round, self.now())
         except (TimeoutError, httpx.HTTPError, GradpostError, ValueError) as error:
             return repr(error)
         return None
@@ -420,8 +424,9 @@ class Coordinator:
 
     async def _take_summary(self) -> RunSummary:
         run = self.cluster.run
-        if self._last_summary is not None and self._last_summary.run == run.name and run.is_over:
-            return self._last_summary
+        last = self._last_summary
+        if last is not None and (last.run, last.state) == (run.name, run.state) and run.is_over:
+            return last
         answers = await self.ask_pservers(self._state_of)
         states = [state for state in answers if state.run == run.name]
         is_ring = run.defaults.consistency.is_ring

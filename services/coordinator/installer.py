@@ -29,6 +29,7 @@ from .control import TIMEOUT_SECONDS, call_pserver
 from .decision import Decision, Membership, Rollback, decide, decide_steps, newest_common
 from .pservers import PserverMember
 from .run import Run
+from .trainers import name_ranks
 
 log = get_logger()
 
@@ -234,8 +235,10 @@ class Installer:
         ranges = await self._restorable(run, member)
         return FrozenRounds(applied=max(last for _, last in ranges)) if ranges else None
 
-    async def _restorable(self, run: Run, member: PserverMember) -> list[tuple[Round, Round]]:
-        route = f"{RESTORABLE}?run={run.name}"
+    async def _restorable(
+        self, run: Run, member: PserverMember, newest: Round | None = None
+    ) -> list[tuple[Round, Round]]:
+        route = f"{RESTORABLE}?run={run.name}" + ("" if newest is None else f"&newest={newest}")
         body = await call_pserver(self._http, member, "GET", route, timeout=RESTORE_TIMEOUT_SECONDS)
         return _RANGES.validate_json(body)
 
@@ -247,16 +250,16 @@ class Installer:
         Returns False if they do not say what they can restore, or the run was only asked to and stays.
         """
         try:
-            ranges = await asyncio.gather(*(self._restorable(run, member) for member in members))
+            round_, ranges = await self._find_common(run, members, wanted.newest)
         except (httpx.HTTPError, GradpostError, ValueError) as error:
             self._say("a pserver did not say what it can restore", error)
+            if wanted.is_asked:
+                run.refuse_rollback(f"a pserver did not say what it can restore: {error}")
             run.number += 1
             return False
         applied = run.applied  # all pservers may have lost it
-        round_ = newest_common(wanted.newest, ranges)
-        if wanted.is_asked and round_ != wanted.newest:
-            log.warning("a round that was asked for cannot be restored", round=wanted.newest, restorable=ranges)
-            run.rollback_to = None
+        if wanted.is_asked and (reason := self._find_obstacle(run, wanted.newest, round_)):
+            run.refuse_rollback(reason)
             run.number += 1
             return False
         if round_ is None and (applied > 0 or run.has_trained or run.resume is not None):
@@ -265,9 +268,7 @@ class Installer:
             run.fail(PserverLost(f"{text}; the pservers can restore {ranges}", pserver=empty), self._now())
             return False
         if gone := run.find_done_after(round_ or 0):
-            names = ", ".join(f"trainer {rank}" for rank in gone)
-            text = f"rounds {(round_ or 0) + 1} to {applied} are lost, and {names} cannot take them again, being done"
-            run.lose_rounds(PserverLost(f"{text}; resume the run to train them once more"), self._now())
+            run.lose_rounds(gone, round_ or 0, applied, self._now())
             return False
         uploader = run.uploader if round_ is not None else min(targets, default=run.uploader)
         # What stands, or is wanted, goes on standing.
@@ -276,6 +277,8 @@ class Installer:
         controls = tuple(now.model_copy(update={"since": since}) for now in standing)
         decision = Decision(run.attempt + 1, round_, uploader, Membership(targets), controls)
         await self._adopt(run, members, decision, {member.info.index: round_ for member in members})
+        if gone := run.find_done_after(round_ or 0):  # while the decision was written
+            run.lose_rounds(gone, round_ or 0, applied, self._now())
         run.rollback_reason = wanted.reason
         self._cluster.forget_checkpoints_after(round_ or 0)
         log.warning(
@@ -287,6 +290,25 @@ class Installer:
             lost=applied - (round_ or 0),
         )
         return True
+
+    async def _find_common(
+        self, run: Run, members: list[PserverMember], newest: Round
+    ) -> tuple[Round | None, list[list[tuple[Round, Round]]]]:
+        """Return the newest round, up to `newest`, that all pservers can restore, and what each of them can."""
+        while True:
+            ranges = await asyncio.gather(*(self._restorable(run, member, newest) for member in members))
+            round_ = newest_common(newest, ranges)
+            if round_ is None or round_ == newest:
+                return round_, ranges
+            newest = round_  # the checkpoints that lead there are read now
+
+    def _find_obstacle(self, run: Run, asked: Round, common: Round | None) -> str:
+        """Return why the run does not go back to a round as an administrator asked; an empty text if it does."""
+        if common != asked:
+            return f"not every pserver can restore round {asked}, and their logs say why"
+        if gone := run.find_done_after(asked):
+            return f"{name_ranks(gone)} cannot take the rounds after {asked} again, being done"
+        return ""
 
     # ------------------------------------------------------------------ install
 

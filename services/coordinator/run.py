@@ -19,6 +19,7 @@ from ps_protocol.errors import (
     ModeMismatch,
     NotFound,
     NotReady,
+    PserverLost,
     RankTaken,
     RoundTimeout,
     StaleRun,
@@ -34,7 +35,7 @@ from .decision import Decision, Membership
 from .defaults import RunDefaults
 from .last_call import end_last_call, settle
 from .model import check_same_model, plan_model
-from .trainers import EVICTED, TrainerMember
+from .trainers import EVICTED, TrainerMember, name_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Run:
         self.began: dict[int, Round | None] = {}  # the same of every attempt since the first
         self.pending: Decision | None = None  # takes effect once it is durable; nobody hears of it before
         self.rollback_to: Round | None = None  # an administrator wants the run to go back to this round
+        self.rollback_refusal = ""  # why the newest one that was asked for did not come about
         self.rollback_reason = ""  # of the newest attempt
         self.lost_rounds: dict[PserverIndex, LostRounds] = {}  # as reported in this attempt
         self.applied: Round = 0  # the newest round that a pserver has reported in this attempt
@@ -369,6 +371,8 @@ class Run:
             return
         trainer.state, trainer.is_awaited = "done", False
         self.number += 1
+        if message.attempt is not None and message.attempt < self.attempt and self.find_done_after(self.resume or 0):
+            self.lose_rounds([rank], self.resume or 0, message.round, now)
         if self.state == "gathering" and self.plan is None:
             del self.trainers[rank]
         self._end_if_deserted(now)
@@ -445,7 +449,7 @@ class Run:
         elif self._complete_since is None:
             self._complete_since = now
         elif now - self._complete_since > limit:
-            names = ", ".join(f"trainer {rank}" for rank in self.missing_ranks)
+            names = name_ranks(self.missing_ranks)
             self.fail(RoundTimeout(f"{names} {owed}", missing=self.missing_ranks), now)
 
     def find_done_after(self, round_: Round) -> list[Rank]:
@@ -457,11 +461,16 @@ class Run:
             return []
         return sorted(t.rank for t in self.trainers.values() if t.state == "done" and t.round > round_)
 
-    def lose_rounds(self, failure: GradpostError, now: float) -> None:
-        """What was trained is lost, although the run may have been finished already."""
+    def lose_rounds(self, done: list[Rank], since: Round, newest: Round, now: float) -> None:
+        """Fail the run, which may be finished: rounds are lost that these trainers, being done, cannot take again."""
         if self.state == "finished":
             self.state = "training"
-        self.fail(failure, now)
+        text = f"rounds {since + 1} to {newest} are lost, and {name_ranks(done)} cannot take them again, being done"
+        self.fail(PserverLost(f"{text}; resume the run to train them once more"), now)
+
+    def refuse_rollback(self, reason: str) -> None:
+        """Stay where the run is: a rollback that an administrator has asked for does not come about."""
+        self.rollback_to, self.rollback_refusal = None, reason
 
     def fail(self, failure: GradpostError, now: float) -> None:
         """End the run; the first failure stands."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,6 +13,15 @@ from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 EVICTED = "was evicted by an administrator"
 
 TrainerState = Literal["joined", "declared", "done", "failed", "lost"]
+
+
+def name_ranks(ranks: Iterable[Rank]) -> str:
+    """Return the trainers of these ranks in words.
+
+    >>> name_ranks([0, 2])
+    'trainer 0, trainer 2'
+    """
+    return ", ".join(f"trainer {rank}" for rank in ranks)
 
 
 @dataclass(slots=True)

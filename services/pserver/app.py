@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from ps_protocol import routes
-from ps_protocol.fields import Identifier
+from ps_protocol.fields import Identifier, OrdinalText
 from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRun, PserverState, WantCheckpoint
 from ps_protocol.vocabulary import Round
 from services.runtime.app import add_raw_route, make_app
@@ -68,9 +68,12 @@ def make_pserver_app(
         return await pserver.freeze(message)
 
     @app.get(routes.RESTORABLE, tags=["control"])
-    async def restorable(run: Identifier) -> list[tuple[Round, Round]]:
-        """Ranges of rounds of a run to which this shard can go back, the first and the last of each."""
-        return await pserver.restorable(run)
+    async def restorable(run: Identifier, newest: OrdinalText | None = None) -> list[tuple[Round, Round]]:
+        """Ranges of rounds of a run to which this shard can go back, the first and the last of each.
+
+        With `newest` this pserver has read the checkpoint from which it would restore that round.
+        """
+        return await pserver.restorable(run, newest)
 
     @app.put(routes.WANT_CHECKPOINT, tags=["control"], status_code=204)
     async def want_checkpoint(message: WantCheckpoint) -> None:

@@ -315,19 +315,20 @@ class Pserver:
             raise StaleRun("this pserver holds another attempt", current=held.attempt)
         return held.rounds
 
-    async def restorable(self, run: str) -> Ranges:
+    async def restorable(self, run: str, newest: Round | None = None) -> Ranges:
         """Ranges of rounds to which a run, served or found on the disk, can go back here.
 
-        Of a run of which this process holds nothing it is the checkpoints that everybody can read. All of it is read,
+        With `newest` the checkpoint from which that round would be restored is read, and left out if it is damaged. Of
+        a run of which this process holds nothing it is the checkpoints that everybody can read. All of it is read,
         which may take longer than a request: who asks again meanwhile waits for the same answer.
         """
         served = await self._opened_run()
         if served is not None and served.install.run == run:
-            return [] if served.storage is None else await self._search(served.storage.restorable)
+            return [] if served.storage is None else await self._search(served.storage.restorable, newest)
         if self.disk is None:
             return []
         if self.disk.held is not None and self.disk.held.run == run:
-            return list(self.disk.held.restorable)
+            return await self._search(self.disk.restorable, newest)
         if self.index is None:
             raise NotReady("this pserver does not know yet who it is", waiting_for="its registration")
         return await self._search(self.disk.find_checkpoints, run, self.index)

@@ -98,8 +98,12 @@ class Disk:
             attempt=install.attempt,
             plan=storage.plan.digest,
             rounds=rounds,
-            restorable=tuple(storage.restorable(reads_checkpoints=False)),  # the next life waits for this
+            restorable=tuple(storage.restorable()),
         )
+
+    def restorable(self, newest: Round | None) -> list[tuple[Round, Round]]:
+        """The ranges of rounds to which the run that is held can go back: see `RunStorage.restorable`."""
+        return [] if self._storage is None else self._storage.restorable(newest)
 
     def find_checkpoints(self, run: str, index: PserverIndex) -> list[tuple[Round, Round]]:
         """The rounds of a run, of which nothing is held, that this pserver can go back to: complete checkpoints."""

@@ -174,8 +174,10 @@ class RunStorage:
         oldest = max(*complete, newest[0] if len(newest) == self._keep else 0)
         for round_ in tuple(self.checkpoints):  # another one may be written meanwhile
             if round_ < oldest and round_ not in complete and round_ not in needed:
-                self._delete(round_)
-                self.checkpoints.pop(round_, None)  # it may have been found to be damaged meanwhile
+                with self._pruning:
+                    file = None if self._is_promised else self.checkpoints.pop(round_, None)
+                if file is not None:
+                    self._delete_or_keep(file)
 
     def prune_folder(self, complete: Sequence[Round] | None) -> None:
         """Delete what no restart needs: the log reaches back over as many checkpoints as are kept, own ones included.
@@ -195,6 +197,13 @@ class RunStorage:
     def _has_manifest(self, round_: Round) -> bool:
         manifest = read_manifest(self._place, self._install.run, round_)
         return manifest is not None and manifest.attempt == self._install.attempt
+
+    def _delete_or_keep(self, file: ShardFile) -> None:
+        try:
+            self._delete(file.round)
+        except OSError:
+            self.checkpoints[file.round] = file  # it is tried again
+            raise
 
     def _delete(self, round_: Round) -> None:
         folder = round_folder(self._install.run, round_)
@@ -309,19 +318,20 @@ class RunStorage:
             restored.history.steps[rank] = update.origin
         restored.is_short = self.has_log and newest is None and self._log.is_short
 
-    def restorable(self, *, reads_checkpoints: bool = True) -> list[tuple[Round, Round]]:
+    def restorable(self, newest: Round | None = None) -> list[tuple[Round, Round]]:
         """Ranges of rounds, first and last, that can be restored as far as the log's digests tell; newest first.
 
-        Checkpoints that are damaged are left out, unless they are not read.
+        With `newest` the checkpoint is read, too, from which that round would be restored. Damaged ones are left out.
 
         The run may go back to any of them, so none is deleted before the run goes on and makes another checkpoint.
         """
         ranges: list[tuple[Round, Round]] = []
         with self._pruning:
             self._is_promised = True
+        if newest is not None:
+            leading = (round_ for round_ in self.rounds if round_ <= newest)
+            next((round_ for round_ in leading if self._read(round_) is not None), None)
         for round_ in self.rounds:
-            if reads_checkpoints and self._read(round_) is None:
-                continue
             last = round_
             for update, _ in self._log.read_after(round_):
                 last = update.round

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from ps_protocol.errors import Conflict, NotFound, TryAgain
+from ps_protocol.errors import Conflict, NotFound, PserverLost, TryAgain
 from services.coordinator import administration
 from services.coordinator.administration import Administration
 from services.coordinator.metrics import measure_cluster
@@ -115,6 +116,50 @@ async def test_a_rollback_to_a_checkpoint_that_pservers_cannot_restore_is_refuse
         assert (run.state, run.attempt, run.rollback_to) == ("training", 0, None)
         pservers.ranges = [[3, 3], [0, 2]]
         assert (await administrator.roll_back("me", 3)).round == 4
+
+
+@pytest.mark.parametrize("obstacle", ["a trainer leaves", "a pserver does not answer"])
+async def test_a_rollback_is_refused_when_something_comes_between(obstacle: str) -> None:
+    """Only the administrator wants the run to go back, so it does not fail for that."""
+    pservers = FakePservers()
+    async with coordinating(pservers, lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
+        [first, second] = begin(coordinator)
+        await coordinator.wait_for_plan(*first, 5)
+        cluster = coordinator.cluster
+        cluster.trainer_heartbeat(1, alive(run=second[1], round_=4), coordinator.now())
+        cluster.complete_checkpoints[:] = [2]
+        if obstacle == "a trainer leaves":
+            going_back = asyncio.create_task(Administration(coordinator).roll_back("me", 2))
+            await eventually(lambda: cluster.run.rollback_to == 2)
+            cluster.leave_trainer(1, leaving("done", run=second[1], round=4, attempt=0), coordinator.now())
+            expected = "trainer 1 cannot take the rounds after 2 again, being done; the run goes on"
+        else:
+            pservers.pages.append(httpx.Response(500, text="a shard cannot be read"))
+            going_back = asyncio.create_task(Administration(coordinator).roll_back("me", 2))
+            expected = "a pserver did not say what it can restore"
+        with pytest.raises(Conflict, match=expected):
+            await going_back
+        assert (cluster.run.state, cluster.run.attempt) == ("training", 0)
+        assert [entry.outcome for entry in coordinator.audit.entries()] == ["requested", "failed"]
+
+
+@pytest.mark.parametrize("attempt", [0, None, 1])
+async def test_a_trainer_that_leaves_with_rounds_that_are_undone_has_not_trained_them(attempt: int | None) -> None:
+    """It learns of the rollback only with its next step, and there is none."""
+    async with coordinating(FakePservers(), lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
+        [first, second] = begin(coordinator)
+        await coordinator.wait_for_plan(*first, 5)
+        run = coordinator.cluster.run
+        coordinator.cluster.complete_checkpoints[:] = [2]
+        await Administration(coordinator).roll_back("me", 2)
+        coordinator.cluster.leave_trainer(
+            1, leaving("done", run=second[1], round=4, attempt=attempt), coordinator.now()
+        )
+        if attempt == 0:
+            assert isinstance(run.failure, PserverLost)
+            assert "rounds 3 to 4 are lost, and trainer 1 cannot take them again" in run.failure.detail
+        else:  # it has taken them again, or somebody says so who does not know
+            assert run.failure is None
 
 
 async def test_a_checkpoint_that_takes_its_time_keeps_nobody_from_going_on() -> None:

@@ -100,11 +100,11 @@ async def test_who_asks_again_what_can_be_restored_waits_for_the_same_answer(
         assert storage is not None
         look = RunStorage.restorable
 
-        def look_slowly(storage: RunStorage) -> list[tuple[int, int]]:
+        def look_slowly(storage: RunStorage, newest: int | None) -> list[tuple[int, int]]:
             nonlocal looks
             looks += 1
             assert may_end.wait(10)
-            return look(storage)
+            return look(storage, newest)
 
         monkeypatch.setattr(RunStorage, "restorable", look_slowly)
         for _ in range(3):

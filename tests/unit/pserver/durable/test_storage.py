@@ -225,7 +225,8 @@ def test_without_a_log_a_checkpoint_is_what_there_is(tmp_path):
     assert restored.round == 8
     assert sorted(storage.restorable()) == [(0, 0), (4, 4), (8, 8)]
     flip(tmp_path / "checkpoints" / "run1" / f"{4:012}" / "pserver-0-of-2.safetensors", 0.5)
-    assert sorted(storage.restorable()) == [(0, 0), (8, 8)]
+    assert sorted(storage.restorable(newest=3)) == [(0, 0), (4, 4), (8, 8)]
+    assert sorted(storage.restorable(newest=4)) == [(0, 0), (8, 8)]
 
 
 def test_the_log_reaches_back_over_as_many_checkpoints_as_are_kept(tmp_path):
