@@ -66,7 +66,7 @@ soak: install ## test what test-all samples: full matrices, fuzzing, attacks, ch
 test-gpu: install ## test on this machine's GPU; where there is none it says so and passes
 	$(BIN)/python -m pytest tests/gpu -rs
 
-chaos: install ## disturb real clusters at random and judge what they did (ARGS="--minutes 3 --seed 1"); docs/faults.md
+chaos: install ## disturb real clusters at random and judge what they did (ARGS="--minutes 3 --seed 1"); docs/reliability.md
 	$(BIN)/python -m tests.chaos $(ARGS)
 
 golden: install ## train short seeded runs and compare every bit with tests/golden/digests.json

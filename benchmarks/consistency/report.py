@@ -1,6 +1,6 @@
-"""From the results of the study to tables and plots: `python benchmarks/consistency/report.py`.
+"""Turn the results of the study into tables and plots: `python benchmarks/consistency/report.py`.
 
-Writes docs/consistency/*.png and runs.csv, and the tables between the markers of docs/consistency-study.md.
+The tables go between the markers of the report; the plots and runs.csv go to the folder beside it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import matplotlib.pyplot as plt
 from cells import ASYNC, AVERAGED, DELAYED, FOR_EVER, LOCAL, LONG, MODES, QUESTIONS, SHORT, SLOWED, STALE, SYNC, Mode
 from results import TARGETS, Run, read_runs
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "consistency-study.md"
-PLOTS = ROOT / "docs" / "consistency"
+REPORT = Path(__file__).parents[1] / "results" / "consistency_2core_epyc_202611.md"
+PLOTS = REPORT.with_suffix("")
 SUMMARY = PLOTS / "runs.csv"
 
 Runs = dict[str, list[Run]]
@@ -119,7 +118,7 @@ def save(figure: plt.Figure, file: str) -> None:
 
 
 def write_report() -> None:
-    """Replace the tables of the page and all plots."""
+    """Replace the tables of the report and all plots."""
     runs = read_runs()
     tables = {
         "modes": table(runs, names(MODES), (SECONDS, STEPS, LOSS, IDLE, BYTES)),
@@ -129,12 +128,12 @@ def write_report() -> None:
         "transient": against_sync(runs, "transient", SLOWED),
         "persistent": against_sync(runs, "persistent", FOR_EVER),
     }
-    page = PAGE.read_text()
+    report = REPORT.read_text()
     for name, text in tables.items():
         mark, end = f"<!-- table: {name} -->\n", "<!-- end -->"
-        begin = page.index(mark) + len(mark)
-        page = page[:begin] + text + "\n" + page[page.index(end, begin) :]
-    PAGE.write_text(page)
+        begin = report.index(mark) + len(mark)
+        report = report[:begin] + text + "\n" + report[report.index(end, begin) :]
+    REPORT.write_text(report)
     write_runs(runs)
     PLOTS.mkdir(exist_ok=True)
     plot_losses(runs, names([SYNC, ASYNC, *STALE]), "staleness.png")

@@ -1,7 +1,7 @@
 """Named places in the code at which a test makes this process die, pause or fail, in the way of FreeBSD's fail(9).
 
 Off unless the setting `failpoints` arms some, such as `log.append.before=kill@3,checkpoint.rename=enospc`: what happens
-there, and at which passage (the first by default). `docs/faults.md` lists them.
+there, and at which passage (the first by default). `make chaos` and tests arm them.
 """
 
 from __future__ import annotations

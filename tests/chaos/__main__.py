@@ -1,4 +1,4 @@
-"""`python -m tests.chaos`: a campaign of random faults against real clusters; see docs/faults.md."""
+"""`python -m tests.chaos`: a campaign of random faults against real clusters; see docs/reliability.md."""
 
 from __future__ import annotations
 

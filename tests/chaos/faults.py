@@ -1,7 +1,7 @@
 """What is done to a cluster: each fault with what it needs, how it is injected, and how it is healed.
 
 A fault is a function of an episode and its victim. It runs in a thread of its own, and has healed what it did when it
-returns; a process that has died then is started again by the episode. `docs/faults.md` says what must hold.
+returns; a process that has died then is started again by the episode. `docs/reliability.md` says what must hold.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class Watch:
     # ------------------------------------------------------------------ bounds
 
     def _look_at_disk(self, index: int) -> None:
-        """Hold the disk that a pserver takes against the bounds of docs/durability.md."""
+        """Compare the disk that a pserver takes with the bounds of docs/reliability.md."""
         own, log = [], 0
         for name in glob(f"{self._state}/pserver-{index}/log/*"):
             if name.endswith(".checkpoint"):

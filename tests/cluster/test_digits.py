@@ -57,7 +57,7 @@ def test_two_trainers_learn_the_digits(tmp_path: Path, flags: str, local_steps: 
     assert summary["results"]["accuracy"] >= 0.97
     assert stderr.count("accuracy on 360 held-out images: ") == 2
     assert stderr.count(f"] trained: mode={mode} transport=HTTP/2 accuracy=") == 2
-    # Of a model of 0.24 MB, as docs/durability.md says.
+    # Of a model of 0.24 MB, as docs/reliability.md says.
     assert largest <= 16_000_000
     assert disk_use(tmp_path / ".gradpost") <= 2_500_000
 

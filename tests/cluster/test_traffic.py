@@ -1,4 +1,4 @@
-"""What a step moves on each machine's interface is what the formulas say, within 5 %; as docs/ps-or-ring.md has it."""
+"""The bytes of a step on each machine's interface match the formulas for pservers and rings within 5 %."""
 
 from __future__ import annotations
 

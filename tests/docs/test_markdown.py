@@ -1,4 +1,4 @@
-"""Every document: its links lead somewhere, its Python compiles, its JSON parses."""
+"""The links of every document and report lead somewhere; the Python of documents compiles, their JSON parses."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from .markdown import DOCUMENTS, ROOT, anchors, code_blocks, links
+from .markdown import DOCUMENTS, RESULTS, ROOT, anchors, code_blocks, links
 
 
 def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+@pytest.mark.parametrize("path", [*DOCUMENTS, *sorted(RESULTS.glob("*.md"))], ids=name)
 def test_internal_links_lead_somewhere(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     for link in links(text):

@@ -1,4 +1,4 @@
-"""docs/durability.md: a run on one machine, as it stands there; a trainer of it dies."""
+"""docs/reliability.md: its examples run, and its errors, limits and measured numbers match the code."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ import pytest
 import safetensors.torch
 import torch
 
+from ps_protocol.errors import ERRORS
+from services.coordinator.administration import CHECKPOINT_SECONDS
+from services.coordinator.installer import RESTORE_TIMEOUT_SECONDS
+from services.pserver.registration import LAST_CHECKPOINT_SECONDS
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
-from ..cluster.parity_model import assert_identical, run_trainers
+from ..cluster.parity_model import STEPS, assert_identical, run_trainers
+from ..cluster.test_parity import MOST_IN_LR
 from ..cluster.up_support import RunningUp, wait_until
 from .conftest import NUM_TRAINERS
-from .markdown import examples, read, section
+from .markdown import codes, examples, read, section, table
 from .stage import run_shell
 
-TEXT = read("durability.md")
-[LOOP] = examples(section(TEXT, "Trainers"), "python")
-[SHELL] = examples(section(TEXT, "On one machine"), "sh")
-[LOAD] = examples(section(TEXT, "On one machine"), "python")
+TEXT = read("reliability.md")
+[LOOP] = examples(section(TEXT, "A loop that continues"), "python")
+[SHELL] = examples(section(TEXT, "Restart, resume, roll back, export"), "sh")
+[LOAD] = examples(section(TEXT, "Restart, resume, roll back, export"), "python")
 SAVE, GO_ON = examples(section(TEXT, "A script's own checkpoints"), "python")
 
 BEFORE = """
@@ -110,6 +115,27 @@ def test_a_checkpoint_of_the_script(cluster: LocalCluster, tmp_path: Path, monke
     expected, *_ = run_trainers(cluster.address, [train] * NUM_TRAINERS)
     for actual in run_trainers(cluster.address, [go_on] * NUM_TRAINERS):
         assert_identical(actual, expected)
+
+
+def test_the_errors_exist() -> None:
+    rows = table(section(TEXT, "What happens on each fault"), "fault")
+    named = {code for row in rows for code in codes(row["error if the run fails"])}
+    assert named <= {cls.__name__ for cls in ERRORS.values()}
+    assert "TrainerLost" in named
+
+
+def test_the_fixed_timeouts_are_those_of_the_code() -> None:
+    faults = section(TEXT, "What happens on each fault")
+    assert f"at most {LAST_CHECKPOINT_SECONDS:.0f} s for its last checkpoint" in faults
+    assert f"has {RESTORE_TIMEOUT_SECONDS:.0f} s to restore" in faults
+    assert f"`gradpost checkpoint create` waits at most {CHECKPOINT_SECONDS:.0f} s" in faults
+
+
+def test_the_measured_difference_is_within_what_is_tested() -> None:
+    found = re.search(r"After ten steps .* was ([\d.]+) times the learning rate .* allow ([\d.]+) times", TEXT)
+    assert found
+    assert float(found[1]) <= float(found[2]) == MOST_IN_LR
+    assert STEPS == 10
 
 
 def arguments(line: str) -> list[str]:
