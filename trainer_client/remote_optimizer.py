@@ -137,7 +137,10 @@ class RemoteOptimizer(Optimizer):
         self._model = model
         self._watch = None if self._local else ParameterWatch(self._named, has_samples=self._waits is None)
         self._is_position_known = False  # the script has asked for the run's round
-        self._batches = ResumableBatches(lambda: Position(self._steps.num_rollbacks, self._steps.begun))
+        steps_per_round = max(1, self._session.client.settings.local_steps)
+        self._batches = ResumableBatches(
+            lambda: Position(self._steps.num_rollbacks, self._steps.begun), steps_per_round
+        )
         self._wrapped = optimizer
         refuse_changes(optimizer, lambda: self._session.is_open)
 
@@ -192,13 +195,12 @@ class RemoteOptimizer(Optimizer):
         it, after a rollback from its state at the first call. Not for ReduceLROnPlateau.
         """
         self._is_position_known = True
-        batches_per_round = batches_per_step * max(1, self._session.client.settings.local_steps)
         if self._steps.begun and isinstance(getattr(loader, "sampler", None), RandomSampler):
             self._session.client.log.warning(
                 f"the run is at round {self._steps.begun}, and this loader shuffles by the process's random state: its "
                 "order may differ from that of the batches in the run. Use torch.utils.data.DistributedSampler"
             )
-        return self._batches.iterate(loader, epochs, batches_per_round, schedule)
+        return self._batches.iterate(loader, epochs, batches_per_step, schedule)
 
     @property
     def grad_norm(self) -> float | None:

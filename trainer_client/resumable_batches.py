@@ -41,13 +41,15 @@ class ResumableBatches:
     calls included.
     """
 
-    def __init__(self, position: Callable[[], Position]) -> None:
+    def __init__(self, position: Callable[[], Position], steps_per_round: int = 1) -> None:
+        """`steps_per_round`: more than 1 with local steps."""
         self._position = position
+        self._steps_per_round = steps_per_round
         self._calls: list[Call] = []
         self.schedules: list[_Schedule] = []  # those that follow the run
 
     def iterate(
-        self, loader: Iterable[Any], epochs: int, batches_per_round: int = 1, schedule: LRScheduler | None = None
+        self, loader: Iterable[Any], epochs: int, batches_per_step: int = 1, schedule: LRScheduler | None = None
     ) -> Iterator[Any]:
         """Yield the batches of `epochs` passes over a loader that are not in the run yet; see `RemoteOptimizer`."""
         before = self._calls[-1] if self._calls else Call((), 0, 1, 0, 0, 0)
@@ -55,10 +57,11 @@ class ResumableBatches:
             raise BadModel(
                 "the batches of one call are iterated to their end, or closed, before those of the next call"
             )
+        batches_per_round = batches_per_step * self._steps_per_round
         call = Call(loader, epochs, batches_per_round, before.first_epoch + before.epochs, before.end)
         self._calls.append(call)
         if schedule is not None and all(known.schedule is not schedule for known in self.schedules):
-            self.schedules.append(_Schedule(schedule, call.begin))
+            self.schedules.append(_Schedule(schedule, call.begin, self._steps_per_round))
         yielded = False
         try:
             while True:
@@ -86,18 +89,19 @@ class ResumableBatches:
 
 
 class _Schedule:
-    """A learning-rate schedule that is stepped once for each round, after those before `begin`."""
+    """A learning-rate schedule that is stepped after each step of the rounds after `begin`."""
 
-    def __init__(self, schedule: LRScheduler, begin: Round) -> None:
+    def __init__(self, schedule: LRScheduler, begin: Round, steps_per_round: int) -> None:
         self.schedule = schedule
         self._begin = begin
+        self._steps_per_round = steps_per_round
         self._first = schedule.last_epoch
         self._state = copy.deepcopy(schedule.state_dict())
         self._groups = [_numbers(group) for group in schedule.optimizer.param_groups]
 
     def move_to(self, round_: Round) -> None:
-        """Step it as often as the rounds up to this one have, from its start if it is ahead of them."""
-        target = self._first + max(0, round_ - self._begin)
+        """Step it for each step of the rounds up to this one, from its start if it is ahead of them."""
+        target = self._first + max(0, round_ - self._begin) * self._steps_per_round
         if self.schedule.last_epoch > target:
             self.schedule.load_state_dict(copy.deepcopy(self._state))
             for group, numbers in zip(self.schedule.optimizer.param_groups, self._groups, strict=True):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from ps_protocol.errors import BadModel
-from trainer_client import RemoteOptimizer
 from trainer_client.resumable_batches import Position, ResumableBatches
 
 EPOCHS = 3
@@ -62,13 +61,10 @@ def test_the_rest_is_what_an_undisturbed_loop_has_left(make: Any) -> None:
         assert whole[:3] != whole[3:6]  # another order in each epoch
 
 
-@pytest.mark.parametrize(("local_steps", "done"), [(0, 6), (2, 12)])
-def test_a_round_has_the_batches_of_its_steps(local_steps: int, done: int) -> None:
-    client = SimpleNamespace(settings=SimpleNamespace(local_steps=local_steps))
-    optimizer: Any = SimpleNamespace(_session=SimpleNamespace(client=client), _steps=SimpleNamespace(begun=2))
-    optimizer._batches = ResumableBatches(lambda: Position(0, 2))
+@pytest.mark.parametrize(("steps_per_round", "done"), [(1, 6), (2, 12)])
+def test_a_round_has_the_batches_of_its_steps(steps_per_round: int, done: int) -> None:
     whole = lists(ResumableBatches(lambda: Position(0, 0)).iterate(shuffled(Numbers()), 5))
-    rest = RemoteOptimizer.batches(optimizer, shuffled(Numbers()), epochs=5, batches_per_step=3)
+    rest = ResumableBatches(lambda: Position(0, 2), steps_per_round).iterate(shuffled(Numbers()), 5, batches_per_step=3)
     assert lists(rest) == whole[done:] != []
 
 
@@ -94,11 +90,15 @@ def test_a_rollback_brings_batches_again(back_to: int) -> None:
     assert lists(iter(taken)) == whole
 
 
+def make_schedule() -> tuple[Any, LRScheduler]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
 def train(state: dict[str, Any], *, stop_at: int | None = None) -> None:
     """A script that takes batches in several calls, of two loaders, and steps a schedule with each."""
     batches = ResumableBatches(lambda: Position(state["rollbacks"], state["round"]))
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer, schedule = make_schedule()
     first, second = shuffled(Numbers()), DataLoader(Stream(), 2)
     for loader in (first, first, second, first):
         for batch in batches.iterate(loader, 1, 1, schedule):
@@ -147,4 +147,21 @@ def test_a_call_waits_for_the_end_of_the_one_before() -> None:
 @pytest.mark.parametrize("done", [0, 1, 2])
 def test_a_step_may_take_several_batches(done: int) -> None:
     batches = ResumableBatches(lambda: Position(0, done))
-    assert list(batches.iterate([0, 1, 2, 3], 1, batches_per_round=2)) == list(range(2 * done, 4))
+    assert list(batches.iterate([0, 1, 2, 3], 1, batches_per_step=2)) == list(range(2 * done, 4))
+
+
+def test_a_schedule_is_stepped_with_each_local_step() -> None:
+    """In calls that begin after rounds of the run, undisturbed and after a restart."""
+    rates = []
+    for begun in (0, 1):
+        steps = [2 * begun]
+        batches = ResumableBatches(lambda steps=steps: Position(0, steps[0] // 2), steps_per_round=2)
+        optimizer, schedule = make_schedule()
+        for _ in range(2):
+            for _ in batches.iterate(range(4), 1, 1, schedule):
+                rates.append(optimizer.param_groups[0]["lr"])
+                steps[0] += 1
+                optimizer.step()
+                schedule.step()
+    assert rates[8:] == rates[2:8]
+    assert rates[:8] == [0.5**step for step in range(8)]
