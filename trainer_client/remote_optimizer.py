@@ -192,7 +192,7 @@ class RemoteOptimizer(Optimizer):
         starts again.
 
         A `schedule` that the script steps once after each `step()` is brought to where the batches begin, by stepping
-        it, after a rollback from its state at the first call. Not for ReduceLROnPlateau.
+        it, after a rollback from its state at the first call. All calls have the same one. Not for ReduceLROnPlateau.
         """
         self._is_position_known = True
         if self._steps.begun and isinstance(getattr(loader, "sampler", None), RandomSampler):
@@ -402,7 +402,7 @@ class RemoteOptimizer(Optimizer):
         """Warn before the first step if the run has rounds, and a schedule that does not follow it is at its start."""
         has_schedule = any(hasattr(one.step, "_wrapped_by_lr_sched") for one in (self, self._wrapped))
         is_at_start = all(group["lr"] == group.get("initial_lr") for group in self.param_groups)
-        if self._steps.begun and has_schedule and is_at_start and not self._batches.schedules:
+        if self._steps.begun and has_schedule and is_at_start and self._batches.schedule is None:
             self._session.client.log.warning(
                 f"the run is at round {self._steps.begun}, and the learning rates are those with which this script's "
                 "schedule begins: give it to optimizer.batches(loader, schedule=…), or step it once for each round "

@@ -46,7 +46,7 @@ class ResumableBatches:
         self._position = position
         self._steps_per_round = steps_per_round
         self._calls: list[Call] = []
-        self.schedules: list[_Schedule] = []  # those that follow the run
+        self.schedule: _Schedule | None = None  # follows the run
 
     def iterate(
         self, loader: Iterable[Any], epochs: int, batches_per_step: int = 1, schedule: LRScheduler | None = None
@@ -59,15 +59,21 @@ class ResumableBatches:
             )
         batches_per_round = batches_per_step * self._steps_per_round
         call = Call(loader, epochs, batches_per_round, before.first_epoch + before.epochs, before.end)
+        if not self._calls and schedule is not None:
+            self.schedule = _Schedule(schedule, self._steps_per_round)
+        if schedule is not (None if self.schedule is None else self.schedule.schedule):
+            raise BadModel(
+                "this call of batches() has another schedule than the first, and after a rollback its loop could not "
+                "repeat earlier batches. Join the schedules with torch.optim.lr_scheduler.SequentialLR, and give the "
+                "result to every call"
+            )
         self._calls.append(call)
-        if schedule is not None and all(known.schedule is not schedule for known in self.schedules):
-            self.schedules.append(_Schedule(schedule, call.begin, self._steps_per_round))
         yielded = False
         try:
             while True:
                 begun = self._position()
-                for known in self.schedules:
-                    known.move_to(begun.round)
+                if self.schedule is not None:
+                    self.schedule.move_to(begun.round)
                 for batch in self._batches_after(begun.round):
                     yielded = True
                     yield batch
@@ -89,11 +95,10 @@ class ResumableBatches:
 
 
 class _Schedule:
-    """A learning-rate schedule that is stepped after each step of the rounds after `begin`."""
+    """A learning-rate schedule that is stepped after each step of the run."""
 
-    def __init__(self, schedule: LRScheduler, begin: Round, steps_per_round: int) -> None:
+    def __init__(self, schedule: LRScheduler, steps_per_round: int) -> None:
         self.schedule = schedule
-        self._begin = begin
         self._steps_per_round = steps_per_round
         self._first = schedule.last_epoch
         self._state = copy.deepcopy(schedule.state_dict())
@@ -101,7 +106,7 @@ class _Schedule:
 
     def move_to(self, round_: Round) -> None:
         """Step it for each step of the rounds up to this one, from its start if it is ahead of them."""
-        target = self._first + max(0, round_ - self._begin) * self._steps_per_round
+        target = self._first + round_ * self._steps_per_round
         if self.schedule.last_epoch > target:
             self.schedule.load_state_dict(copy.deepcopy(self._state))
             for group, numbers in zip(self.schedule.optimizer.param_groups, self._groups, strict=True):

@@ -165,3 +165,13 @@ def test_a_schedule_is_stepped_with_each_local_step() -> None:
                 schedule.step()
     assert rates[8:] == rates[2:8]
     assert rates[:8] == [0.5**step for step in range(8)]
+
+
+@pytest.mark.parametrize("has_first", [True, False])
+def test_all_calls_have_the_schedule_of_the_first(has_first: bool) -> None:
+    """After a rollback the loop of the second call takes batches of the first one, with its own schedule."""
+    batches = ResumableBatches(lambda: Position(0, 1))
+    (_, first), (_, second) = make_schedule(), make_schedule()
+    assert not list(batches.iterate([1], 1, 1, first if has_first else None))
+    with pytest.raises(BadModel, match="SequentialLR, and give the result to every call"):
+        next(batches.iterate([2], 1, 1, second))
