@@ -100,13 +100,19 @@ class _Schedule:
     def __init__(self, schedule: LRScheduler, steps_per_round: int) -> None:
         self.schedule = schedule
         self._steps_per_round = steps_per_round
-        self._first = schedule.last_epoch
+        self._start = schedule.last_epoch
         self._state = copy.deepcopy(schedule.state_dict())
         self._groups = [_numbers(group) for group in schedule.optimizer.param_groups]
 
     def move_to(self, round_: Round) -> None:
-        """Step it for each step of the rounds up to this one, from its start if it is ahead of them."""
-        target = self._first + round_ * self._steps_per_round
+        """Bring it to the step that ends this round, from its state at the first call if it is ahead of that."""
+        target = round_ * self._steps_per_round
+        if self._start > target:
+            raise BadModel(
+                f"the schedule had taken {self._start} steps before the first call of batches(), and the run has "
+                f"taken {target}. Create it without loading its state, since batches() steps it, or leave schedule= "
+                "out, and bring it to optimizer.round in the script"
+            )
         if self.schedule.last_epoch > target:
             self.schedule.load_state_dict(copy.deepcopy(self._state))
             for group, numbers in zip(self.schedule.optimizer.param_groups, self._groups, strict=True):

@@ -175,3 +175,19 @@ def test_all_calls_have_the_schedule_of_the_first(has_first: bool) -> None:
     assert not list(batches.iterate([1], 1, 1, first if has_first else None))
     with pytest.raises(BadModel, match="SequentialLR, and give the result to every call"):
         next(batches.iterate([2], 1, 1, second))
+
+
+def test_a_schedule_that_the_script_has_loaded_is_moved_by_what_is_missing() -> None:
+    state = {"rollbacks": 0, "round": 3}
+    batches = ResumableBatches(lambda: Position(state["rollbacks"], state["round"]))
+    optimizer, schedule = make_schedule()
+    for _ in range(2):
+        optimizer.step()
+        schedule.step()
+    iterator = batches.iterate(range(9), 1, 1, schedule)
+    assert (next(iterator), optimizer.param_groups[0]["lr"]) == (3, 0.5**3)
+    state.update(rollbacks=1, round=2)
+    assert (next(iterator), optimizer.param_groups[0]["lr"]) == (2, 0.5**2)
+    state.update(rollbacks=2, round=1)
+    with pytest.raises(BadModel, match="had taken 2 steps before the first call .* the run has taken 1"):
+        next(iterator)
