@@ -71,19 +71,24 @@ class ResumableBatches:
         yielded = False
         try:
             while True:
-                begun = self._position()
-                if self.schedule is not None:
-                    self.schedule.move_to(begun.round)
+                begun = self._follow()
                 for batch in self._batches_after(begun.round):
                     yielded = True
                     yield batch
-                    if self._position().num_rollbacks != begun.num_rollbacks:
+                    if self._follow().num_rollbacks != begun.num_rollbacks:
                         break
                 else:
                     break
         finally:
             if yielded or call.end is None:  # else the run has all of them
                 call.end = max(call.begin, self._position().round)
+
+    def _follow(self) -> Position:
+        """Return the run's position, which the schedule has by now. Raises BadModel."""
+        position = self._position()
+        if self.schedule is not None:
+            self.schedule.follow(position)
+        return position
 
     def _batches_after(self, round_: Round) -> Iterator[Any]:
         for call in self._calls:
@@ -103,8 +108,25 @@ class _Schedule:
         self._start = schedule.last_epoch
         self._state = copy.deepcopy(schedule.state_dict())
         self._groups = [_numbers(group) for group in schedule.optimizer.param_groups]
+        self._num_rollbacks: int | None = None  # those after which it was moved
 
-    def move_to(self, round_: Round) -> None:
+    def follow(self, position: Position) -> None:
+        """Move it at the start and after a rollback. Raises BadModel if the script does not step it in between."""
+        if position.num_rollbacks != self._num_rollbacks:
+            self._move_to(position.round)
+            self._num_rollbacks = position.num_rollbacks
+            return
+        begin = position.round * self._steps_per_round
+        if not begin <= self.schedule.last_epoch < begin + self._steps_per_round:
+            raise BadModel(
+                "batches(…, schedule=schedule) expects schedule.step() once after each optimizer.step(). If it is "
+                "stepped otherwise, such as for each epoch, leave schedule= out, and bring it to optimizer.round in "
+                "the script",
+                expected=f"{begin} steps of the schedule after round {position.round}",
+                actual=self.schedule.last_epoch,
+            )
+
+    def _move_to(self, round_: Round) -> None:
         """Bring it to the step that ends this round, from its state at the first call if it is ahead of that."""
         target = round_ * self._steps_per_round
         if self._start > target:

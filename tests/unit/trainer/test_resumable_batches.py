@@ -189,5 +189,26 @@ def test_a_schedule_that_the_script_has_loaded_is_moved_by_what_is_missing() -> 
     state.update(rollbacks=1, round=2)
     assert (next(iterator), optimizer.param_groups[0]["lr"]) == (2, 0.5**2)
     state.update(rollbacks=2, round=1)
-    with pytest.raises(BadModel, match="had taken 2 steps before the first call .* the run has taken 1"):
+    with pytest.raises(BadModel, match=r"had taken 2 steps before the first call .* the run has taken 1"):
         next(iterator)
+
+
+def test_a_schedule_that_is_not_stepped_with_each_step_is_refused() -> None:
+    rounds = [0]
+    iterator = ResumableBatches(lambda: Position(0, rounds[0])).iterate(range(2), 1, 1, make_schedule()[1])
+    next(iterator)
+    rounds[0] = 1
+    with pytest.raises(BadModel, match=r"once after each optimizer\.step\(\).* 1 steps .* after round 1"):
+        next(iterator)
+
+
+def test_a_call_may_end_within_a_round_of_local_steps() -> None:
+    steps = [0]
+    batches = ResumableBatches(lambda: Position(0, steps[0] // 2), steps_per_round=2)
+    optimizer, schedule = make_schedule()
+    for _ in range(3):
+        for _ in batches.iterate(range(3), 1, 1, schedule):
+            assert optimizer.param_groups[0]["lr"] == 0.5 ** steps[0]
+            steps[0] += 1
+            optimizer.step()
+            schedule.step()
