@@ -193,7 +193,8 @@ class RemoteOptimizer(Optimizer):
 
         A `schedule` that the script steps once after each `step()` is brought to where the batches begin, by stepping
         it, after a rollback from its state at the first call. All calls have the same one. It takes its first step
-        with the run; a script may load one that it has saved in the run. Not for ReduceLROnPlateau.
+        with the run; a script may load one that it has saved in the run. ReduceLROnPlateau and
+        ChainedScheduler cannot be given.
         """
         self._is_position_known = True
         if self._steps.begun and isinstance(getattr(loader, "sampler", None), RandomSampler):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
 from ps_protocol.errors import BadModel
@@ -103,6 +103,12 @@ class _Schedule:
     """A learning-rate schedule that is stepped after each step of the run."""
 
     def __init__(self, schedule: LRScheduler, steps_per_round: int) -> None:
+        if not hasattr(schedule, "last_epoch") or isinstance(schedule, ReduceLROnPlateau):
+            raise BadModel(
+                f"batches() cannot bring a {type(schedule).__name__} to the run's round, since only steps that its "
+                "last_epoch counts, and that need no metric, can be repeated. Leave schedule= out, and restore the "
+                "schedule in the script where the run continues"
+            )
         self.schedule = schedule
         self._steps_per_round = steps_per_round
         self._start = schedule.last_epoch

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from ps_protocol.errors import BadModel
@@ -212,3 +212,10 @@ def test_a_call_may_end_within_a_round_of_local_steps() -> None:
             steps[0] += 1
             optimizer.step()
             schedule.step()
+
+
+@pytest.mark.parametrize("make", [ReduceLROnPlateau, lambda _: ChainedScheduler([make_schedule()[1]])])
+def test_a_schedule_whose_steps_cannot_be_repeated_is_refused(make: Any) -> None:
+    batches = ResumableBatches(lambda: Position(0, 0))
+    with pytest.raises(BadModel, match=r"Leave schedule= out"):
+        next(batches.iterate([1], 1, 1, make(make_schedule()[0])))
