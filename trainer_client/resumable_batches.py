@@ -187,7 +187,10 @@ def _length(loader: Iterable[Any]) -> int | None:
 
 def _skip(loader: Iterable[Any], skipped: int) -> Iterator[Any]:
     """Iterate without the first batches; a DataLoader with a batch sampler does not load them."""
-    if skipped and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
+    is_plain = (
+        getattr(type(loader), "__iter__", None) is DataLoader.__iter__
+    )  # that of accelerate iterates over another
+    if skipped and is_plain and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
         rest = copy.copy(loader)
         # A DataLoader refuses the assignment to itself, since its workers may be running; the copy has none.
         rest.__dict__.update(batch_sampler=_Rest(loader.batch_sampler, skipped), _iterator=None)

@@ -34,6 +34,17 @@ class Stream(IterableDataset[int]):
         return iter(range(7))
 
 
+class Wrapper(DataLoader[int]):
+    """A loader that iterates over another one, as that of accelerate does."""
+
+    def __init__(self, inner: DataLoader[int]) -> None:
+        super().__init__(inner.dataset, batch_sampler=inner.batch_sampler)
+        self.inner = inner
+
+    def __iter__(self) -> Any:
+        return iter(self.inner)
+
+
 def shuffled(data: Numbers) -> DataLoader[int]:
     return DataLoader(data, 2, sampler=DistributedSampler(data, 2, 0, seed=3))
 
@@ -43,6 +54,7 @@ LOADERS: dict[str, Any] = {
     "in order, persistent workers": lambda: DataLoader(Numbers(), 3, num_workers=1, persistent_workers=True),
     "stream": lambda: DataLoader(Stream(), 2),
     "no batches": lambda: DataLoader(Numbers(), batch_size=None),
+    "wrapper": lambda: Wrapper(DataLoader(Numbers(), 3)),
     "list": lambda: [torch.tensor(4), torch.tensor(5)],
 }
 
