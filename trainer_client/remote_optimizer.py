@@ -185,11 +185,11 @@ class RemoteOptimizer(Optimizer):
         A script that is started again, or resumed, continues behind the batches of the rounds that the run has; after a
         rollback they come again. A script may call this several times, for each epoch or for another loader: each call
         continues behind the batches of those before it, which have been iterated to their end. `set_epoch` of the
-        loader's sampler is called with each epoch, counted over all calls. A DataLoader over a map-style dataset does
-        not load what it skips. The order of the data has to be a function of the epoch, as that of a DistributedSampler
-        is. A script that accumulates gradients says how many batches it takes for each `step()`, of which the batches
-        of a call are a multiple; with local steps a round has `local_steps` times as many, and one that was begun
-        starts again.
+        loader and its samplers is called with each epoch, counted over all calls. A DataLoader over a map-style dataset
+        does not load what it skips. The order of the data has to be a function of the epoch, as that of a
+        DistributedSampler is. A script that accumulates gradients says how many batches it takes for each `step()`, of
+        which the batches of a call are a multiple; with local steps a round has `local_steps` times as many, and one
+        that was begun starts again.
 
         A `schedule` that the script steps once after each `step()` is brought to where the batches begin, by stepping
         it, after a rollback from its state at the first call. All calls have the same one. It takes its first step

@@ -158,13 +158,13 @@ def _numbers(group: dict[str, Any]) -> dict[str, Any]:
 def _batches_of(loader: Iterable[Any], first_epoch: int, epochs: int, skipped: int) -> Generator[Any, None, int]:
     """Yield the batches behind those that are skipped; return how many are still to be skipped then."""
     for epoch in range(first_epoch, first_epoch + epochs):
-        length = _length(loader)
+        for part in _parts(loader):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+        length = _length(loader)  # of this epoch
         if length is not None and skipped >= length:
             skipped -= length
             continue
-        set_epoch: Callable[[int], None] | None = getattr(getattr(loader, "sampler", None), "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
         for batch in _skip(loader, skipped) if length is not None else loader:
             if length is None and skipped:
                 skipped -= 1
@@ -173,6 +173,15 @@ def _batches_of(loader: Iterable[Any], first_epoch: int, epochs: int, skipped: i
         if length is not None:
             skipped = 0
     return skipped
+
+
+def _parts(loader: Iterable[Any]) -> list[Any]:
+    """Return a loader, its samplers, and theirs."""
+    parts: list[Any] = [loader]
+    for part in parts:  # grows meanwhile
+        inner = (getattr(part, name, None) for name in ("sampler", "batch_sampler"))
+        parts += [one for one in inner if one is not None and all(one is not known for known in parts)]
+    return parts
 
 
 def _length(loader: Iterable[Any]) -> int | None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from ps_protocol.errors import BadModel
 from trainer_client.resumable_batches import Position, ResumableBatches
@@ -49,8 +49,29 @@ def shuffled(data: Numbers) -> DataLoader[int]:
     return DataLoader(data, 2, sampler=DistributedSampler(data, 2, 0, seed=3))
 
 
+def shuffled_in_batch_sampler(data: Numbers) -> DataLoader[int]:
+    return DataLoader(data, batch_sampler=BatchSampler(DistributedSampler(data, 2, 0, seed=3), 2, drop_last=False))
+
+
+class Buckets(Sampler[int]):
+    """A sampler of another length in each epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 2 + 3 * self.epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+
 LOADERS: dict[str, Any] = {
     "shuffled": lambda: shuffled(Numbers()),
+    "shuffled in a batch sampler": lambda: shuffled_in_batch_sampler(Numbers()),
+    "buckets": lambda: DataLoader(Numbers(), 1, sampler=Buckets()),
     "in order, persistent workers": lambda: DataLoader(Numbers(), 3, num_workers=1, persistent_workers=True),
     "stream": lambda: DataLoader(Stream(), 2),
     "no batches": lambda: DataLoader(Numbers(), batch_size=None),
@@ -69,7 +90,7 @@ def test_the_rest_is_what_an_undisturbed_loop_has_left(make: Any) -> None:
     for done in (1, 2, len(whole) // EPOCHS, len(whole) // 2, len(whole) - 1, len(whole), len(whole) + 5):
         position = Position(0, done)
         assert lists(ResumableBatches(lambda position=position: position).iterate(make(), EPOCHS)) == whole[done:]
-    if make is LOADERS["shuffled"]:
+    if make in (LOADERS["shuffled"], LOADERS["shuffled in a batch sampler"]):
         assert whole[:3] != whole[3:6]  # another order in each epoch
 
 
