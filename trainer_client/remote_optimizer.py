@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import RandomSampler
 
 from ps_protocol.errors import BadModel, GradpostError, NonFiniteGradient
 from ps_protocol.messages import RunSummary
@@ -139,7 +138,9 @@ class RemoteOptimizer(Optimizer):
         self._is_position_known = False  # the script has asked for the run's round
         steps_per_round = max(1, self._session.client.settings.local_steps)
         self._batches = ResumableBatches(
-            lambda: Position(self._steps.num_rollbacks, self._steps.begun), steps_per_round
+            lambda: Position(self._steps.num_rollbacks, self._steps.begun),
+            steps_per_round,
+            self._session.client.log.warning,
         )
         self._wrapped = optimizer
         refuse_changes(optimizer, lambda: self._session.is_open)
@@ -197,11 +198,6 @@ class RemoteOptimizer(Optimizer):
         ChainedScheduler cannot be given.
         """
         self._is_position_known = True
-        if self._steps.begun and isinstance(getattr(loader, "sampler", None), RandomSampler):
-            self._session.client.log.warning(
-                f"the run is at round {self._steps.begun}, and this loader shuffles by the process's random state: its "
-                "order may differ from that of the batches in the run. Use torch.utils.data.DistributedSampler"
-            )
         return self._batches.iterate(loader, epochs, batches_per_step, schedule)
 
     @property

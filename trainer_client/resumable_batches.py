@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ps_protocol.errors import BadModel
 from ps_protocol.vocabulary import Round
+
+RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class Position(NamedTuple):
@@ -41,10 +44,14 @@ class ResumableBatches:
     calls included.
     """
 
-    def __init__(self, position: Callable[[], Position], steps_per_round: int = 1) -> None:
-        """`steps_per_round`: more than 1 with local steps."""
+    def __init__(
+        self, position: Callable[[], Position], steps_per_round: int = 1, warn: Callable[[str], object] = warnings.warn
+    ) -> None:
+        """`steps_per_round`: more than 1 with local steps. `warn` is called with a message."""
         self._position = position
         self._steps_per_round = steps_per_round
+        self._warn = warn
+        self._has_warned = False
         self._calls: list[Call] = []
         self.schedule: _Schedule | None = None  # follows the run
 
@@ -72,7 +79,7 @@ class ResumableBatches:
         try:
             while True:
                 begun = self._follow()
-                for batch in self._batches_after(begun.round):
+                for batch in self._batches_after(begun):
                     yielded = True
                     yield batch
                     if self._follow().num_rollbacks != begun.num_rollbacks:
@@ -90,13 +97,25 @@ class ResumableBatches:
             self.schedule.follow(position)
         return position
 
-    def _batches_after(self, round_: Round) -> Iterator[Any]:
+    def _batches_after(self, position: Position) -> Iterator[Any]:
         for call in self._calls:
-            if call.end is None or call.end > round_:
-                skipped = max(0, round_ - call.begin) * call.batches_per_round
+            if call.end is None or call.end > position.round:
+                skipped = max(0, position.round - call.begin) * call.batches_per_round
+                if skipped or position.num_rollbacks:
+                    self._warn_of_order(call.loader, position.round)
                 left = yield from _batches_of(call.loader, call.first_epoch, call.epochs, skipped)
                 if left:  # the run has more than this call
-                    call.end = round_ - -(-left // call.batches_per_round)
+                    call.end = position.round - -(-left // call.batches_per_round)
+
+    def _warn_of_order(self, loader: Iterable[Any], round_: Round) -> None:
+        """Warn once if the order of the loader depends on the random state of the process."""
+        random = (part for part in _parts(loader) if isinstance(part, RANDOM_SAMPLERS))
+        if not self._has_warned and not all(hasattr(part, "set_epoch") for part in random):
+            self._has_warned = True
+            self._warn(
+                f"the run is at round {round_}, and this loader shuffles by the process's random state: its order may "
+                "differ from that of the batches in the run. Use torch.utils.data.DistributedSampler"
+            )
 
 
 class _Schedule:

@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+)
 
 from ps_protocol.errors import BadModel
 from trainer_client.resumable_batches import Position, ResumableBatches
@@ -252,3 +260,21 @@ def test_a_schedule_whose_steps_cannot_be_repeated_is_refused(make: Any) -> None
     batches = ResumableBatches(lambda: Position(0, 0))
     with pytest.raises(BadModel, match=r"Leave schedule= out"):
         next(batches.iterate([1], 1, 1, make(make_schedule()[0])))
+
+
+@pytest.mark.parametrize("in_batch_sampler", [False, True])
+def test_a_random_order_is_warned_of_once(in_batch_sampler: bool) -> None:
+    """Where batches are skipped, or come again; not in each epoch of an undisturbed run."""
+    data = Numbers()
+    random = BatchSampler(RandomSampler(data), 5, drop_last=False)
+    loader = DataLoader(data, batch_sampler=random) if in_batch_sampler else DataLoader(data, 5, shuffle=True)
+    for begun, rollback_at, num_warnings in ((0, None, 0), (1, None, 1), (0, 3, 1)):
+        position, warned = [Position(0, begun)], list[str]()
+        batches = ResumableBatches(lambda position=position: position[0], warn=warned.append)
+        for _ in range(3):
+            for _ in batches.iterate(loader, 1):
+                num_rollbacks, round_ = position[0]
+                is_back = round_ == rollback_at and not num_rollbacks
+                position[0] = Position(1, 0) if is_back else Position(num_rollbacks, round_ + 1)
+        assert position[0].round == 6
+        assert [text[:22] for text in warned] == ["the run is at round " + str(begun) + ","] * num_warnings
