@@ -130,7 +130,7 @@ class RemoteOptimizer(Optimizer):
             check_model(model, self._named.values())
         self._start(model)
         self._members = _identities(self.param_groups)
-        self._places = ModelPlaces(model, self._named)
+        self._places = ModelPlaces(model, self._named, self._averages.owners)
         self._values_at_start: Digests | None = digest_values(self._named)  # None after the first step
         self._frozen_at_start = digest_values(frozen_parameters(model, self._named))
         self._model = model
