@@ -31,7 +31,7 @@ class BufferAverages:
             for name, tensor in stored_tensors(model, trained).items()
             if id(tensor) in owners and WIRE_DTYPES.get(tensor.dtype) in PARAMETER_DTYPES
         }
-        self._owners = {name: owners[id(tensor)] for name, tensor in found.items()}
+        self.owners = {name: owners[id(tensor)] for name, tensor in found.items()}
         self.means: Mapping[str, Tensor] = {  # host memory that pulls are written to
             name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
             for name, tensor in found.items()
@@ -44,7 +44,7 @@ class BufferAverages:
     def _buffers(self) -> list[Tensor]:
         """Return the buffers as they are now: a module may replace one by another tensor. Raises BadModel."""
         buffers = []
-        for (name, mean), (module, key) in zip(self.means.items(), self._owners.values(), strict=True):
+        for (name, mean), (module, key) in zip(self.means.items(), self.owners.values(), strict=True):
             buffer = module._buffers.get(key)
             if buffer is None or (buffer.shape, buffer.dtype) != (mean.shape, mean.dtype):
                 raise BadModel(

@@ -9,6 +9,8 @@ https://docs.pytorch.org/docs/stable/notes/autograd.html#in-place-correctness-ch
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
+from operator import is_
 from typing import TypeAlias
 
 import torch
@@ -74,37 +76,63 @@ class ParameterWatch:
 
 
 class ModelPlaces:
-    """The modules that have the trained parameters: with another parameter there, the model would not be trained."""
+    """The modules with trained parameters and averaged buffers: with others there, the run would not be the model's."""
 
-    def __init__(self, model: nn.Module | None, trained: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module | None, trained: Mapping[str, Tensor], averaged: Mapping[str, tuple[nn.Module, str]]
+    ) -> None:
+        """`averaged` are the module and the key of each averaged buffer."""
         self._model = model
         self._names = {id(parameter): name for name, parameter in trained.items()}
-        self._places = self._find()
+        self._averaged = averaged
+        self._note()
 
-    def _find(self) -> list[tuple[nn.Module, str, Tensor]]:
-        return [
+    def _note(self) -> None:
+        modules = {} if self._model is None else dict.fromkeys(self._model.modules())
+        self._modules = modules
+        self._averaged = {name: place for name, place in self._averaged.items() if place[0] in modules}
+        self._places = [
             (module, key, parameter)
-            for module in (() if self._model is None else self._model.modules())
+            for module in modules
             if isinstance(module._parameters, dict)  # a scripted module has another mapping
             for key, parameter in module._parameters.items()
             if parameter is not None and id(parameter) in self._names
         ]
+        self._parents = [module for module in modules if isinstance(module._modules, dict) and module._modules]
+        self._children = self._find_children()
+
+    def _find_children(self) -> list[nn.Module | None]:
+        return [child for parent in self._parents for child in parent._modules.values()]
 
     def check(self) -> None:
-        """Raise BadModel if a parameter was replaced. `torch.nn.utils.parametrize` and `prune` may move it."""
-        left = [place for place in self._places if place[0]._parameters.get(place[1]) is not place[2]]
-        if not left:
+        """Raise BadModel if a parameter, or the module of one or of an averaged buffer, was replaced.
+
+        `torch.nn.utils.parametrize` and `prune` may move a parameter. A module may be wrapped by another, or removed.
+        """
+        moved = [place for place in self._places if place[0]._parameters.get(place[1]) is not place[2]]
+        children = self._find_children()
+        has_same_children = len(children) == len(self._children) and all(map(is_, children, self._children))
+        if self._model is None or (not moved and has_same_children):
             return
-        assert self._model is not None
-        present = {id(parameter) for parameter in self._model.parameters()}
-        for module, key, parameter in left:
-            if module._parameters.get(key) is not None or id(parameter) not in present:
+        present = {id(tensor) for tensor in chain(self._model.parameters(), self._model.buffers())}
+        others = (module for module in self._model.modules() if module not in self._modules)
+        has_others = any(module._parameters or module._buffers for module in others)
+        for module, key, parameter in self._places:
+            now = module._parameters.get(key)
+            is_lost = id(parameter) not in present and (now is None or has_others)
+            if is_lost or (now is not None and now is not parameter):
                 raise BadModel(
                     f"parameter {self._names[id(parameter)]!r} was replaced in the model after the optimizer was "
                     "wrapped, and the run would train one that the model no longer has. Load without assign=True, or "
                     "change the model before RemoteOptimizer(…)"
                 )
-        self._places = self._find()
+        for name, (module, key) in self._averaged.items():
+            if has_others and id(module._buffers.get(key)) not in present:
+                raise BadModel(
+                    f"the module of buffer {name!r} was replaced in the model after the optimizer was wrapped, and the "
+                    "run would average one that the model no longer has. Change the model before RemoteOptimizer(…)"
+                )
+        self._note()
 
 
 class _Samples:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import RandomSampler
 
 from ps_protocol.errors import BadModel, GradpostError, NonFiniteGradient
 from ps_protocol.messages import RunSummary
@@ -131,13 +130,18 @@ class RemoteOptimizer(Optimizer):
             check_model(model, self._named.values())
         self._start(model)
         self._members = _identities(self.param_groups)
-        self._places = ModelPlaces(model, self._named)
+        self._places = ModelPlaces(model, self._named, self._averages.owners)
         self._values_at_start: Digests | None = digest_values(self._named)  # None after the first step
         self._frozen_at_start = digest_values(frozen_parameters(model, self._named))
         self._model = model
         self._watch = None if self._local else ParameterWatch(self._named, has_samples=self._waits is None)
         self._is_position_known = False  # the script has asked for the run's round
-        self._batches = ResumableBatches(lambda: Position(self._steps.num_rollbacks, self._steps.begun))
+        steps_per_round = max(1, self._session.client.settings.local_steps)
+        self._batches = ResumableBatches(
+            lambda: Position(self._steps.num_rollbacks, self._steps.begun),
+            steps_per_round,
+            self._session.client.log.warning,
+        )
         self._wrapped = optimizer
         refuse_changes(optimizer, lambda: self._session.is_open)
 
@@ -182,23 +186,19 @@ class RemoteOptimizer(Optimizer):
         A script that is started again, or resumed, continues behind the batches of the rounds that the run has; after a
         rollback they come again. A script may call this several times, for each epoch or for another loader: each call
         continues behind the batches of those before it, which have been iterated to their end. `set_epoch` of the
-        loader's sampler is called with each epoch, counted over all calls. A DataLoader over a map-style dataset does
-        not load what it skips. The order of the data has to be a function of the epoch, as that of a DistributedSampler
-        is. A script that accumulates gradients says how many batches it takes for each `step()`, of which the batches
-        of a call are a multiple; with local steps a round has `local_steps` times as many, and one that was begun
-        starts again.
+        loader and its samplers is called with each epoch, counted over all calls. A DataLoader over a map-style dataset
+        does not load what it skips. The order of the data has to be a function of the epoch, as that of a
+        DistributedSampler is. A script that accumulates gradients says how many batches it takes for each `step()`, of
+        which the batches of a call are a multiple; with local steps a round has `local_steps` times as many, and one
+        that was begun starts again.
 
         A `schedule` that the script steps once after each `step()` is brought to where the batches begin, by stepping
-        it, after a rollback from its state at the first call. Not for ReduceLROnPlateau.
+        it, after a rollback from its state at the first call. All calls have the same one. It takes its first step
+        with the run; a script may load one that it has saved in the run. ReduceLROnPlateau and
+        ChainedScheduler cannot be given.
         """
         self._is_position_known = True
-        batches_per_round = batches_per_step * max(1, self._session.client.settings.local_steps)
-        if self._steps.begun and isinstance(getattr(loader, "sampler", None), RandomSampler):
-            self._session.client.log.warning(
-                f"the run is at round {self._steps.begun}, and this loader shuffles by the process's random state: its "
-                "order may differ from that of the batches in the run. Use torch.utils.data.DistributedSampler"
-            )
-        return self._batches.iterate(loader, epochs, batches_per_round, schedule)
+        return self._batches.iterate(loader, epochs, batches_per_step, schedule)
 
     @property
     def grad_norm(self) -> float | None:
@@ -400,7 +400,7 @@ class RemoteOptimizer(Optimizer):
         """Warn before the first step if the run has rounds, and a schedule that does not follow it is at its start."""
         has_schedule = any(hasattr(one.step, "_wrapped_by_lr_sched") for one in (self, self._wrapped))
         is_at_start = all(group["lr"] == group.get("initial_lr") for group in self.param_groups)
-        if self._steps.begun and has_schedule and is_at_start and not self._batches.schedules:
+        if self._steps.begun and has_schedule and is_at_start and self._batches.schedule is None:
             self._session.client.log.warning(
                 f"the run is at round {self._steps.begun}, and the learning rates are those with which this script's "
                 "schedule begins: give it to optimizer.batches(loader, schedule=…), or step it once for each round "

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, IterableDataset
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ps_protocol.errors import BadModel
 from ps_protocol.vocabulary import Round
+
+RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class Position(NamedTuple):
@@ -41,13 +44,19 @@ class ResumableBatches:
     calls included.
     """
 
-    def __init__(self, position: Callable[[], Position]) -> None:
+    def __init__(
+        self, position: Callable[[], Position], steps_per_round: int = 1, warn: Callable[[str], object] = warnings.warn
+    ) -> None:
+        """`steps_per_round`: more than 1 with local steps. `warn` is called with a message."""
         self._position = position
+        self._steps_per_round = steps_per_round
+        self._warn = warn
+        self._has_warned = False
         self._calls: list[Call] = []
-        self.schedules: list[_Schedule] = []  # those that follow the run
+        self.schedule: _Schedule | None = None  # follows the run
 
     def iterate(
-        self, loader: Iterable[Any], epochs: int, batches_per_round: int = 1, schedule: LRScheduler | None = None
+        self, loader: Iterable[Any], epochs: int, batches_per_step: int = 1, schedule: LRScheduler | None = None
     ) -> Iterator[Any]:
         """Yield the batches of `epochs` passes over a loader that are not in the run yet; see `RemoteOptimizer`."""
         before = self._calls[-1] if self._calls else Call((), 0, 1, 0, 0, 0)
@@ -55,20 +64,25 @@ class ResumableBatches:
             raise BadModel(
                 "the batches of one call are iterated to their end, or closed, before those of the next call"
             )
+        batches_per_round = batches_per_step * self._steps_per_round
         call = Call(loader, epochs, batches_per_round, before.first_epoch + before.epochs, before.end)
+        if not self._calls and schedule is not None:
+            self.schedule = _Schedule(schedule, self._steps_per_round)
+        if schedule is not (None if self.schedule is None else self.schedule.schedule):
+            raise BadModel(
+                "this call of batches() has another schedule than the first, and after a rollback its loop could not "
+                "repeat earlier batches. Join the schedules with torch.optim.lr_scheduler.SequentialLR, and give the "
+                "result to every call"
+            )
         self._calls.append(call)
-        if schedule is not None and all(known.schedule is not schedule for known in self.schedules):
-            self.schedules.append(_Schedule(schedule, call.begin))
         yielded = False
         try:
             while True:
-                begun = self._position()
-                for known in self.schedules:
-                    known.move_to(begun.round)
-                for batch in self._batches_after(begun.round):
+                begun = self._follow()
+                for batch in self._batches_after(begun):
                     yielded = True
                     yield batch
-                    if self._position().num_rollbacks != begun.num_rollbacks:
+                    if self._follow().num_rollbacks != begun.num_rollbacks:
                         break
                 else:
                     break
@@ -76,28 +90,76 @@ class ResumableBatches:
             if yielded or call.end is None:  # else the run has all of them
                 call.end = max(call.begin, self._position().round)
 
-    def _batches_after(self, round_: Round) -> Iterator[Any]:
+    def _follow(self) -> Position:
+        """Return the run's position, which the schedule has by now. Raises BadModel."""
+        position = self._position()
+        if self.schedule is not None:
+            self.schedule.follow(position)
+        return position
+
+    def _batches_after(self, position: Position) -> Iterator[Any]:
         for call in self._calls:
-            if call.end is None or call.end > round_:
-                skipped = max(0, round_ - call.begin) * call.batches_per_round
+            if call.end is None or call.end > position.round:
+                skipped = max(0, position.round - call.begin) * call.batches_per_round
+                if skipped or position.num_rollbacks:
+                    self._warn_of_order(call.loader, position.round)
                 left = yield from _batches_of(call.loader, call.first_epoch, call.epochs, skipped)
                 if left:  # the run has more than this call
-                    call.end = round_ - -(-left // call.batches_per_round)
+                    call.end = position.round - -(-left // call.batches_per_round)
+
+    def _warn_of_order(self, loader: Iterable[Any], round_: Round) -> None:
+        """Warn once if the order of the loader depends on the random state of the process."""
+        random = (part for part in _parts(loader) if isinstance(part, RANDOM_SAMPLERS))
+        if not self._has_warned and not all(hasattr(part, "set_epoch") for part in random):
+            self._has_warned = True
+            self._warn(
+                f"the run is at round {round_}, and this loader shuffles by the process's random state: its order may "
+                "differ from that of the batches in the run. Use torch.utils.data.DistributedSampler"
+            )
 
 
 class _Schedule:
-    """A learning-rate schedule that is stepped once for each round, after those before `begin`."""
+    """A learning-rate schedule that is stepped after each step of the run."""
 
-    def __init__(self, schedule: LRScheduler, begin: Round) -> None:
+    def __init__(self, schedule: LRScheduler, steps_per_round: int) -> None:
+        if not hasattr(schedule, "last_epoch") or isinstance(schedule, ReduceLROnPlateau):
+            raise BadModel(
+                f"batches() cannot bring a {type(schedule).__name__} to the run's round, since only steps that its "
+                "last_epoch counts, and that need no metric, can be repeated. Leave schedule= out, and restore the "
+                "schedule in the script where the run continues"
+            )
         self.schedule = schedule
-        self._begin = begin
-        self._first = schedule.last_epoch
+        self._steps_per_round = steps_per_round
+        self._start = schedule.last_epoch
         self._state = copy.deepcopy(schedule.state_dict())
         self._groups = [_numbers(group) for group in schedule.optimizer.param_groups]
+        self._num_rollbacks: int | None = None  # those after which it was moved
 
-    def move_to(self, round_: Round) -> None:
-        """Step it as often as the rounds up to this one have, from its start if it is ahead of them."""
-        target = self._first + max(0, round_ - self._begin)
+    def follow(self, position: Position) -> None:
+        """Move it at the start and after a rollback. Raises BadModel if the script does not step it in between."""
+        if position.num_rollbacks != self._num_rollbacks:
+            self._move_to(position.round)
+            self._num_rollbacks = position.num_rollbacks
+            return
+        begin = position.round * self._steps_per_round
+        if not begin <= self.schedule.last_epoch < begin + self._steps_per_round:
+            raise BadModel(
+                "batches(…, schedule=schedule) expects schedule.step() once after each optimizer.step(). If it is "
+                "stepped otherwise, such as for each epoch, leave schedule= out, and bring it to optimizer.round in "
+                "the script",
+                expected=f"{begin} steps of the schedule after round {position.round}",
+                actual=self.schedule.last_epoch,
+            )
+
+    def _move_to(self, round_: Round) -> None:
+        """Bring it to the step that ends this round, from its state at the first call if it is ahead of that."""
+        target = round_ * self._steps_per_round
+        if self._start > target:
+            raise BadModel(
+                f"the schedule had taken {self._start} steps before the first call of batches(), and the run has "
+                f"taken {target}. Create it without loading its state, since batches() steps it, or leave schedule= "
+                "out, and bring it to optimizer.round in the script"
+            )
         if self.schedule.last_epoch > target:
             self.schedule.load_state_dict(copy.deepcopy(self._state))
             for group, numbers in zip(self.schedule.optimizer.param_groups, self._groups, strict=True):
@@ -115,13 +177,13 @@ def _numbers(group: dict[str, Any]) -> dict[str, Any]:
 def _batches_of(loader: Iterable[Any], first_epoch: int, epochs: int, skipped: int) -> Generator[Any, None, int]:
     """Yield the batches behind those that are skipped; return how many are still to be skipped then."""
     for epoch in range(first_epoch, first_epoch + epochs):
-        length = _length(loader)
+        for part in _parts(loader):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+        length = _length(loader)  # of this epoch
         if length is not None and skipped >= length:
             skipped -= length
             continue
-        set_epoch: Callable[[int], None] | None = getattr(getattr(loader, "sampler", None), "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
         for batch in _skip(loader, skipped) if length is not None else loader:
             if length is None and skipped:
                 skipped -= 1
@@ -130,6 +192,15 @@ def _batches_of(loader: Iterable[Any], first_epoch: int, epochs: int, skipped: i
         if length is not None:
             skipped = 0
     return skipped
+
+
+def _parts(loader: Iterable[Any]) -> list[Any]:
+    """Return a loader, its samplers, and theirs."""
+    parts: list[Any] = [loader]
+    for part in parts:  # grows meanwhile
+        inner = (getattr(part, name, None) for name in ("sampler", "batch_sampler"))
+        parts += [one for one in inner if one is not None and all(one is not known for known in parts)]
+    return parts
 
 
 def _length(loader: Iterable[Any]) -> int | None:
@@ -144,7 +215,10 @@ def _length(loader: Iterable[Any]) -> int | None:
 
 def _skip(loader: Iterable[Any], skipped: int) -> Iterator[Any]:
     """Iterate without the first batches; a DataLoader with a batch sampler does not load them."""
-    if skipped and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
+    is_plain = (
+        getattr(type(loader), "__iter__", None) is DataLoader.__iter__
+    )  # that of accelerate iterates over another
+    if skipped and is_plain and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
         rest = copy.copy(loader)
         # A DataLoader refuses the assignment to itself, since its workers may be running; the copy has none.
         rest.__dict__.update(batch_sampler=_Rest(loader.batch_sampler, skipped), _iterator=None)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+)
 
 from ps_protocol.errors import BadModel
-from trainer_client import RemoteOptimizer
 from trainer_client.resumable_batches import Position, ResumableBatches
 
 EPOCHS = 3
@@ -35,15 +42,48 @@ class Stream(IterableDataset[int]):
         return iter(range(7))
 
 
+class Wrapper(DataLoader[int]):
+    """A loader that iterates over another one, as that of accelerate does."""
+
+    def __init__(self, inner: DataLoader[int]) -> None:
+        super().__init__(inner.dataset, batch_sampler=inner.batch_sampler)
+        self.inner = inner
+
+    def __iter__(self) -> Any:
+        return iter(self.inner)
+
+
 def shuffled(data: Numbers) -> DataLoader[int]:
     return DataLoader(data, 2, sampler=DistributedSampler(data, 2, 0, seed=3))
 
 
+def shuffled_in_batch_sampler(data: Numbers) -> DataLoader[int]:
+    return DataLoader(data, batch_sampler=BatchSampler(DistributedSampler(data, 2, 0, seed=3), 2, drop_last=False))
+
+
+class Buckets(Sampler[int]):
+    """A sampler of another length in each epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 2 + 3 * self.epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+
 LOADERS: dict[str, Any] = {
     "shuffled": lambda: shuffled(Numbers()),
+    "shuffled in a batch sampler": lambda: shuffled_in_batch_sampler(Numbers()),
+    "buckets": lambda: DataLoader(Numbers(), 1, sampler=Buckets()),
     "in order, persistent workers": lambda: DataLoader(Numbers(), 3, num_workers=1, persistent_workers=True),
     "stream": lambda: DataLoader(Stream(), 2),
     "no batches": lambda: DataLoader(Numbers(), batch_size=None),
+    "wrapper": lambda: Wrapper(DataLoader(Numbers(), 3)),
     "list": lambda: [torch.tensor(4), torch.tensor(5)],
 }
 
@@ -58,17 +98,14 @@ def test_the_rest_is_what_an_undisturbed_loop_has_left(make: Any) -> None:
     for done in (1, 2, len(whole) // EPOCHS, len(whole) // 2, len(whole) - 1, len(whole), len(whole) + 5):
         position = Position(0, done)
         assert lists(ResumableBatches(lambda position=position: position).iterate(make(), EPOCHS)) == whole[done:]
-    if make is LOADERS["shuffled"]:
+    if make in (LOADERS["shuffled"], LOADERS["shuffled in a batch sampler"]):
         assert whole[:3] != whole[3:6]  # another order in each epoch
 
 
-@pytest.mark.parametrize(("local_steps", "done"), [(0, 6), (2, 12)])
-def test_a_round_has_the_batches_of_its_steps(local_steps: int, done: int) -> None:
-    client = SimpleNamespace(settings=SimpleNamespace(local_steps=local_steps))
-    optimizer: Any = SimpleNamespace(_session=SimpleNamespace(client=client), _steps=SimpleNamespace(begun=2))
-    optimizer._batches = ResumableBatches(lambda: Position(0, 2))
+@pytest.mark.parametrize(("steps_per_round", "done"), [(1, 6), (2, 12)])
+def test_a_round_has_the_batches_of_its_steps(steps_per_round: int, done: int) -> None:
     whole = lists(ResumableBatches(lambda: Position(0, 0)).iterate(shuffled(Numbers()), 5))
-    rest = RemoteOptimizer.batches(optimizer, shuffled(Numbers()), epochs=5, batches_per_step=3)
+    rest = ResumableBatches(lambda: Position(0, 2), steps_per_round).iterate(shuffled(Numbers()), 5, batches_per_step=3)
     assert lists(rest) == whole[done:] != []
 
 
@@ -94,11 +131,15 @@ def test_a_rollback_brings_batches_again(back_to: int) -> None:
     assert lists(iter(taken)) == whole
 
 
+def make_schedule() -> tuple[Any, LRScheduler]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
 def train(state: dict[str, Any], *, stop_at: int | None = None) -> None:
     """A script that takes batches in several calls, of two loaders, and steps a schedule with each."""
     batches = ResumableBatches(lambda: Position(state["rollbacks"], state["round"]))
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer, schedule = make_schedule()
     first, second = shuffled(Numbers()), DataLoader(Stream(), 2)
     for loader in (first, first, second, first):
         for batch in batches.iterate(loader, 1, 1, schedule):
@@ -147,4 +188,93 @@ def test_a_call_waits_for_the_end_of_the_one_before() -> None:
 @pytest.mark.parametrize("done", [0, 1, 2])
 def test_a_step_may_take_several_batches(done: int) -> None:
     batches = ResumableBatches(lambda: Position(0, done))
-    assert list(batches.iterate([0, 1, 2, 3], 1, batches_per_round=2)) == list(range(2 * done, 4))
+    assert list(batches.iterate([0, 1, 2, 3], 1, batches_per_step=2)) == list(range(2 * done, 4))
+
+
+def test_a_schedule_is_stepped_with_each_local_step() -> None:
+    """In calls that begin after rounds of the run, undisturbed and after a restart."""
+    rates = []
+    for begun in (0, 1):
+        steps = [2 * begun]
+        batches = ResumableBatches(lambda steps=steps: Position(0, steps[0] // 2), steps_per_round=2)
+        optimizer, schedule = make_schedule()
+        for _ in range(2):
+            for _ in batches.iterate(range(4), 1, 1, schedule):
+                rates.append(optimizer.param_groups[0]["lr"])
+                steps[0] += 1
+                optimizer.step()
+                schedule.step()
+    assert rates[8:] == rates[2:8]
+    assert rates[:8] == [0.5**step for step in range(8)]
+
+
+@pytest.mark.parametrize("has_first", [True, False])
+def test_all_calls_have_the_schedule_of_the_first(has_first: bool) -> None:
+    """After a rollback the loop of the second call takes batches of the first one, with its own schedule."""
+    batches = ResumableBatches(lambda: Position(0, 1))
+    (_, first), (_, second) = make_schedule(), make_schedule()
+    assert not list(batches.iterate([1], 1, 1, first if has_first else None))
+    with pytest.raises(BadModel, match="SequentialLR, and give the result to every call"):
+        next(batches.iterate([2], 1, 1, second))
+
+
+def test_a_schedule_that_the_script_has_loaded_is_moved_by_what_is_missing() -> None:
+    state = {"rollbacks": 0, "round": 3}
+    batches = ResumableBatches(lambda: Position(state["rollbacks"], state["round"]))
+    optimizer, schedule = make_schedule()
+    for _ in range(2):
+        optimizer.step()
+        schedule.step()
+    iterator = batches.iterate(range(9), 1, 1, schedule)
+    assert (next(iterator), optimizer.param_groups[0]["lr"]) == (3, 0.5**3)
+    state.update(rollbacks=1, round=2)
+    assert (next(iterator), optimizer.param_groups[0]["lr"]) == (2, 0.5**2)
+    state.update(rollbacks=2, round=1)
+    with pytest.raises(BadModel, match=r"had taken 2 steps before the first call .* the run has taken 1"):
+        next(iterator)
+
+
+def test_a_schedule_that_is_not_stepped_with_each_step_is_refused() -> None:
+    rounds = [0]
+    iterator = ResumableBatches(lambda: Position(0, rounds[0])).iterate(range(2), 1, 1, make_schedule()[1])
+    next(iterator)
+    rounds[0] = 1
+    with pytest.raises(BadModel, match=r"once after each optimizer\.step\(\).* 1 steps .* after round 1"):
+        next(iterator)
+
+
+def test_a_call_may_end_within_a_round_of_local_steps() -> None:
+    steps = [0]
+    batches = ResumableBatches(lambda: Position(0, steps[0] // 2), steps_per_round=2)
+    optimizer, schedule = make_schedule()
+    for _ in range(3):
+        for _ in batches.iterate(range(3), 1, 1, schedule):
+            assert optimizer.param_groups[0]["lr"] == 0.5 ** steps[0]
+            steps[0] += 1
+            optimizer.step()
+            schedule.step()
+
+
+@pytest.mark.parametrize("make", [ReduceLROnPlateau, lambda _: ChainedScheduler([make_schedule()[1]])])
+def test_a_schedule_whose_steps_cannot_be_repeated_is_refused(make: Any) -> None:
+    batches = ResumableBatches(lambda: Position(0, 0))
+    with pytest.raises(BadModel, match=r"Leave schedule= out"):
+        next(batches.iterate([1], 1, 1, make(make_schedule()[0])))
+
+
+@pytest.mark.parametrize("in_batch_sampler", [False, True])
+def test_a_random_order_is_warned_of_once(in_batch_sampler: bool) -> None:
+    """Where batches are skipped, or come again; not in each epoch of an undisturbed run."""
+    data = Numbers()
+    random = BatchSampler(RandomSampler(data), 5, drop_last=False)
+    loader = DataLoader(data, batch_sampler=random) if in_batch_sampler else DataLoader(data, 5, shuffle=True)
+    for begun, rollback_at, num_warnings in ((0, None, 0), (1, None, 1), (0, 3, 1)):
+        position, warned = [Position(0, begun)], list[str]()
+        batches = ResumableBatches(lambda position=position: position[0], warn=warned.append)
+        for _ in range(3):
+            for _ in batches.iterate(loader, 1):
+                num_rollbacks, round_ = position[0]
+                is_back = round_ == rollback_at and not num_rollbacks
+                position[0] = Position(1, 0) if is_back else Position(num_rollbacks, round_ + 1)
+        assert position[0].round == 6
+        assert [text[:22] for text in warned] == ["the run is at round " + str(begun) + ","] * num_warnings
