@@ -1,4 +1,4 @@
-"""How evenly each placement loads the pservers, for the shapes of real models: the tables of docs/placement.md.
+"""How evenly each placement loads the pservers, for the shapes of real models: the table of docs/modes.md.
 
     python benchmarks/placement.py
 
@@ -19,8 +19,8 @@ Named = Iterator[tuple[str, Shape]]
 NUM_PSERVERS = (2, 3, 4, 8)
 
 
-def seed_net() -> Named:
-    """The two-layer net of the design document: a wide input, a narrow hidden layer."""
+def two_layer_net() -> Named:
+    """A wide input and a narrow hidden layer."""
     yield from (("w1", (10, 1000)), ("b1", (10, 1000)), ("w2", (1, 10)), ("b2", (1, 10)))
 
 
@@ -137,7 +137,7 @@ def norm(name: str, size: int) -> Named:
 
 
 MODELS: dict[str, Callable[[], Named]] = {
-    "the seed's net": seed_net,
+    "two-layer net": two_layer_net,
     "small CNN": small_cnn,
     "ResNet-18": resnet18,
     "ResNet-50": resnet50,
@@ -162,24 +162,20 @@ def imbalance(
     return max(shares) * num_pservers / sum(shares)
 
 
-def markdown_table(*, slice_parameters: bool) -> str:
-    """One row a model, one group of columns a placement."""
-    columns = [(placement, num_pservers) for placement in PLACEMENTS for num_pservers in NUM_PSERVERS]
-    lines = [
-        "| model | parameters | tensors | " + " | ".join(f"{placement} {n}" for placement, n in columns) + " |",
-        "|---|--:|--:|" + "--:|" * len(columns),
-    ]
+def markdown_table() -> str:
+    """Return one row for each model: the worst imbalance over `NUM_PSERVERS`, parameters sliced and whole."""
+    columns = [(placement, slice_parameters) for slice_parameters in (True, False) for placement in PLACEMENTS]
+    names = [placement if slice_parameters else f"{placement}, whole" for placement, slice_parameters in columns]
+    lines = [f"| model | {' | '.join(names)} |", "|---|" + "--:|" * len(columns)]
     for model in MODELS:
         parameters = model_parameters(model)
         cells = [
-            f"{imbalance(parameters, n, placement, slice_parameters=slice_parameters):.3f}" for placement, n in columns
+            max(imbalance(parameters, n, placement, slice_parameters=slice_parameters) for n in NUM_PSERVERS)
+            for placement, slice_parameters in columns
         ]
-        total = sum(spec.num_elements for spec in parameters)
-        lines.append(f"| {model} | {total:,} | {len(parameters)} | " + " | ".join(cells) + " |")
+        lines.append(f"| {model} | {' | '.join(f'{cell:.2f}' for cell in cells)} |")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    print(markdown_table(slice_parameters=True))
-    print()
-    print(markdown_table(slice_parameters=False))
+    print(markdown_table())

@@ -29,7 +29,7 @@ from .vocabulary import (
 )
 from .wire_types import AS_THEY_ARE, WireTensor, WireTypes
 
-DEFAULT_PLACEMENT: Placement = "balanced"  # never worse on real models: docs/placement.md
+DEFAULT_PLACEMENT: Placement = "balanced"  # never worse on real models: docs/modes.md
 MAX_PSERVERS = 1 << 16
 
 

@@ -1,12 +1,10 @@
-"""docs/overview.md: the example of slicing, the costs of a step, the map of the files."""
+"""docs/overview.md: the example of slicing, the costs of a step, the named files."""
 
 from __future__ import annotations
 
-import ast
 import re
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -21,11 +19,9 @@ from trainer_client.settings import BUCKET_BYTES, EARLY_BUCKET_BYTES
 from trainer_client.testing import LocalCluster
 
 from .conftest import NUM_PSERVERS, NUM_TRAINERS
-from .markdown import ROOT, codes, examples, read, section, tables, without_code
+from .markdown import ROOT, codes, read, section, table, tables
 
 TEXT = read("overview.md")
-[LOOP] = examples(TEXT, "python")
-PACKAGES = ("ps_protocol", "ps_http2", "services", "trainer_client", "gradpost")
 
 
 def test_the_example_of_slicing() -> None:
@@ -118,7 +114,8 @@ def test_the_constants_in_the_costs() -> None:
     ids=str,
 )
 def test_the_slots_of_each_optimizer(name: str, options: dict[str, float], num_slots: int) -> None:
-    [row] = [row for row in tables(section(TEXT, "What a step costs"))[1] if row["what"] == "slots"]
+    rows = table(section(TEXT, "What a step costs"), "how much")
+    [row] = [row for row in rows if row["what"] == "pserver memory: optimizer state"]
     defaults = dict.fromkeys([*RULES[name].numbers, *RULES[name].flags], 0)
     assert len(SLOTS[name]({**defaults, **options})) == num_slots
     word = next((option for option in ("amsgrad", "momentum") if option in options), name)
@@ -126,54 +123,7 @@ def test_the_slots_of_each_optimizer(name: str, options: dict[str, float], num_s
     assert re.search(rf"\b{word}\b", group[1])
 
 
-# ---------------------------------------------------------------------- the map
-
-
-def listed_files() -> list[str]:
-    rows = [row for rows in tables(section(TEXT, "Where things are")) for row in rows]
-    assert all(row["what"] for row in rows)
-    return [codes(row["file"])[0] for row in rows]
-
-
-def test_every_listed_file_exists() -> None:
-    listed = listed_files()
-    assert [file for file in listed if not (ROOT / file).is_file()] == []
-    assert len(listed) == len(set(listed))
-
-
-def test_every_file_of_the_packages_is_listed() -> None:
-    files = {
-        str(path.relative_to(ROOT)): path
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*.py")
-        if path.name != "__init__.py"
-    }
-    listed = listed_files()
-    missing = [f"| `{file}` | {summary(path.read_text())} |" for file, path in files.items() if file not in listed]
-    assert missing == [], "add to docs/overview.md, in few words"
-
-
-def summary(source: str) -> str:
-    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
-
-
-def test_every_package_has_a_section() -> None:
-    headings = re.findall(r"^### ([\w/]+):", without_code(TEXT), re.MULTILINE)
-    services = ["services/pserver", "services/coordinator", "services/runtime"]
-    assert headings == ["ps_protocol", "ps_http2", *services, *PACKAGES[3:]]
-
-
-@pytest.mark.cluster
-@pytest.mark.amp
-def test_the_loop_with_a_scaler() -> None:
-    model = torch.nn.Linear(4, 2)
-    before = model.weight.detach().clone()
-    with (
-        LocalCluster(pservers=1, trainers=1, nonfinite="skip_round") as cluster,
-        Session(coordinator=cluster.address) as session,
-    ):
-        optimizer = RemoteOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1), session=session)
-        names: dict[str, Any] = {"torch": torch, "optimizer": optimizer, "model": model, "device": "cpu"}
-        exec(LOOP.text, names | {"loader": [(torch.ones(3, 4), torch.zeros(3, dtype=torch.int64))] * 2})
-        assert optimizer.round == 2
-    assert not torch.equal(model.weight, before)
+def test_every_named_file_exists() -> None:
+    named = [code for code in codes(section(TEXT, "Where the code is")) if "/" in code]
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []
