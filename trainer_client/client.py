@@ -29,7 +29,7 @@ from ps_protocol.routes import (
     NUM_BLOCKS_KEY,
     NUM_SLOTS_KEY,
 )
-from ps_protocol.tokens import TokenFolder, TokenPair
+from ps_protocol.tokens import TokenPair
 from ps_protocol.vocabulary import (
     DTYPE_BYTES,
     PROTOCOL_VERSION,
@@ -148,7 +148,9 @@ class ParameterClient:
             await self._token.wait(self.settings.retry_seconds, self.log.info)
         address = None
         if self.settings.metrics_port is not None and self._metrics_server is None:
-            self._metrics_server = self._serve_metrics(self.settings.metrics_port)
+            self._metrics_server = MetricsServer(
+                self.metrics.registry, self.settings.metrics_host, self.settings.metrics_port, self.settings.metrics_tls
+            )
             address = self._metrics_server.address
         self.joined = await self.membership.join(address)
         self._lag = asyncio.create_task(self.metrics.watch_loop_lag(), name="loop lag")
@@ -158,17 +160,6 @@ class ParameterClient:
         """Of a further process of a trainer's host, instead of `join`: the trainer's place, in which another one is."""
         self.joined = joined
         self.membership.follow(joined, process)
-
-    def _serve_metrics(self, port: int) -> MetricsServer:
-        settings = self.settings
-        return MetricsServer(
-            self.metrics.registry,
-            settings.metrics_host,
-            port,
-            lambda: self.is_declared,
-            tokens=None if settings.tokens_dir is None else TokenFolder(settings.tokens_dir, self._warn),
-            tls=settings.metrics_tls,
-        )
 
     def _warn(self, line: str) -> None:
         self.log.warning(line)
