@@ -144,15 +144,19 @@ class ParameterClient:
 
         Waits for the file of the token, too, up to `retry_seconds`; raises SettingsError if it does not come.
         """
-        if self._token is not None:
-            await self._token.wait(self.settings.retry_seconds, self.log.info)
-        address = None
-        if self.settings.metrics_port is not None and self._metrics_server is None:
-            self._metrics_server = MetricsServer(
-                self.metrics.registry, self.settings.metrics_host, self.settings.metrics_port, self.settings.metrics_tls
-            )
-            address = self._metrics_server.address
-        self.joined = await self.membership.join(address)
+        settings, address = self.settings, None
+        try:
+            if self._token is not None:
+                await self._token.wait(settings.retry_seconds, self.log.info)
+            if settings.metrics_port is not None and self._metrics_server is None:
+                self._metrics_server = MetricsServer(
+                    self.metrics.registry, settings.metrics_host, settings.metrics_port, settings.metrics_tls
+                )
+                address = self._metrics_server.address
+            self.joined = await self.membership.join(address)
+        except BaseException:
+            await self.leave("failed")  # closes the connections and the metrics port
+            raise
         self._lag = asyncio.create_task(self.metrics.watch_loop_lag(), name="loop lag")
         return self.joined
 

@@ -12,6 +12,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from ps_protocol.certificates import CertificateError, TlsFiles, client_context
+from ps_protocol.errors import Unreachable
+from trainer_client import ParameterClient
 from trainer_client.metrics import MetricsServer
 
 from ..protocol.test_certificates import Authority
@@ -55,6 +57,16 @@ def test_a_connection_without_a_handshake_blocks_neither_the_port_nor_its_end(tm
         httpx.Client(verify=client_context(files), timeout=10) as http,
     ):
         assert "steps_total" in http.get(url).text
+
+
+@pytest.mark.asyncio
+async def test_a_trainer_that_cannot_join_frees_its_metrics_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(Unreachable):
+        await ParameterClient("http://127.0.0.1:9", retry_seconds=0.1, metrics_port=port).join()
+    with socket.create_server(("127.0.0.1", port)):
+        pass
 
 
 def test_wrong_tls_files_are_named(tmp_path: Path) -> None:
