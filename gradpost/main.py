@@ -433,21 +433,16 @@ def show_token(
 def doctor(
     coordinator: Coordinator = None,
     token_file: TokenPath = None,
-    speed: Annotated[
-        bool, typer.Option("--speed/--no-speed", help="Measure how fast this machine reaches each pserver.")
-    ] = True,
     strict: Annotated[bool, typer.Option("--strict", help="A warning, too, makes the exit code 1.")] = False,
     as_json: Json = False,
 ) -> None:
     """Check this machine, its settings and the cluster, and say what to do about each problem; 1 if one is broken.
 
-    Run it on the machine of a trainer, or where a service is to run. It sends 8 MB to each pserver and fetches 8 MB,
-    one after the other, a second each way at most unless the network is very slow; no tensor is touched. How each
-    trainer reaches each pserver is what the trainers have measured themselves.
+    Run it on the machine of a trainer, or where a service is to run.
     """
     from .doctor import show_checks
 
-    sys.exit(show_checks(coordinator, token_file, with_speed=speed, strict=strict, as_json=as_json))
+    sys.exit(show_checks(coordinator, token_file, strict=strict, as_json=as_json))
 
 
 def main() -> None:

@@ -65,11 +65,11 @@ def reachable_host(host: str) -> str:
     return socket.gethostname()
 
 
-def check_listening(host: str, setting: str, *, has_tokens: bool, insecure: bool) -> None:
-    """Raise ValueError if `host` (of this setting) can be reached from elsewhere and nothing protects what is there."""
+def check_listening(host: str, *, has_tokens: bool, insecure: bool) -> None:
+    """Raise ValueError if `host` can be reached from elsewhere and nothing protects what is there."""
     if not (is_loopback(host) or has_tokens or insecure):
         raise ValueError(
-            f"{setting} {host or 'of every interface'} can be reached from elsewhere, and there are no tokens: create "
+            f"host {host or 'of every interface'} can be reached from elsewhere, and there are no tokens: create "
             "some with `gradpost token create --dir DIR` and set tokens_dir (--tokens-dir, GRADPOST_TOKENS_DIR), or "
             "let everybody who reaches the port do everything with insecure (--insecure, GRADPOST_INSECURE=true)"
         )

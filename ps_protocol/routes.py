@@ -12,7 +12,6 @@ NORM = "/v1/norm"
 BARRIER = "/v1/barrier"
 INITIAL = "/v1/initial"
 # pserver: control and inspection
-SPEED = "/v1/speed"
 RUN = "/v1/run"
 FREEZE = "/v1/freeze"
 MEMBERS = "/v1/members"

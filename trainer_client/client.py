@@ -29,7 +29,7 @@ from ps_protocol.routes import (
     NUM_BLOCKS_KEY,
     NUM_SLOTS_KEY,
 )
-from ps_protocol.tokens import TokenFolder, TokenPair
+from ps_protocol.tokens import TokenPair
 from ps_protocol.vocabulary import (
     DTYPE_BYTES,
     PROTOCOL_VERSION,
@@ -144,13 +144,19 @@ class ParameterClient:
 
         Waits for the file of the token, too, up to `retry_seconds`; raises SettingsError if it does not come.
         """
-        if self._token is not None:
-            await self._token.wait(self.settings.retry_seconds, self.log.info)
-        address = None
-        if self.settings.metrics_port is not None and self._metrics_server is None:
-            self._metrics_server = self._serve_metrics(self.settings.metrics_port)
-            address = self._metrics_server.address
-        self.joined = await self.membership.join(address)
+        settings, address = self.settings, None
+        try:
+            if self._token is not None:
+                await self._token.wait(settings.retry_seconds, self.log.info)
+            if settings.metrics_port is not None and self._metrics_server is None:
+                self._metrics_server = MetricsServer(
+                    self.metrics.registry, settings.metrics_host, settings.metrics_port, settings.metrics_tls
+                )
+                address = self._metrics_server.address
+            self.joined = await self.membership.join(address)
+        except BaseException:
+            await self.leave("failed")  # closes the connections and the metrics port
+            raise
         self._lag = asyncio.create_task(self.metrics.watch_loop_lag(), name="loop lag")
         return self.joined
 
@@ -158,17 +164,6 @@ class ParameterClient:
         """Of a further process of a trainer's host, instead of `join`: the trainer's place, in which another one is."""
         self.joined = joined
         self.membership.follow(joined, process)
-
-    def _serve_metrics(self, port: int) -> MetricsServer:
-        settings = self.settings
-        return MetricsServer(
-            self.metrics.registry,
-            settings.metrics_host,
-            port,
-            lambda: self.is_declared,
-            tokens=None if settings.tokens_dir is None else TokenFolder(settings.tokens_dir, self._warn),
-            tls=settings.metrics_tls,
-        )
 
     def _warn(self, line: str) -> None:
         self.log.warning(line)

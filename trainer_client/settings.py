@@ -19,7 +19,6 @@ from pydantic_settings import (
 from ps_protocol.certificates import TlsFiles
 from ps_protocol.consistency import Compensation, Consistency, ReadConsistency
 from ps_protocol.environment import PREFIX, check_base_url, check_environment, read_settings_file
-from ps_protocol.hosts import check_listening
 from ps_protocol.vocabulary import Mode, NonfinitePolicy, Placement, Strategy
 from ps_protocol.wire_types import PullType, PushType
 
@@ -133,8 +132,8 @@ class TrainerSettings(BaseSettings):
     retry_seconds: float = Field(default=60.0, gt=0, description="how long a service that does not answer is tried")
     metrics_host: str = Field(
         default="127.0.0.1",
-        description="address on which metrics are shown, and under which the coordinator lists them. Beyond loopback "
-        "it needs `tokens_dir`, or `insecure`",
+        description="address on which metrics are shown, and under which the coordinator lists them. The port checks "
+        "no token",
     )
     metrics_port: int | None = Field(
         default=0,
@@ -156,11 +155,10 @@ class TrainerSettings(BaseSettings):
     tls_client_ca: Path | None = Field(
         default=None, description="PEM file of the authority whose certificates readers of the metrics must show"
     )
-    tokens_dir: Path | None = Field(default=None, description="folder of the tokens that the metrics port accepts")
+    tokens_dir: Path | None = Field(default=None, description="folder with the token `train`, which it sends")
     token_file: Path | None = Field(
         default=None, description="file of the token that it sends; none: `train` in `tokens_dir`"
     )
-    insecure: bool = Field(default=False, description="show metrics beyond loopback without tokens")
 
     @property
     def chosen_bucket_bytes(self) -> int:
@@ -192,9 +190,6 @@ class TrainerSettings(BaseSettings):
             raise ValueError("tls_cert and tls_key go together: give both or neither")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError("tls_client_ca needs tls_cert and tls_key: without TLS nobody shows a certificate")
-        if self.metrics_port is not None:
-            has_tokens = self.tokens_dir is not None
-            check_listening(self.metrics_host, "metrics_host", has_tokens=has_tokens, insecure=self.insecure)
         return self
 
     @property

@@ -15,7 +15,6 @@ from services.runtime.app import add_raw_route, make_app
 from services.runtime.large_replies import LargeReplies
 from services.runtime.limits import RequestLimits
 from services.runtime.metrics import ServiceMetrics
-from services.runtime.speed import add_speed_routes
 
 from .endpoints import TensorEndpoints
 from .inspection_routes import add_inspection_routes
@@ -92,5 +91,4 @@ def make_pserver_app(
             return await pserver.state(with_digest=digest)
 
     add_inspection_routes(app, pserver, large)
-    add_speed_routes(app)
     return app

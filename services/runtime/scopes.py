@@ -34,8 +34,6 @@ ROUTE_SCOPES: Mapping[tuple[str, str], Scope | None] = {
     ("GET", OPENAPI): "read",
     ("GET", DOCS): "read",
     ("GET", routes.STATE): "read",
-    ("GET", routes.SPEED): "read",
-    ("POST", routes.SPEED): "read",
     ("GET", routes.BLOCKS): "read",
     ("GET", routes.SHARD): "read",
     ("GET", routes.SLOTS): "read",

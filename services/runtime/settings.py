@@ -171,7 +171,7 @@ class ServiceSettings(BaseSettings):
             raise ValueError("tls_client_cert and tls_client_key go together: give both or neither")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError("tls_client_ca needs tls_cert and tls_key: without TLS nobody shows a certificate")
-        check_listening(self.host, "host", has_tokens=self.tokens_dir is not None, insecure=self.insecure)
+        check_listening(self.host, has_tokens=self.tokens_dir is not None, insecure=self.insecure)
         return self
 
     @classmethod

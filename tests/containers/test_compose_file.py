@@ -8,10 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
 from ps_protocol.environment import KNOWN_VARIABLES
+from ps_protocol.hosts import reachable_host
+from trainer_client.metrics import MetricsServer, TrainerMetrics
+from trainer_client.settings import TrainerSettings
 
 from .conftest import ROOT
 
@@ -125,6 +129,18 @@ def test_nothing_that_is_shipped_opens_a_cluster(path: Path) -> None:
 @pytest.mark.parametrize("name", ["trainer", "gpu-trainer"])
 def test_a_run_waits_for_as_many_trainers_as_are_started(name: str) -> None:
     assert SERVICES[name]["scale"] == SERVICES["coordinator"]["environment"]["GRADPOST_NUM_TRAINERS"]
+
+
+def test_a_trainer_is_scraped_at_the_address_of_its_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in SERVICES["trainer"]["environment"].items():
+        monkeypatch.setenv(key, value)
+    settings = TrainerSettings()
+    server = MetricsServer(TrainerMetrics().registry, settings.metrics_host, 0, settings.metrics_tls)
+    try:
+        assert httpx.URL(server.address).host == reachable_host("0.0.0.0") != "127.0.0.1"
+        assert "gradpost_trainer_round" in httpx.get(f"{server.address}/metrics").text
+    finally:
+        server.close()
 
 
 def test_gpu_trainers_have_a_gpu_and_torch_for_it() -> None:

@@ -33,7 +33,6 @@ FENCED = [("post", path) for path in sorted({*TENSORS, routes.SLOTS})] + [("get"
 CONTROL = {routes.RUN, routes.FREEZE, routes.MEMBERS, routes.RESTORABLE, routes.WANT_CHECKPOINT}
 LOOKING = {
     routes.STATE,
-    routes.SPEED,
     routes.BLOCKS,
     routes.SHARD,
     routes.SLOTS,

@@ -13,7 +13,6 @@ from starlette.routing import Route
 
 from ps_protocol.tokens import SCOPES
 from services.runtime.scopes import DOCS, OPENAPI, ROUTE_SCOPES, needed_scope
-from trainer_client.settings import TrainerSettings
 from trainer_client.testing import LocalCluster
 
 from ..unit.protocol.test_certificates import Authority
@@ -71,13 +70,6 @@ def test_the_table() -> None:
 def test_paths_are_matched_as_the_router_does_it(request_: str, scope: str) -> None:
     method, path = request_.split()
     assert needed_scope(method, path) == scope
-
-
-def test_a_trainers_metrics_beyond_loopback_need_tokens() -> None:
-    with pytest.raises(ValueError, match=r"metrics_host 0\.0\.0\.0 can be reached from elsewhere"):
-        TrainerSettings(metrics_host="0.0.0.0")
-    assert TrainerSettings(metrics_host="0.0.0.0", metrics_port=None).metrics_port is None
-    assert TrainerSettings(metrics_host="0.0.0.0", insecure=True).insecure
 
 
 # ---------------------------------------------------------------------- the commands of SECURITY.md

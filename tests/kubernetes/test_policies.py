@@ -99,7 +99,7 @@ def test_tokens_and_keys_are_files_of_secrets_by_name(overlay: str, name: str, p
     tokens = there[TOKENS]["secret"]
     assert tokens["secretName"] == "gradpost-tokens"
     given = {item["key"] for item in tokens.get("items", [])}
-    assert given == ({"train", "read"} if name == "trainer" else set())  # services need all
+    assert given == ({"train"} if name == "trainer" else set())  # services need all
     if certificates(overlay):
         assert there[TLS]["secret"]["secretName"] == f"{name}-tls"
         assert f"{name}-tls" in certificates(overlay)

@@ -71,7 +71,9 @@ def watch(stack: ExitStack, folder: Path, num_pservers: int, num_trainers: int, 
     prometheus = stack.enter_context(Prometheus(cluster.address, tokens, folder))
     trainers = []
     for rank in range(num_trainers):
-        trainers.append(Trainer(cluster.address, rank, Plot(settings={"tokens_dir": tokens})))
+        trainers.append(
+            Trainer(cluster.address, rank, Plot(settings={"tokens_dir": tokens, "metrics_host": "0.0.0.0"}))
+        )
         stack.callback(trainers[-1].end)
     return Watched(cluster, trainers, prometheus)
 
@@ -105,7 +107,7 @@ def synchronous(watched: dict[str, Watched]) -> Watched:
 
 
 def test_everybody_is_found_and_scraped(synchronous: Watched) -> None:
-    """With the read token, which is in a file."""
+    """Services with the read token, which is in a file; trainers at the address of the machine, as in a container."""
     members = [{"role": "coordinator"}]
     members += [{"role": "pserver", "pserver": index} for index in "01"]
     members += [{"role": "trainer", "trainer": rank} for rank in "01"]

@@ -40,10 +40,13 @@ def _ask(cluster: Cluster, pod: Pod, endpoint: Object) -> str:
     if endpoint.get("scheme") == "https":
         tls = endpoint["tlsConfig"]
         connection.sock = _context(cluster, tls).wrap_socket(connection.sock, server_hostname=tls["serverName"])
-    credentials = endpoint["authorization"]["credentials"]
-    token = cluster.secrets[credentials["name"]][credentials["key"]].decode()
+    headers = {}
+    if "authorization" in endpoint:
+        credentials = endpoint["authorization"]["credentials"]
+        token = cluster.secrets[credentials["name"]][credentials["key"]].decode()
+        headers = {"authorization": f"Bearer {token}"}
     try:
-        connection.request("GET", "/metrics", headers={"authorization": f"Bearer {token}"})
+        connection.request("GET", "/metrics", headers=headers)
         response = connection.getresponse()
         page = response.read().decode()
         assert response.status == 200, page

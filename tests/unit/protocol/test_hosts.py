@@ -7,15 +7,15 @@ from ps_protocol.hosts import check_listening, is_ip_literal, split_port
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost", "LOCALHOST"])
 def test_loopback_needs_nothing(host: str) -> None:
-    check_listening(host, "host", has_tokens=False, insecure=False)
+    check_listening(host, has_tokens=False, insecure=False)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.5", "some-name", "localhost.example.com"])
 def test_beyond_loopback_needs_tokens_or_courage(host: str) -> None:
-    check_listening(host, "host", has_tokens=True, insecure=False)
-    check_listening(host, "host", has_tokens=False, insecure=True)
+    check_listening(host, has_tokens=True, insecure=False)
+    check_listening(host, has_tokens=False, insecure=True)
     with pytest.raises(ValueError, match=r"gradpost token create --dir DIR.* GRADPOST_INSECURE=true"):
-        check_listening(host, "host", has_tokens=False, insecure=False)
+        check_listening(host, has_tokens=False, insecure=False)
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,17 @@
-"""What a check found, and how it is shown."""
+"""The finding of a check, and how findings are printed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from rich.console import Console
 from rich.text import Text
 
 from ps_protocol.printable import printable
 
-from ..output import count
+from .output import count
 
 Level = Literal["ok", "skipped", "warning", "broken"]
 _MARKS: dict[Level, tuple[str, str]] = {
@@ -24,7 +24,7 @@ _MARKS: dict[Level, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The outcome of one check; `advice` says what to do if anything is to be done, `why` what happens else."""
+    """The outcome of one check; `advice` says what to do, `why` what happens otherwise."""
 
     check: str
     level: Level
@@ -32,13 +32,9 @@ class Finding:
     advice: str = ""
     why: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """A member of `checks` in what `--json` prints."""
-        return asdict(self)
-
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    """One line for each check, below it why it matters and what to do, and a verdict."""
+    """Print a line for each finding with its reason and advice, and a verdict."""
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     width = max(len(finding.check) for finding in findings)
     for finding in findings:

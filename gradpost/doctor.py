@@ -1,0 +1,352 @@
+"""`gradpost doctor`: check this machine, its settings and the cluster, and advise on each problem."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from email.utils import parsedate_to_datetime
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import ValidationError
+
+from ps_protocol.environment import PREFIX, SettingsError, check_environment, read_settings_file
+from ps_protocol.errors import Forbidden, GradpostError, Unauthenticated
+from ps_protocol.hosts import is_loopback
+from ps_protocol.messages import ClusterStatus, PserverState, PserverStatus, Software
+from ps_protocol.routes import HEALTH, METRICS, STATE
+from ps_protocol.software import this_software
+from ps_protocol.tokens import TokenFile, TokenPair
+from ps_protocol.vocabulary import PROTOCOL_VERSION
+from trainer_client.answers import raise_for_problem
+from trainer_client.transport.authorization import BearerAuth
+from trainer_client.transport.connections import make_bulk_client, make_control_client
+
+from .finding import Finding, print_findings
+from .output import EXIT_FAILED, CommandError, count, print_json
+from .status import Connection, find_connection, named_coordinator, open_view
+
+MIN_FREE_SHARE = 0.1  # of a disk; the alert on disks has the same limit
+MAX_CLOCK_SECONDS = 2.0
+REACH_SECONDS = 5.0  # for all requests to one service
+
+
+def show_checks(coordinator: str | None, token_file: Path | None, *, strict: bool, as_json: bool) -> int:
+    """Run all checks and print the findings; return 1 if one is broken (or, with `strict`, a warning), else 0."""
+    tokens, cluster = partial(check_tokens, token_file), partial(check_cluster, coordinator, token_file)
+    findings = [finding for check in (check_settings, check_disk, tokens, cluster) for finding in _run(check)]
+    levels = {finding.level for finding in findings}
+    is_well = "broken" not in levels and not (strict and "warning" in levels)
+    if as_json:
+        print_json({"ok": is_well, "checks": [asdict(finding) for finding in findings]})
+    else:
+        print_findings(findings)
+    return 0 if is_well else EXIT_FAILED
+
+
+def _run(check: Callable[[], Finding | list[Finding]]) -> list[Finding]:
+    try:
+        found = check()
+    except Exception as error:  # a check that fails itself must not hide the findings of the others
+        function = check.func if isinstance(check, partial) else check
+        name = function.__name__.removeprefix("check_")
+        return [Finding(name, "broken", f"this check failed itself: {error!r}", "please report it")]
+    return [found] if isinstance(found, Finding) else found
+
+
+# ---------------------------------------------------------------------- this machine
+
+
+def check_settings() -> Finding:
+    """Check that all settings in the environment and the settings file are known."""
+    try:
+        check_environment(os.environ)
+        file = read_settings_file(os.environ)
+    except SettingsError as error:
+        return Finding("settings", "broken", str(error), "unset it, or write it as suggested")
+    found = sorted(name for name in os.environ if name.startswith(PREFIX)) + [f"{key} in the file" for key in file]
+    rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "")
+    if world_size and not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
+        detail = f"RANK={rank} WORLD_SIZE={world_size}"
+        return Finding("settings", "broken", detail, "ranks go from 0 to WORLD_SIZE - 1")
+    return Finding("settings", "ok", ", ".join(found) or "no GRADPOST_* variable is set")
+
+
+def check_disk() -> Finding:
+    """Check that services on this machine have room for their state."""
+    path = Path(os.environ.get(f"{PREFIX}STATE_DIR") or ".").absolute()
+    folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    usage = shutil.disk_usage(folder)
+    detail = f"{usage.free / 1e9:.1f} GB of {usage.total / 1e9:.0f} GB are free in {folder}"
+    if usage.free < MIN_FREE_SHARE * usage.total:
+        advice = "make room, or keep the state elsewhere: --state-dir or GRADPOST_STATE_DIR"
+        return Finding("disk", "warning", detail, advice, "rounds wait while a service here cannot write its log")
+    return Finding("disk", "ok", detail)
+
+
+def check_tokens(token_file: Path | None = None) -> Finding:
+    """Check that the token which commands on this machine send is valid, and that other users cannot read it."""
+    try:
+        path = find_connection(None, token_file).token_file
+    except (CommandError, SettingsError):
+        return Finding("tokens", "skipped", "the settings cannot be read")
+    if path is None:
+        return Finding("tokens", "ok", "none is set")
+    file = TokenFile(path)
+    if file.read() is None:
+        detail = file.problem or f"there is no token file {path}"
+        return Finding("tokens", "broken", detail, "write one with gradpost token create, or correct the path")
+    if file.problem:
+        return Finding("tokens", "warning", file.problem, why="other users of this machine can use the cluster")
+    return Finding("tokens", "ok", str(path))
+
+
+# ---------------------------------------------------------------------- the cluster
+
+
+def check_cluster(coordinator: str | None = None, token_file: Path | None = None) -> list[Finding]:
+    """Check the cluster that the arguments or the settings name; takes seconds, however slow its members are."""
+    found, status = check_coordinator(coordinator, token_file)
+    if status is None:
+        return [found, check_versions()]
+    connection = find_connection(coordinator, token_file)
+    clock_seconds, reached = asyncio.run(_reach_all(connection, status.pservers))
+    pairs = list(zip(status.pservers, reached, strict=True))
+    clocks = {"coordinator": clock_seconds} | {f"pserver {p.index}": one.clock_seconds for p, one in pairs}
+    return [
+        found,
+        check_versions(status),
+        *check_addresses(connection.address, status.pservers),
+        *(check_pserver(pserver, one) for pserver, one in pairs),
+        check_clocks(clocks),
+        check_pserver_disks({p.index: one.disk for p, one in pairs if one.disk is not None}),
+    ]
+
+
+def check_coordinator(
+    coordinator: str | None = None, token_file: Path | None = None
+) -> tuple[Finding, ClusterStatus | None]:
+    """Check that the coordinator answers and speaks our version; return its status with the finding.
+
+    Without a name the usual address is tried, and a coordinator that is missing there is no fault.
+    """
+    try:
+        is_named = bool(coordinator or named_coordinator())
+        with open_view(coordinator, token_file) as view:
+            address, version, status = view.coordinator, view.protocol_version(), view.status()
+    except (Unauthenticated, Forbidden) as error:
+        advice = "send a token of scope read: --token-file or GRADPOST_TOKENS_DIR"
+        return Finding("coordinator", "broken", str(error), advice), None
+    except (CommandError, SettingsError) as error:
+        advice = "correct the address, the token file, the certificates or the setting"
+        return Finding("coordinator", "broken", str(error), advice), None
+    except GradpostError as error:
+        if not is_named:
+            detail = f"GRADPOST_COORDINATOR is not set, and {error}"
+            return Finding("coordinator", "skipped", detail, "name one with --coordinator to check its cluster"), None
+        advice = "start it (gradpost serve coordinator), or correct --coordinator or GRADPOST_COORDINATOR"
+        return Finding("coordinator", "broken", str(error), advice, "trainers and pservers cannot join"), None
+    if version != str(PROTOCOL_VERSION):
+        return Finding(
+            "coordinator", "broken",
+            f"{address} speaks version {version} of the protocol, this is version {PROTOCOL_VERSION}",
+            "install the same Gradpost here and there", "it refuses trainers of this machine",
+        ), None  # fmt: skip
+    return Finding("coordinator", "ok", f"{address}: run {status.run} is {status.state}"), status
+
+
+def check_versions(status: ClusterStatus | None = None) -> Finding:
+    """Check that all members of the cluster and this machine run the same versions."""
+    members: dict[str, Software | None] = {"this machine": this_software()}
+    if status is not None:
+        members["coordinator"] = status.software
+        members |= {f"pserver {p.index}": p.software for p in status.pservers}
+        members |= {f"trainer {t.rank}": t.software for t in status.trainers if t.state in ("joined", "declared")}
+    found, different = [], []
+    for package in ("gradpost", "torch", "python"):
+        names: defaultdict[str, list[str]] = defaultdict(list)
+        for member, software in members.items():
+            if software is not None:
+                names[getattr(software, package)].append(member)
+        found.append(f"{package} {next(iter(names))}")
+        if len(names) > 1:
+            different.append(f"{package} " + "; ".join(f"{v} ({', '.join(who)})" for v, who in sorted(names.items())))
+    if different:
+        return Finding(
+            "versions", "warning", ". ".join(different), "install the same everywhere, as requirements.lock has it",
+            "another torch may round differently; another gradpost may lack a feature that the others expect",
+        )  # fmt: skip
+    number = sum(software is not None for software in members.values())
+    return Finding("versions", "ok", f"{', '.join(found)}: the same in {count(number, 'installation')}")
+
+
+def check_addresses(coordinator: str, pservers: Sequence[PserverStatus]) -> list[Finding]:
+    """Check that trainers on other machines can use the addresses that pservers advertise."""
+    findings = []
+    loopback = [p for p in pservers if is_loopback(urlsplit(p.address).hostname or "")]
+    if loopback and not (len(loopback) == len(pservers) and is_loopback(urlsplit(coordinator).hostname or "")):
+        named = ", ".join(f"pserver {p.index} ({p.address})" for p in loopback)
+        advice = "start it with --host and an address of its machine, or with --advertise-address"
+        detail, why = (
+            f"{named}: a loopback address, in a cluster of several machines",
+            "a trainer on another machine connects to itself",
+        )
+        findings.append(Finding("addresses", "broken", detail, advice, why))
+    indices: defaultdict[str, list[int]] = defaultdict(list)
+    for pserver in pservers:
+        indices[pserver.address].append(pserver.index)
+    for address, same in indices.items():
+        if len(same) > 1:
+            detail = f"pservers {', '.join(map(str, same))} advertise the same address, {address}"
+            advice = "give each its own: --host, --port, --advertise-address"
+            findings.append(Finding("addresses", "broken", detail, advice, "one receives no request, and rounds hang"))
+    if not findings and pservers:
+        where = "all on loopback: a cluster on one machine" if loopback else "none is loopback"
+        findings.append(Finding("addresses", "ok", f"{count(len(pservers), 'pserver')}, {where}"))
+    return findings
+
+
+@dataclass(slots=True)
+class Reached:
+    """The answers of a pserver to this machine."""
+
+    trouble: str = ""  # why there is no state
+    state: PserverState | None = None
+    http2_trouble: str = ""
+    clock_seconds: float | None = None  # how far its clock is ahead of ours, give or take half a second
+    disk: tuple[float, float] | None = None  # free bytes, size
+
+
+async def _reach_all(connection: Connection, pservers: Sequence[PserverStatus]) -> tuple[float | None, list[Reached]]:
+    """Return how far the coordinator's clock is ahead, and the answers of the pservers in their order."""
+    auth = None if connection.token_file is None else BearerAuth(TokenPair(connection.token_file))
+    reached = [Reached() for _ in pservers]
+    async with (
+        make_control_client(connection.tls, auth) as control,
+        make_bulk_client(connection.tls, auth, http2=True) as http2,
+    ):
+        clock_seconds = _clock_seconds(await _get(control, connection.address + HEALTH))
+        await asyncio.gather(*(_reach(control, http2, p, one) for p, one in zip(pservers, reached, strict=True)))
+    return clock_seconds, reached
+
+
+async def _reach(control: httpx.AsyncClient, http2: httpx.AsyncClient, pserver: PserverStatus, one: Reached) -> None:
+    url = urlsplit(pserver.address)
+    try:
+        async with asyncio.timeout(REACH_SECONDS):
+            await asyncio.get_running_loop().getaddrinfo(url.hostname, url.port)  # its error names the cause
+            state = await _get(control, pserver.address + STATE)
+            metrics = await _get(control, pserver.address + METRICS)
+            one.clock_seconds = _clock_seconds(state)
+            one.disk = _disk(metrics.text)
+            one.state = PserverState.model_validate_json(state.content)
+    except TimeoutError:
+        one.trouble = f"no answer within {REACH_SECONDS:g} s"
+    except socket.gaierror as error:
+        one.trouble = f"the name {url.hostname} is not known here: {error.strerror}"
+    except ValidationError:
+        one.trouble = "the answer is not that of a pserver of this version"
+    except (httpx.TransportError, GradpostError, OSError, ValueError) as error:
+        one.trouble = str(error) or type(error).__name__
+    if one.state is None or not pserver.http2:
+        return
+    try:
+        async with asyncio.timeout(REACH_SECONDS):
+            await _get(http2, pserver.address + STATE)
+    except (httpx.TransportError, GradpostError, OSError) as error:
+        one.http2_trouble = str(error) or type(error).__name__
+
+
+async def _get(http: httpx.AsyncClient, url: str) -> httpx.Response:
+    response = await http.get(url)
+    raise_for_problem(response)
+    return response
+
+
+def _clock_seconds(response: httpx.Response) -> float | None:
+    date = response.headers.get("date")  # of whole seconds, so that the time is half a second later on average
+    return None if date is None else parsedate_to_datetime(date).timestamp() + 0.5 - time.time()
+
+
+def _disk(metrics: str) -> tuple[float, float] | None:
+    values = {f.name: f.samples[0].value for f in text_string_to_metric_families(metrics) if f.samples}
+    size = values.get("gradpost_disk_size_bytes")
+    return (values.get("gradpost_disk_free_bytes", 0.0), size) if size else None
+
+
+def check_pserver(pserver: PserverStatus, one: Reached) -> Finding:
+    """Check that this machine reaches the pserver, that it is the expected one, and that HTTP/2 works."""
+    name = f"pserver {pserver.index}"
+    if one.state is None:
+        return Finding(
+            name, "broken", f"{pserver.address} is not reached from here: {one.trouble}",
+            "check that it runs, its --host and --advertise-address, the firewall, and the token and certificates here",
+            "a trainer on this machine could not train",
+        )  # fmt: skip
+    if (one.state.index, one.state.incarnation) != (pserver.index, pserver.incarnation):
+        return Finding(
+            name, "broken",
+            f"{pserver.address} answers as pserver {one.state.index} of incarnation {one.state.incarnation}, not as "
+            f"{name} of incarnation {pserver.incarnation}",
+            "correct --advertise-address or the proxy; a pserver that has just restarted is right a second later",
+            "another process receives the tensors and refuses them",
+        )  # fmt: skip
+    if one.http2_trouble:
+        return Finding(
+            name, "broken", f"{pserver.address} answers, but not over HTTP/2: {one.http2_trouble}",
+            "use a proxy that speaks HTTP/2, or start the pserver with GRADPOST_HTTP2=false",
+            "it tells trainers to use HTTP/2, and rounds hang",
+        )  # fmt: skip
+    if not pserver.http2:
+        return Finding(
+            name, "warning", f"{pserver.address} answers over HTTP/1.1",
+            "start it without GRADPOST_HTTP2=false, unless a proxy needs that",
+            "over HTTP/1.1 every request that waits holds a connection of its own",
+        )  # fmt: skip
+    return Finding(name, "ok", f"{pserver.address} answers over HTTP/2")
+
+
+def check_clocks(ahead: dict[str, float | None]) -> Finding:
+    """Check that the clocks of the services agree with ours, to about a second."""
+    known = {name: seconds for name, seconds in ahead.items() if seconds is not None}
+    if not known:
+        return Finding("clocks", "skipped", "no service has told its time")
+    wrong = [
+        f"{name} is {abs(seconds):.0f} s {'ahead' if seconds > 0 else 'behind'}"
+        for name, seconds in known.items()
+        if abs(seconds) > MAX_CLOCK_SECONDS
+    ]
+    if wrong:
+        return Finding(
+            "clocks", "warning", ", ".join(wrong) + " of this machine", "run an NTP client on all machines",
+            "logs, events and curves do not fit together, and new certificates may seem invalid",
+        )  # fmt: skip
+    return Finding("clocks", "ok", f"{count(len(known), 'service')} and this machine agree, to about a second")
+
+
+def check_pserver_disks(disks: dict[int, tuple[float, float]]) -> Finding:
+    """Check that the pservers have room for their logs and state; a disk has free bytes and a size."""
+    if not disks:
+        return Finding("pserver disks", "skipped", "no pserver has told of a disk")
+    full = [
+        f"pserver {index} has {free / 1e9:.1f} GB left of {size / 1e9:.0f} GB"
+        for index, (free, size) in disks.items()
+        if free < MIN_FREE_SHARE * size
+    ]
+    if full:
+        return Finding(
+            "pserver disks", "warning", ", ".join(full),
+            "make room, use a --state-dir on another disk, or lower --max-log-bytes of the coordinator",
+            "a round that cannot be logged waits for room, and in the end the run fails",
+        )  # fmt: skip
+    least = min(free for free, _ in disks.values())
+    return Finding("pserver disks", "ok", f"{least / 1e9:.1f} GB or more are free on each of {len(disks)}")
