@@ -96,12 +96,6 @@ class StreamedReply(LargeReply):
             await send({"type": "http.response.body", "body": b""})
 
 
-async def cut_into_parts(body: bytes) -> AsyncIterator[bytes]:
-    """The parts of a `Stream` that is in this process's memory."""
-    for begin in range(0, len(body), PART_BYTES):
-        yield body[begin : begin + PART_BYTES]
-
-
 async def _wait_until_left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
