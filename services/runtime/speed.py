@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from ps_protocol.errors import BodyTooLarge, InvalidMessage
+from ps_protocol.errors import BadInput
 from ps_protocol.routes import SPEED
 
 from .app import add_raw_route
@@ -61,7 +61,9 @@ async def take_bytes(scope: Scope, receive: Receive, send: Send) -> None:
         num_bytes += len(message.get("body", b""))
         more = message.get("more_body", False)
         if num_bytes > MAX_SPEED_BYTES:
-            raise BodyTooLarge("more than is needed to measure", expected=f"<= {MAX_SPEED_BYTES} bytes")
+            raise BadInput(
+                "more than is needed to measure", code="body_too_large", expected=f"<= {MAX_SPEED_BYTES} bytes"
+            )
     answer = json.dumps({"num_bytes": num_bytes, "http_version": scope["http_version"]}).encode()
     await _begin(send, b"application/json", len(answer))
     await send({"type": "http.response.body", "body": answer})
@@ -71,7 +73,10 @@ async def give_bytes(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer as many bytes as the query asks for."""
     text = "".join(parse_qs(scope["query_string"].decode("latin-1")).get("num_bytes", []))
     if not (text.isascii() and text.isdecimal()) or len(text) > 9 or int(text) > MAX_SPEED_BYTES:
-        raise InvalidMessage("num_bytes says how many are wanted", expected=f"0 to {MAX_SPEED_BYTES}", actual=text[:40])
+        raise BadInput(
+            "num_bytes says how many are wanted",
+            code="invalid_message", expected=f"0 to {MAX_SPEED_BYTES}", actual=text[:40],
+        )  # fmt: skip
     left = int(text)
     await _begin(send, b"application/octet-stream", left)
     while left > len(_PIECE):

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from ps_protocol.errors import InvalidMessage
+from ps_protocol.errors import BadInput
 from ps_protocol.frames import CONTENT_TYPE, encode_header
 from ps_protocol.vocabulary import DTYPE_BYTES, ParameterSpec
 
@@ -76,11 +76,11 @@ class Tensor:
 
 
 def check_json(spec: ParameterSpec) -> None:
-    """Raises InvalidMessage if the parameter is too large for JSON."""
+    """Raises BadInput if the parameter is too large for JSON."""
     if spec.num_elements > MAX_JSON_ELEMENTS:
-        raise InvalidMessage(
+        raise BadInput(
             f"parameter {spec.name!r} is too large for JSON; request the format safetensors or npy",
-            expected=f"<= {MAX_JSON_ELEMENTS:,} elements", actual=f"{spec.num_elements:,}",
+            code="invalid_message", expected=f"<= {MAX_JSON_ELEMENTS:,} elements", actual=f"{spec.num_elements:,}",
         )  # fmt: skip
 
 

@@ -93,7 +93,7 @@ async def open_parameter(coordinator: Coordinator, name: str, form: Format) -> A
     """Open one parameter, in the synchronous mode all of it of one round.
 
     In the other modes pservers have no version in common, and `round` is the oldest.
-    Raises NotFound, InvalidMessage, TryAgain, NotReady.
+    Raises NotFound, BadInput, TryAgain, NotReady.
     """
     spec, blocks = find_parameter(current_plan(coordinator), name)
     if form == "json":
