@@ -325,13 +325,13 @@ def export(
 def status(
     coordinator: Coordinator = None,
     token_file: TokenPath = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Again every second, until Ctrl-C.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show who takes part in the run, how far everybody is, and who is being waited for."""
-    from .status import show_status
+    from .status import asking, print_status
 
-    show_status(coordinator, token_file, watch=watch, as_json=as_json)
+    with asking(coordinator, token_file) as view:
+        print_status(view.status(), as_json=as_json)
 
 
 @app.command()

@@ -23,7 +23,7 @@ EXIT_BAD_INPUT = 2
 
 # As docs/cli.md has them. `up` has those of the scripts besides, and `serve` those of the service.
 EXIT_CODES = {
-    0: "done, or ended by Ctrl-C where that is how it ends (`--watch`, `--follow`, `tensorboard`)",
+    0: "done, or ended by Ctrl-C where that is how it ends (`--follow`, `tensorboard`)",
     EXIT_FAILED: "the cluster is not there, refuses, or has failed; or a file cannot be read or written; or `doctor` "
     "found something broken",
     EXIT_BAD_INPUT: "asked for something impossible: a wrong option or setting, a parameter or round that is not there",

@@ -16,21 +16,10 @@ from ps_protocol.messages import ClusterStatus, TrainerStatus
 from ps_protocol.tokens import Scope
 from trainer_client.inspection import ClusterView
 
-from .output import EXIT_FAILED, Column, CommandError, Table, count, print_json, print_line, print_table
+from .output import EXIT_FAILED, Column, CommandError, count, print_json, print_line, print_table
 
 DEFAULT_COORDINATOR = "http://127.0.0.1:7070"
 TIMEOUT_SECONDS = 5.0
-
-
-def show_status(coordinator: str | None, token_file: Path | None, *, watch: bool, as_json: bool) -> None:
-    """Print the status, once or until Ctrl-C. Raises CommandError if no coordinator answers, or refuses."""
-    with asking(coordinator, token_file) as view:
-        if watch:
-            from .watch import watch_status
-
-            watch_status(view, as_json=as_json)
-        else:
-            print_status(view.status(), as_json=as_json)
 
 
 @contextmanager
@@ -109,26 +98,21 @@ def print_status(status: ClusterStatus, *, as_json: bool = False) -> None:
     if as_json:
         print_json(json.loads(status.model_dump_json()))
         return
-    for part in describe_status(status):
-        print_line(part) if isinstance(part, str) else print_table(part.columns, part.rows)
-
-
-def describe_status(status: ClusterStatus) -> Iterator[str | Table]:
-    """What is printed for a person: lines and tables."""
     mode = status.mode if status.num_pservers else f"{status.mode} in a ring"
     line = f"run {status.run}: {status.state}, mode {mode}, round {status.round:,}"
     if status.plan_digest:
         line += f", {count(status.num_parameters, 'parameter')}, {count(status.parameter_bytes, 'byte')}"
-    yield line
+    print_line(line)
     if status.waiting_for:
-        yield f"waiting for {', '.join(status.waiting_for)}"
-    yield from status.prospects
+        print_line(f"waiting for {', '.join(status.waiting_for)}")
+    for prospect in status.prospects:
+        print_line(prospect)
     if status.failure:
-        yield f"failed: {status.failure.get('detail')} ({status.failure.get('code')})"
-    yield ""
+        print_line(f"failed: {status.failure.get('detail')} ({status.failure.get('code')})")
+    print_line()
     is_ring = status.num_pservers == 0
     if not is_ring:
-        yield Table(
+        print_table(
             [Column("pserver"), Column("address"), Column("round", "right"), Column("waits for"), Column("heartbeat")],
             [
                 (
@@ -142,7 +126,7 @@ def describe_status(status: ClusterStatus) -> Iterator[str | Table]:
             ],
         )
     waits = [Column("in the ring")] if is_ring else []
-    yield Table(
+    print_table(
         [Column("trainer"), Column("state"), Column("round", "right"), *waits, Column("results"), Column("heartbeat")],
         [
             (

@@ -1,4 +1,4 @@
-"""Every error that crosses the wire: one tree, one table, one shape.
+"""Every error that crosses the wire: its code, its family and its status, in one table.
 
     GradpostError
     ├── BadInput            the request is wrong and changed nothing; sending it again will not help
@@ -6,16 +6,17 @@
     ├── TryAgain            nothing is wrong; the same request again may succeed
     └── Ended               what the caller waits for will not come; the message names who is to blame
 
-Code, class, HTTP status and "may be retried" are attributes of the classes. A service answers an error as an
-RFC 9457 problem document; the client rebuilds the same exception from it with `error_from_problem`.
+An error is raised as its family with a code, `BadInput("no JSON", code="malformed_frame")`. The codes that a program
+handles by themselves have a class of their own. A service answers an error as an RFC 9457 problem document; the client
+rebuilds the same exception from it with `error_from_problem`.
 """
 
 # ruff: noqa: N818 - the names say what happened
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 PROBLEM_CONTENT_TYPE = "application/problem+json"
 PROBLEM_TYPE_PREFIX = "urn:gradpost:error:"
@@ -24,15 +25,25 @@ PROBLEM_TYPE_PREFIX = "urn:gradpost:error:"
 class GradpostError(Exception):
     """Base of all errors; `facts` are the document's extra members (`expected`, `actual`, `current`, …)."""
 
-    code: ClassVar[str] = "internal_error"
-    status: ClassVar[int] = 500
-    may_be_retried: ClassVar[bool] = False
+    code = "internal_error"  # of an error that is raised without one
     retry_after_seconds: float | None = None  # at a client: what the answer's `Retry-After` said
 
-    def __init__(self, detail: str, /, **facts: Any) -> None:
+    def __init__(self, detail: str, /, *, code: str | None = None, **facts: Any) -> None:
         super().__init__(detail)
         self.detail = detail
         self.facts = facts
+        if code is not None:
+            self.code = code
+
+    @property
+    def status(self) -> int:
+        """The HTTP status of the answer."""
+        return ERRORS[self.code].status
+
+    @property
+    def may_be_retried(self) -> bool:
+        """Whether the same request may succeed later."""
+        return ERRORS[self.code].may_be_retried
 
     def __str__(self) -> str:
         facts = "; ".join(f"{key} {value}" for key, value in self.facts.items() if key in ("expected", "actual"))
@@ -55,165 +66,42 @@ class BadInput(GradpostError):
     """The request is wrong and changed nothing."""
 
     code = "bad_request"
-    status = 400
-
-
-class MalformedFrame(BadInput):
-    """The body is not a safetensors stream, or not a complete one."""
-
-    code = "malformed_frame"
-
-
-class BadHeader(BadInput):
-    """A `gradpost-` request header is missing or not what it should be."""
-
-    code = "bad_header"
-
-
-class UnsupportedProtocol(BadInput):
-    """The other side speaks another version of the protocol."""
-
-    code = "unsupported_protocol"
-
-
-class BodyTooLarge(BadInput):
-    """The body, the frame's header or its number of tensors is above the limit."""
-
-    code = "body_too_large"
-    status = 413
-
-
-class LengthRequired(BadInput):
-    """A tensor body needs a Content-Length, so that it is capped before anything is allocated."""
-
-    code = "length_required"
-    status = 411
-
-
-class UnsupportedTransferCoding(BadInput):
-    """The service reads bodies that are chunked or have a length, and no other transfer coding."""
-
-    code = "unsupported_transfer_coding"
-    status = 501
-
-
-class UnsupportedContentCoding(BadInput):
-    """The service does not decompress the bodies of requests."""
-
-    code = "unsupported_content_coding"
-    status = 415
-
-
-class InvalidMessage(BadInput):
-    """A control message does not fit its schema."""
-
-    code = "invalid_message"
-    status = 422
-
-
-class UnknownBlock(BadInput):
-    """The block is not in the plan, or lives on another pserver."""
-
-    code = "unknown_block"
-    status = 422
-
-
-class WrongShape(BadInput):
-    """The block's shape is not the plan's."""
-
-    code = "wrong_shape"
-    status = 422
-
-
-class WrongDtype(BadInput):
-    """The block's dtype is not the plan's."""
-
-    code = "wrong_dtype"
-    status = 422
 
 
 class NonFiniteGradient(BadInput):
     """A gradient holds NaN or infinity and the policy is `reject`."""
 
     code = "non_finite_gradient"
-    status = 422
-
-
-class GradientChanged(BadInput):
-    """With `overlap`, a gradient was changed after it had left; raised by a trainer in its own script."""
-
-    code = "gradient_changed"
-    status = 422
 
 
 class BadModel(BadInput):
     """The list of parameters cannot be planned."""
 
     code = "bad_model"
-    status = 422
-
-
-class UnsupportedOptimizer(BadInput):
-    """The optimizer is not on the list of element-wise ones, or its flags are not."""
-
-    code = "unsupported_optimizer"
-    status = 422
-
-
-class BadHyperParameters(BadInput):
-    """The numbers of a push do not fit the run's optimizer."""
-
-    code = "bad_hyper_parameters"
-    status = 422
 
 
 class NotFound(BadInput):
     """There is no such path, parameter or member."""
 
     code = "not_found"
-    status = 404
-
-
-class MethodNotAllowed(BadInput):
-    """The path is there, the method is not."""
-
-    code = "method_not_allowed"
-    status = 405
 
 
 class Unauthenticated(BadInput):
     """The request carries no bearer token, or none that the service knows."""
 
     code = "unauthenticated"
-    status = 401
 
 
 class Forbidden(BadInput):
     """The token's scope does not cover the request; `needed` and `given` say which."""
 
     code = "forbidden"
-    status = 403
-
-
-class BadHost(BadInput):
-    """The request was made for a host name that the service does not go by."""
-
-    code = "bad_host"
-    status = 421
-
-
-class BadOrigin(BadInput):
-    """A page of another site made a browser send the request."""
-
-    code = "bad_origin"
-    status = 403
 
 
 class Conflict(GradpostError):
     """The request is stale or at odds with the run."""
 
     code = "conflict"
-    status = 409
 
 
 class StaleRun(Conflict):
@@ -222,34 +110,16 @@ class StaleRun(Conflict):
     code = "stale_run"
 
 
-class PlanMismatch(Conflict):
-    """The request was made for another slice plan."""
-
-    code = "plan_mismatch"
-
-
 class StalePserver(Conflict):
     """The request was meant for another pserver, or for another life of this one."""
 
     code = "stale_pserver"
 
 
-class StaleTrainer(Conflict):
-    """The trainer is no member, or this is not its current life."""
-
-    code = "stale_trainer"
-
-
 class StaleRound(Conflict):
     """The round is over and its parameters have been overwritten."""
 
     code = "stale_round"
-
-
-class CannotEvict(Conflict):
-    """Without this trainer the run could not go on."""
-
-    code = "cannot_evict"
 
 
 class FutureRound(Conflict):
@@ -262,12 +132,6 @@ class NormChanged(Conflict):
     """The round's gradient here is not the one of the global norm that the get brought: ask for the norms again."""
 
     code = "norm_changed"
-
-
-class DelayExceeded(Conflict):
-    """The gradient was computed on parameters older than `max_delay` allows."""
-
-    code = "delay_exceeded"
 
 
 class RolledBack(Conflict):
@@ -288,38 +152,6 @@ class ContributionMissing(Conflict):
     code = "contribution_missing"
 
 
-class RankTaken(Conflict):
-    """A living trainer has this rank."""
-
-    code = "rank_taken"
-    may_be_retried = True  # its lease may end
-
-
-class IndexTaken(Conflict):
-    """A living pserver has this index."""
-
-    code = "index_taken"
-    may_be_retried = True  # its lease may end
-
-
-class WorldMismatch(Conflict):
-    """The trainer's WORLD_SIZE or rank does not fit the cluster."""
-
-    code = "world_mismatch"
-
-
-class ModeMismatch(Conflict):
-    """The trainer was started for another mode than the cluster runs."""
-
-    code = "mode_mismatch"
-
-
-class NoPservers(Conflict):
-    """With `strategy` ring there are no pservers, and so nothing that only they have or do."""
-
-    code = "no_pservers"
-
-
 class ModelMismatch(Conflict):
     """The trainer's model is not the one that the run's other trainers declared."""
 
@@ -330,8 +162,6 @@ class TryAgain(GradpostError):
     """Nothing is wrong; the same request again may succeed."""
 
     code = "try_again"
-    status = 503
-    may_be_retried = True
 
 
 class NotReady(TryAgain):
@@ -346,30 +176,10 @@ class RoundPending(TryAgain):
     code = "round_pending"
 
 
-class QueueFull(TryAgain):
-    """A block's queue has no room; `blocks` names some of those that are full."""
-
-    code = "queue_full"
-
-
-class Overloaded(TryAgain):
-    """The service has as many requests, or bytes of bodies, as it may take at once; `Retry-After` says when again."""
-
-    code = "overloaded"
-
-
-class SlowBody(TryAgain):
-    """The body did not come in the time that it may take; what had come of it was dropped."""
-
-    code = "slow_body"
-    status = 408
-
-
 class Ended(GradpostError):
     """What the caller waits for will not come."""
 
     code = "ended"
-    status = 410
 
 
 class TrainerLost(Ended):
@@ -378,73 +188,98 @@ class TrainerLost(Ended):
     code = "trainer_lost"
 
 
-class TrainerLeft(Ended):
-    """A trainer of a ring has left, being done, and the others cannot go on without it."""
-
-    code = "trainer_left"
-
-
-class RingBroken(Ended):
-    """The ring's connections broke, and nobody was lost as far as the coordinator knows. Raised by trainers only."""
-
-    code = "ring_broken"
-    status = 504
-
-
-class HostBroken(Ended):
-    """Another process of the trainer's host has ended, failed or gone silent. Raised by trainers only."""
-
-    code = "host_broken"
-    status = 504
-
-
-class PserverLost(Ended):
-    """A pserver's lease ran out, and with it a shard of the model."""
-
-    code = "pserver_lost"
-
-
 class RoundTimeout(Ended):
     """A trainer is alive but did not reach the barrier in time."""
 
     code = "round_timeout"
-    status = 504
-
-
-class RunOver(Ended):
-    """All trainers have left; the run is finished."""
-
-    code = "run_over"
-
-
-class ApplyFailed(Ended):
-    """The optimizer failed on a pserver; its shard is in an unknown state."""
-
-    code = "apply_failed"
-    status = 500
 
 
 class StorageFailed(Ended):
     """A disk does not take what `durability` demands."""
 
     code = "storage_failed"
-    status = 507
 
 
 class Unreachable(Ended):
     """A service did not answer for the whole retry time. Raised by the client, never sent."""
 
     code = "unreachable"
-    status = 504
 
 
-def _tree(cls: type[GradpostError]) -> Iterator[type[GradpostError]]:
-    yield cls
-    for child in cls.__subclasses__():
-        yield from _tree(child)
+class ErrorCode(NamedTuple):
+    """A code on the wire, and the class that an error with this code is raised and rebuilt as."""
+
+    code: str
+    family: type[GradpostError]
+    status: int
+    may_be_retried: bool
+    meaning: str
 
 
-ERRORS: Mapping[str, type[GradpostError]] = {cls.code: cls for cls in _tree(GradpostError)}
+_TABLE = (  # code, family, status, may be retried, meaning
+    ("internal_error", GradpostError, 500, False, "a bug; the service's log has the traceback"),
+    ("bad_request", BadInput, 400, False, "the request is wrong and changed nothing"),
+    ("malformed_frame", BadInput, 400, False, "the body is no complete safetensors stream, or its metadata is wrong"),
+    ("bad_header", BadInput, 400, False, "a `gradpost-` header is missing or not what it should be"),
+    ("unsupported_protocol", BadInput, 400, False, "the other side speaks another version of the protocol"),
+    ("body_too_large", BadInput, 413, False, "a body, a frame's header or its number of tensors is above the limit"),
+    ("length_required", BadInput, 411, False, "a frame came without a Content-Length"),
+    ("unsupported_transfer_coding", BadInput, 501, False, "the `Transfer-Encoding` is not `chunked`"),
+    ("unsupported_content_coding", BadInput, 415, False, "the request has a `Content-Encoding`"),
+    ("invalid_message", BadInput, 422, False, "a JSON message or a query does not fit its schema"),
+    ("unknown_block", BadInput, 422, False, "the block is not in the plan, or lives on another pserver"),
+    ("wrong_shape", BadInput, 422, False, "the block's shape is not the plan's"),
+    ("wrong_dtype", BadInput, 422, False, "the block's dtype is not the plan's"),
+    ("non_finite_gradient", NonFiniteGradient, 422, False, "a gradient holds NaN or infinity, under `reject`"),
+    ("gradient_changed", BadInput, 422, False, "a script changed a gradient that `overlap` had sent"),
+    ("bad_model", BadModel, 422, False, "the declared parameters or settings cannot be planned"),
+    ("unsupported_optimizer", BadInput, 422, False, "the optimizer is not on the list, or its flags are not its flags"),
+    ("bad_hyper_parameters", BadInput, 422, False, "the numbers of a push do not fit the run's optimizer"),
+    ("not_found", NotFound, 404, False, "there is no such path or parameter"),
+    ("method_not_allowed", BadInput, 405, False, "the path is there, the method is not"),
+    ("unauthenticated", Unauthenticated, 401, False, "no valid bearer token; `needed` is the required scope"),
+    ("forbidden", Forbidden, 403, False, "the token's scope does not cover the request; see `needed` and `given`"),
+    ("bad_host", BadInput, 421, False, "the service does not go by the host name of the request"),
+    ("bad_origin", BadInput, 403, False, "a page of another site made a browser send the request"),
+    ("conflict", Conflict, 409, False, "the request is at odds with the run"),
+    ("stale_run", StaleRun, 409, False, "the request belongs to another run or attempt"),
+    ("plan_mismatch", Conflict, 409, False, "the request was made for another slice plan"),
+    ("stale_pserver", StalePserver, 409, False, "the request was meant for another pserver or incarnation"),
+    ("stale_trainer", Conflict, 409, False, "the trainer is no member, or not the uploader, or has rejoined"),
+    ("stale_round", StaleRound, 409, False, "the version has been overwritten, or the round is not this trainer's yet"),
+    ("cannot_evict", Conflict, 409, False, "without this trainer the run could not go on"),
+    ("future_round", FutureRound, 409, False, "the round is not open yet"),
+    ("norm_changed", NormChanged, 409, False, "the gradient has changed since its norm was read; read the norm again"),
+    ("delay_exceeded", Conflict, 409, False, "a gradient was computed on parameters older than `max_delay` allows"),
+    ("rolled_back", RolledBack, 409, False, "the run went back to an earlier `round`; clients raise it"),
+    ("contribution_conflict", ContributionConflict, 409, False, "the same identity came with other bytes"),
+    ("contribution_missing", ContributionMissing, 409, False, "a batch barrier came before the whole contribution"),
+    ("rank_taken", Conflict, 409, True, "a living trainer has this rank"),
+    ("index_taken", Conflict, 409, True, "a living pserver has this index"),
+    ("world_mismatch", Conflict, 409, False, "the rank, the world size or the index does not fit the cluster"),
+    ("mode_mismatch", Conflict, 409, False, "the trainer was started for another mode"),
+    ("no_pservers", Conflict, 409, False, "with strategy `ring` there are no pservers"),
+    ("model_mismatch", ModelMismatch, 409, False, "the trainer declares another model than the others, or than it did"),
+    ("try_again", TryAgain, 503, True, "nothing is wrong; the same request may succeed"),
+    ("not_ready", NotReady, 503, True, "something has not begun; `waiting_for` names what is missing"),
+    ("round_pending", RoundPending, 503, True, "the barrier is not complete; `missing` names the trainers"),
+    ("queue_full", TryAgain, 503, True, "a block's queue has no room for the contribution"),
+    ("overloaded", TryAgain, 503, True, "the service has too many requests, or bytes of bodies, at once"),
+    ("slow_body", TryAgain, 408, True, "the body did not come in time; nothing of it counts"),
+    ("ended", Ended, 410, False, "what the caller waits for will not come"),
+    ("trainer_lost", TrainerLost, 410, False, "a trainer is gone, and the policy does not let the others go on"),
+    ("trainer_left", Ended, 410, False, "a trainer of a ring left, being done, before the others were"),
+    ("ring_broken", Ended, 504, False, "the ring's connections broke, and no trainer was lost; trainers raise it"),
+    ("host_broken", Ended, 504, False, "a process of the host has ended, failed or hangs; trainers raise it"),
+    ("pserver_lost", Ended, 410, False, "a pserver is gone for good, and a shard with it"),
+    ("round_timeout", RoundTimeout, 504, False, "trainers did not reach the barrier, or upload, in time"),
+    ("run_over", Ended, 410, False, "the run is finished and this cluster serves no other"),
+    ("apply_failed", Ended, 500, False, "the optimizer failed on a pserver; its shard is in an unknown state"),
+    ("storage_failed", StorageFailed, 507, False, "a disk does not take what it must, or a folder cannot be used"),
+    ("unreachable", Unreachable, 504, False, "a service did not answer for the whole retry time; clients raise it"),
+)  # fmt: skip
+
+ERRORS: Mapping[str, ErrorCode] = {row[0]: ErrorCode(*row) for row in _TABLE}
 
 _DOCUMENT_MEMBERS = frozenset({"instance", "type", "title", "status", "detail", "code", "may_be_retried"})
 
@@ -467,8 +302,7 @@ def error_from_answer(content: bytes) -> GradpostError | None:
 def error_from_problem(problem: Mapping[str, Any]) -> GradpostError:
     """Rebuild the exception. Raises ValueError if that is no object.
 
-    An unknown code (of a newer server) becomes the fact `unknown_code` of a base class that may be retried or not,
-    as the document says.
+    An unknown code (of a newer server) becomes the fact `unknown_code` of the family that the document suggests.
 
     >>> error_from_problem({"code": "stale_round", "detail": "round 3 is over", "current": 5}).facts
     {'current': 5}
@@ -476,9 +310,22 @@ def error_from_problem(problem: Mapping[str, Any]) -> GradpostError:
     if not isinstance(problem, Mapping):
         raise ValueError(f"not a problem document: {problem!r}")
     code = str(problem.get("code"))
+    detail = str(problem.get("detail") or problem.get("title") or "no detail was given")
     facts = {str(key): value for key, value in problem.items() if key not in _DOCUMENT_MEMBERS}
-    cls = ERRORS.get(code)
-    if cls is None:
-        cls = TryAgain if problem.get("may_be_retried") is True else GradpostError
-        facts["unknown_code"] = code
-    return cls(str(problem.get("detail") or problem.get("title") or "no detail was given"), **facts)
+    if code in ERRORS:
+        return ERRORS[code].family(detail, code=code, **facts)
+    return _guess_family(problem)(detail, **{**facts, "unknown_code": code})
+
+
+def _guess_family(problem: Mapping[str, Any]) -> type[GradpostError]:
+    """Return the family of a document whose code is unknown."""
+    if problem.get("may_be_retried") is True:
+        return TryAgain
+    match problem.get("status"):
+        case 409:
+            return Conflict
+        case 410 | 504 | 507:
+            return Ended
+        case int(status) if 400 <= status < 500:
+            return BadInput
+    return GradpostError

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .errors import BadHeader, PlanMismatch, StalePserver, StaleRun, UnsupportedProtocol
+from .errors import BadInput, Conflict, StalePserver, StaleRun
 from .vocabulary import PROTOCOL_VERSION, Incarnation, PserverIndex, Rank, Round
 
 MAX_DIGITS = 18  # of a number, which so fits into 63 bits
@@ -40,24 +40,29 @@ class Fence:
 
     @classmethod
     def from_headers(cls, headers: Mapping[str, str]) -> Fence:
-        """Parse lower-case headers; raises BadHeader or UnsupportedProtocol, naming the header."""
+        """Parse lower-case headers; raises BadInput, naming the header."""
         values: dict[str, Any] = {}
         for name, header, is_number in _HEADERS:
             text = headers.get(header)
             if text is None:
-                raise BadHeader(f"the header {header} is missing")
+                raise BadInput(f"the header {header} is missing", code="bad_header")
             if is_number:
                 if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
-                    raise BadHeader(f"the header {header} is not a number", expected="digits", actual=text[:40])
+                    raise BadInput(
+                        f"the header {header} is not a number", code="bad_header", expected="digits", actual=text[:40]
+                    )
                 values[name] = int(text)
             else:
                 if not (text.isascii() and text.isprintable() and 0 < len(text) <= MAX_TEXT):
-                    raise BadHeader(f"the header {header} is no identifier", expected="ASCII", actual=text[:40])
+                    raise BadInput(
+                        f"the header {header} is no identifier", code="bad_header", expected="ASCII", actual=text[:40]
+                    )
                 values[name] = text
             if name == "protocol" and values[name] != PROTOCOL_VERSION:
-                raise UnsupportedProtocol(
-                    "this service speaks another version of the protocol", expected=PROTOCOL_VERSION, actual=text
-                )
+                raise BadInput(
+                    "this service speaks another version of the protocol",
+                    code="unsupported_protocol", expected=PROTOCOL_VERSION, actual=text,
+                )  # fmt: skip
         return cls(**values)
 
     def check_addressee(
@@ -71,7 +76,9 @@ class Fence:
                 actual=f"run {self.run} attempt {self.attempt}",
             )
         if self.plan != plan:
-            raise PlanMismatch("this request was made for another slice plan", expected=plan, actual=self.plan)
+            raise Conflict(
+                "this request was made for another slice plan", code="plan_mismatch", expected=plan, actual=self.plan
+            )
         if (self.pserver, self.pserver_incarnation) != (pserver, pserver_incarnation):
             raise StalePserver(
                 "this request was meant for another pserver, or another life of this one",

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import BodyTooLarge, MalformedFrame
+from .errors import BadInput
 from .vocabulary import DTYPE_BYTES, is_shape, is_size
 
 CONTENT_TYPE = "application/x-safetensors"
@@ -92,7 +92,7 @@ def encode_header(
 def parse_frame(body: memoryview | bytes | bytearray, limits: FrameLimits = DEFAULT_LIMITS) -> Frame:
     """Parse and check a whole frame, at least as strictly as the reference parser: no holes, no overlaps, no rest.
 
-    Raises MalformedFrame or BodyTooLarge, and nothing else whatever the bytes are.
+    Raises BadInput (`malformed_frame`, `body_too_large`), and nothing else whatever the bytes are.
 
     >>> frame = parse_frame(encode_header([("w.block0", "F32", (2,))], {"num_blocks": "1"}) + bytes(8))
     >>> frame.tensors
@@ -101,36 +101,43 @@ def parse_frame(body: memoryview | bytes | bytearray, limits: FrameLimits = DEFA
     ({'num_blocks': '1'}, 128, 8)
     """
     if len(body) > limits.max_body_bytes:
-        raise BodyTooLarge("the frame is too large", expected=f"<= {limits.max_body_bytes} bytes", actual=len(body))
+        raise BadInput(
+            "the frame is too large",
+            code="body_too_large", expected=f"<= {limits.max_body_bytes} bytes", actual=len(body),
+        )  # fmt: skip
     data_begin = parse_length(body, limits)
     if len(body) < data_begin:
-        raise MalformedFrame("the frame ends within its header", expected=f"{data_begin} bytes", actual=len(body))
+        raise BadInput(
+            "the frame ends within its header", code="malformed_frame", expected=f"{data_begin} bytes", actual=len(body)
+        )
     frame = parse_header(bytes(body[LENGTH_BYTES:data_begin]), limits)
     if frame.data_bytes != len(body) - data_begin:
-        raise MalformedFrame(
+        raise BadInput(
             "the data is not as long as the header says",
-            expected=f"{frame.data_bytes} bytes",
-            actual=len(body) - data_begin,
-        )
+            code="malformed_frame", expected=f"{frame.data_bytes} bytes", actual=len(body) - data_begin,
+        )  # fmt: skip
     return frame
 
 
 def parse_length(start: memoryview | bytes | bytearray, limits: FrameLimits) -> int:
     """Where the data begins, from a frame's first eight bytes."""
     if len(start) < LENGTH_BYTES:
-        raise MalformedFrame("a frame starts with the header's length", expected="8 bytes", actual=len(start))
+        raise BadInput(
+            "a frame starts with the header's length", code="malformed_frame", expected="8 bytes", actual=len(start)
+        )
     header_bytes = int.from_bytes(start[:LENGTH_BYTES], "little")
     if header_bytes > limits.max_header_bytes:
-        raise BodyTooLarge(
-            "the frame's header is too large", expected=f"<= {limits.max_header_bytes} bytes", actual=header_bytes
-        )
+        raise BadInput(
+            "the frame's header is too large",
+            code="body_too_large", expected=f"<= {limits.max_header_bytes} bytes", actual=header_bytes,
+        )  # fmt: skip
     return LENGTH_BYTES + header_bytes
 
 
 def parse_header(header: bytes, limits: FrameLimits) -> Frame:
     """Parse the JSON header of a frame and check that its tensors tile the data section."""
     if not header.startswith(b"{"):
-        raise MalformedFrame("the frame's header must begin with {", actual=f"{header[:8]!r}")
+        raise BadInput("the frame's header must begin with {", code="malformed_frame", actual=f"{header[:8]!r}")
     # Counted before JSON builds an object for each. Escapes could hide some, hence the second look below.
     if (num_tensors := header.count(b'"data_offsets"')) > limits.max_tensors:
         raise _too_many_tensors(num_tensors, limits)
@@ -140,21 +147,20 @@ def parse_header(header: bytes, limits: FrameLimits) -> Frame:
         if "\\u" in text:  # half of a surrogate pair is valid JSON, but no text: nobody could print or send it on
             json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise MalformedFrame(f"the frame's header is not JSON: {error}") from None
+        raise BadInput(f"the frame's header is not JSON: {error}", code="malformed_frame") from None
     metadata = parsed.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise MalformedFrame("__metadata__ must map strings to strings")
+        raise BadInput("__metadata__ must map strings to strings", code="malformed_frame")
     if len(parsed) > limits.max_tensors:
         raise _too_many_tensors(len(parsed), limits)
     entries = sorted((_parse_entry(name, value) for name, value in parsed.items()), key=lambda e: (e.begin, e.end))
     offset = 0
     for entry in entries:
         if entry.begin != offset:
-            raise MalformedFrame(
+            raise BadInput(
                 f"tensor {_shown(entry.name)} leaves a hole or overlaps",
-                expected=f"offset {offset}",
-                actual=entry.begin,
-            )
+                code="malformed_frame", expected=f"offset {offset}", actual=entry.begin,
+            )  # fmt: skip
         offset = entry.end
     return Frame(tuple(entries), metadata, LENGTH_BYTES + len(header), offset)
 
@@ -164,24 +170,26 @@ _ENTRY_MEMBERS = {"dtype", "shape", "data_offsets"}
 
 def _parse_entry(name: str, value: Any) -> TensorEntry:
     if not isinstance(value, dict) or value.keys() != _ENTRY_MEMBERS:
-        raise MalformedFrame(f"tensor {_shown(name)} must have dtype, shape and data_offsets, nothing else")
+        raise BadInput(
+            f"tensor {_shown(name)} must have dtype, shape and data_offsets, nothing else", code="malformed_frame"
+        )
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise MalformedFrame(
-            f"tensor {_shown(name)} has an unknown dtype", expected=", ".join(DTYPE_BYTES), actual=_shown(dtype)
-        )
+        raise BadInput(
+            f"tensor {_shown(name)} has an unknown dtype",
+            code="malformed_frame", expected=", ".join(DTYPE_BYTES), actual=_shown(dtype),
+        )  # fmt: skip
     if not isinstance(shape, list) or not is_shape(shape := tuple(shape)):
-        raise MalformedFrame(f"tensor {_shown(name)} has a shape that is not a list of sizes")
+        raise BadInput(f"tensor {_shown(name)} has a shape that is not a list of sizes", code="malformed_frame")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_size, offsets)):
-        raise MalformedFrame(f"tensor {_shown(name)} has data_offsets that are not two sizes")
+        raise BadInput(f"tensor {_shown(name)} has data_offsets that are not two sizes", code="malformed_frame")
     begin, end = offsets
     num_bytes = DTYPE_BYTES[dtype] * math.prod(shape)
     if end - begin != num_bytes:
-        raise MalformedFrame(
+        raise BadInput(
             f"tensor {_shown(name)}: offsets do not fit dtype and shape",
-            expected=f"{num_bytes} bytes",
-            actual=f"{end - begin} bytes",
-        )
+            code="malformed_frame", expected=f"{num_bytes} bytes", actual=f"{end - begin} bytes",
+        )  # fmt: skip
     return TensorEntry(name, dtype, shape, begin, end)
 
 
@@ -192,8 +200,11 @@ def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _too_many_tensors(num_tensors: int, limits: FrameLimits) -> BodyTooLarge:
-    return BodyTooLarge("the frame holds too many tensors", expected=f"<= {limits.max_tensors}", actual=num_tensors)
+def _too_many_tensors(num_tensors: int, limits: FrameLimits) -> BadInput:
+    return BadInput(
+        "the frame holds too many tensors",
+        code="body_too_large", expected=f"<= {limits.max_tensors}", actual=num_tensors,
+    )  # fmt: skip
 
 
 def _shown(value: object) -> str:

@@ -11,7 +11,7 @@ import struct
 import sys
 from dataclasses import asdict, dataclass
 
-from .errors import MalformedFrame
+from .errors import BadInput
 from .vocabulary import Round
 
 
@@ -44,7 +44,7 @@ class ScalerState:
 
     @classmethod
     def from_json(cls, text: str | None) -> ScalerState | None:
-        """The same back, None if there is none. Raises MalformedFrame.
+        """The same back, None if there is none. Raises BadInput.
 
         >>> ScalerState.from_json('{"after":7,"scale":1024.0,"growth_tracker":3}')
         ScalerState(after=7, scale=1024.0, growth_tracker=3)
@@ -65,8 +65,11 @@ class ScalerState:
         return cls(after, float(scale), tracker)
 
 
-def _malformed(text: str) -> MalformedFrame:
-    return MalformedFrame("this is no state of a GradScaler", expected="after, scale, growth_tracker", actual=text[:80])
+def _malformed(text: str) -> BadInput:
+    return BadInput(
+        "this is no state of a GradScaler",
+        code="malformed_frame", expected="after, scale, growth_tracker", actual=text[:80],
+    )  # fmt: skip
 
 
 def as_float32(number: float) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .errors import BadHeader
+from .errors import BadInput
 
 EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 MAX_TEXT = 128  # characters of the header
@@ -52,7 +52,7 @@ class AgreedNorm:
 
     @classmethod
     def from_header(cls, text: str) -> AgreedNorm:
-        """The same back. Raises BadHeader."""
+        """The same back. Raises BadInput."""
         match text.split(" ") if len(text) <= MAX_TEXT and text.isascii() else ():
             case [contributions, own, total] if contributions.isalnum():
                 try:
@@ -62,7 +62,10 @@ class AgreedNorm:
                 else:
                     if _is_sum(norm.total, norm.own.sum_of_squares):
                         return norm
-        raise BadHeader("the header gradpost-norm is no norm", expected="digest, own sum, total", actual=text[:40])
+        raise BadInput(
+            "the header gradpost-norm is no norm",
+            code="bad_header", expected="digest, own sum, total", actual=text[:40],
+        )  # fmt: skip
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

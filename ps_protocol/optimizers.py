@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import BadHyperParameters, UnsupportedOptimizer
+from .errors import BadInput
 
 HyperParameters = dict[str, float | list[float]]  # the numbers of one parameter group
 
@@ -48,12 +48,15 @@ class OptimizerSpec:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> OptimizerSpec:
-        """Checked; raises UnsupportedOptimizer."""
+        """Checked; raises BadInput."""
         match value:
             case {"name": str(name), "group_flags": [*group_flags], **rest} if not rest:
                 return check_optimizer(name, group_flags)
             case _:
-                raise UnsupportedOptimizer("an optimizer is an object of its name and its group_flags, nothing else")
+                raise BadInput(
+                    "an optimizer is an object of its name and its group_flags, nothing else",
+                    code="unsupported_optimizer",
+                )
 
 
 # The update rule of buffers. A push contains their values, and value += lr * (mean of the pushed values - value).
@@ -87,11 +90,14 @@ REFUSED: Mapping[str, str] = {
 
 
 def check_optimizer(name: str, group_flags: Sequence[Mapping[str, Any]]) -> OptimizerSpec:
-    """Return the spec, or raise UnsupportedOptimizer naming what is allowed."""
+    """Return the spec, or raise BadInput naming what is allowed."""
     rule = RULES.get(name)
     if rule is None:
         reason = REFUSED.get(name, "it is not on the list, so it is not known to be element-wise")
-        raise UnsupportedOptimizer(f"{name} cannot run on a pserver: {reason}", expected=", ".join(RULES), actual=name)
+        raise BadInput(
+            f"{name} cannot run on a pserver: {reason}",
+            code="unsupported_optimizer", expected=", ".join(RULES), actual=name,
+        )  # fmt: skip
     for index, flags in enumerate(group_flags):
         if 0 < index == len(group_flags) - 1 and flags == {MEAN: True} and flags[MEAN] is True:
             continue
@@ -100,30 +106,31 @@ def check_optimizer(name: str, group_flags: Sequence[Mapping[str, Any]]) -> Opti
             or set(flags) != set(rule.flags)
             or not all(isinstance(v, bool) for v in flags.values())
         ):
-            raise UnsupportedOptimizer(
+            raise BadInput(
                 f"the flags of group {index} are not those of {name}",
-                expected=f"booleans {', '.join(rule.flags)}",
-                actual=f"{flags!s:.200}",
-            )
+                code="unsupported_optimizer", expected=f"booleans {', '.join(rule.flags)}", actual=f"{flags!s:.200}",
+            )  # fmt: skip
     return OptimizerSpec(name, tuple(dict(sorted(flags.items())) for flags in group_flags))
 
 
 def check_hyper_parameters(spec: OptimizerSpec, groups: object) -> list[HyperParameters]:
-    """Return one dictionary of numbers for each parameter group, or raise BadHyperParameters.
+    """Return one dictionary of numbers for each parameter group, or raise BadInput.
 
     Every number of the rule must be there, finite and not negative; betas are pairs in [0, 1).
     """
     if not isinstance(groups, list) or len(groups) != len(spec.group_flags):
-        raise BadHyperParameters(
+        raise BadInput(
             "hyper-parameters must be a list with one object for each parameter group",
+            code="bad_hyper_parameters",
             expected=f"{len(spec.group_flags)} groups",
             actual=f"{len(groups)} groups" if isinstance(groups, list) else type(groups).__name__,
         )
     for index, numbers in enumerate(groups):
         names = (_MEAN if spec.rule(index) == MEAN else RULES[spec.name]).numbers
         if not isinstance(numbers, dict) or set(numbers) != set(names):
-            raise BadHyperParameters(
+            raise BadInput(
                 f"group {index} of {spec.name} needs exactly its numbers",
+                code="bad_hyper_parameters",
                 expected=", ".join(names),
                 actual=f"{', '.join(map(str, numbers)):.200}" if isinstance(numbers, dict) else type(numbers).__name__,
             )
@@ -141,7 +148,9 @@ def _check_number(group: int, key: str, value: object) -> None:
     else:
         ok, expected = _is_number(value) and value >= 0, "a finite number of at least 0"  # type: ignore[operator]
     if not ok:
-        raise BadHyperParameters(f"{key} of group {group} is wrong", expected=expected, actual=f"{value!r:.80}")
+        raise BadInput(
+            f"{key} of group {group} is wrong", code="bad_hyper_parameters", expected=expected, actual=f"{value!r:.80}"
+        )
 
 
 def _is_number(value: object) -> bool:

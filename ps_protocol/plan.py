@@ -131,7 +131,7 @@ class SlicePlan:
     def from_json(cls, value: Any) -> SlicePlan:
         """The inverse of `to_json`, for what another process sent.
 
-        The digest is computed again, never believed. Raises BadModel or UnsupportedOptimizer, unless the blocks
+        The digest is computed again, never believed. Raises BadInput unless the blocks
         tile every parameter, everything has an owner, and all else is as `make_plan` would have it.
         """
         match value:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from .errors import MalformedFrame
+from .errors import BadInput
 from .optimizers import MEAN
 
 Options = dict[str, Any]  # the numbers and the flags of one parameter group
@@ -99,13 +99,13 @@ def write_states(states: Mapping[str, StepState]) -> str:
 
 
 def read_states(text: str) -> dict[str, StepState]:
-    """The inverse of `write_states`, of what another process sent. Raises MalformedFrame."""
+    """The inverse of `write_states`, of what another process sent. Raises BadInput."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise MalformedFrame(f"the step states are not JSON: {error}") from None
+        raise BadInput(f"the step states are not JSON: {error}", code="malformed_frame") from None
     if not isinstance(values, dict):
-        raise MalformedFrame("the step states are an object by block", actual=type(values).__name__)
+        raise BadInput("the step states are an object by block", code="malformed_frame", actual=type(values).__name__)
     return {name: _read_state(name, value) for name, value in values.items()}
 
 
@@ -115,8 +115,9 @@ def _read_state(name: str, value: object) -> StepState:
             not isinstance(steps, bool) and 0 <= steps <= MAX_STEPS and abs(mu_product) <= sys.float_info.max
         ):
             return StepState(steps, has_momentum, float(mu_product))
-    raise MalformedFrame(
+    raise BadInput(
         f"the step state of block {name!r:.200} is none",
+        code="malformed_frame",
         expected="steps, whether there is momentum, and a finite product",
         actual=f"{value!r:.80}",
     )

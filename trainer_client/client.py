@@ -14,7 +14,7 @@ import torch
 from structlog.typing import FilteringBoundLogger
 from torch import Tensor
 
-from ps_protocol.errors import RolledBack, WrongDtype, WrongShape
+from ps_protocol.errors import BadInput, RolledBack
 from ps_protocol.fence import Fence
 from ps_protocol.frames import encode_header
 from ps_protocol.grad_scalers import ScalerState
@@ -413,9 +413,13 @@ class ParameterClient:
             spec = self.plan.parameter[name]
             tensor = torch.as_tensor(tensor, device="cpu").detach()
             if tuple(tensor.shape) != spec.shape:
-                raise WrongShape(f"tensor for {name!r}", expected=list(spec.shape), actual=list(tensor.shape))
+                raise BadInput(
+                    f"tensor for {name!r}", code="wrong_shape", expected=list(spec.shape), actual=list(tensor.shape)
+                )
             if tensor.dtype != TORCH_DTYPES[spec.dtype]:
-                raise WrongDtype(f"tensor for {name!r}", expected=spec.dtype, actual=str(tensor.dtype))
+                raise BadInput(
+                    f"tensor for {name!r}", code="wrong_dtype", expected=spec.dtype, actual=str(tensor.dtype)
+                )
             flat[name] = tensor.reshape(-1)
         return flat
 

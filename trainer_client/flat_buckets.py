@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ps_protocol.errors import ContributionConflict, GradientChanged
+from ps_protocol.errors import BadInput, ContributionConflict
 
 BYTES = 4  # of an element, float32
 PIECE = 1 << 16  # elements that are squared at once, in memory that an allocator keeps
@@ -105,12 +105,14 @@ class FlatGradients:
         self._send(bucket)
 
     def check(self, gradients: Mapping[str, Tensor] | None = None) -> None:
-        """Raise ContributionConflict if the step cannot be taken, GradientChanged if one of these comes too late."""
+        """Raise ContributionConflict if the step cannot be taken, `gradient_changed` if one of these comes too late."""
         if self._is_spoiled:
             raise ContributionConflict("what has left for the others cannot be taken back; the script has to end")
         for bucket in self.buckets[: self.num_left]:
             if late := bucket.parts.keys() & (gradients or {}).keys() - bucket.filled:
-                raise GradientChanged(f"{min(late)!r} was frozen, and has a gradient now, whose bucket has left")
+                raise BadInput(
+                    f"{min(late)!r} was frozen, and has a gradient now, whose bucket has left", code="gradient_changed"
+                )
 
     def send_rest(self, gradients: Mapping[str, Tensor]) -> None:
         """Let the other buckets leave, with these flat gradients, and zeros where there is none."""

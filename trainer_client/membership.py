@@ -76,7 +76,7 @@ class Membership:
     async def join(self, metrics_address: str | None) -> TrainerJoined:
         """Take a place, retrying until the coordinator is there and a run can be joined.
 
-        A rank that is held by a living trainer is tried for a quarter of `retry_seconds`, then RankTaken is raised.
+        A rank that is held by a living trainer is tried for a quarter of `retry_seconds`, then `rank_taken` is raised.
         """
         request = JoinTrainer(
             protocol=PROTOCOL_VERSION,

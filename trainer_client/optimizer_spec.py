@@ -6,26 +6,28 @@ from typing import Any
 
 import torch
 
-from ps_protocol.errors import BadModel, UnsupportedOptimizer
+from ps_protocol.errors import BadInput, BadModel
 from ps_protocol.optimizers import RULES, HyperParameters, OptimizerSpec, check_optimizer
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
-    """The spec of an optimizer; raises UnsupportedOptimizer with the reason.
+    """The spec of an optimizer; raises BadInput (`unsupported_optimizer`) with the reason.
 
     A subclass of an allowed class is refused: its rule may be another one. `foreach`, `fused` and `capturable` choose
     an implementation, which is the pserver's business; they are ignored.
     """
     cls = type(optimizer)
     if cls is not getattr(torch.optim, cls.__name__, None):
-        raise UnsupportedOptimizer(
+        raise BadInput(
             f"{cls.__module__}.{cls.__qualname__} cannot run on a pserver: it is not a class of torch.optim",
-            expected=", ".join(RULES),
-            actual=cls.__qualname__,
-        )
+            code="unsupported_optimizer", expected=", ".join(RULES), actual=cls.__qualname__,
+        )  # fmt: skip
     rule = RULES.get(cls.__name__)
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise UnsupportedOptimizer("differentiable=True cannot work across a network", actual="differentiable=True")
+        raise BadInput(
+            "differentiable=True cannot work across a network",
+            code="unsupported_optimizer", actual="differentiable=True",
+        )  # fmt: skip
     flags = () if rule is None else rule.flags
     return check_optimizer(
         cls.__name__, [{flag: bool(group[flag]) for flag in flags} for group in optimizer.param_groups]
@@ -35,10 +37,12 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
 def describe_local_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     """The name of an optimizer that steps in the trainer itself: any but one that evaluates the model several times.
 
-    Raises UnsupportedOptimizer.
+    Raises BadInput.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedOptimizer("LBFGS evaluates a closure several times a step, each on other gradients")
+        raise BadInput(
+            "LBFGS evaluates a closure several times a step, each on other gradients", code="unsupported_optimizer"
+        )
     return OptimizerSpec(type(optimizer).__name__, tuple({} for _ in optimizer.param_groups))
 
 

@@ -73,7 +73,7 @@ class RemoteOptimizer(Optimizer):
             `strategy` and `mode` are what the script expects.
 
     Raises:
-        UnsupportedOptimizer, BadModel, ModelMismatch: before anything was sent to a pserver.
+        BadInput, ModelMismatch: before anything was sent to a pserver.
         Ended and its children: what ended the run, instead of waiting for ever.
 
     """
@@ -624,7 +624,7 @@ class RemoteOptimizer(Optimizer):
         Others may call it or not; at the start theirs are only looked at. Before this trainer's first step in a run
         that has rounds already (it was started again, or the run resumed) slots are not taken: the run has its own.
         With local steps, and in a ring, they are the wrapped optimizer's own, and all trainers have to load the same.
-        Raises BadModel, or BadHyperParameters, if it does not fit; then nothing has changed.
+        Raises BadInput if it does not fit; then nothing has changed.
         """
         handle = self.register_load_state_dict_pre_hook(self._load)  # which is the last one to change what is loaded
         try:

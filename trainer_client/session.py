@@ -195,7 +195,7 @@ def connect(
 
     Call it first, to know rank and world size before the data is loaded. What is None comes from the settings:
     `GRADPOST_COORDINATOR`, `RANK`, `WORLD_SIZE`. Further arguments are those of `RemoteOptimizer`. Blocks until the
-    coordinator has a place; raises Unreachable if it does not answer, RankTaken or WorldMismatch if there is none.
+    coordinator has a place; raises Unreachable if it does not answer, Conflict if there is none.
     """
     global _current
     given = {"coordinator": coordinator, "rank": rank, "world_size": world_size, **arguments}

@@ -14,7 +14,6 @@ from ps_protocol.errors import (
     Ended,
     GradpostError,
     NonFiniteGradient,
-    PserverLost,
     RolledBack,
     Unreachable,
 )
@@ -98,10 +97,10 @@ class Steps:
                 return
 
     def _initial_values(self) -> dict[str, Tensor]:
-        """What the run begins with. Raises PserverLost if there were rounds: nobody has those values any more."""
+        """What the run begins with. Raises `pserver_lost` after the first round: no pserver has those values."""
         if self.landed > 0:
             text = "the pservers have lost all that was trained, and there is no checkpoint"
-            raise PserverLost(f"{text}; this trainer had round {self.landed}")
+            raise Ended(f"{text}; this trainer had round {self.landed}", code="pserver_lost")
         begun = {} if self._local is None else self._local.starting_values
         values = {**self._parameters, **begun, **self._stored}
         return {name: tensor.detach().to("cpu") for name, tensor in values.items()}

@@ -11,16 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ps_protocol.controls import NONE
-from ps_protocol.errors import (
-    Conflict,
-    GradpostError,
-    InvalidMessage,
-    ModeMismatch,
-    NotFound,
-    NotReady,
-    StorageFailed,
-    TryAgain,
-)
+from ps_protocol.errors import BadInput, Conflict, GradpostError, NotFound, NotReady, StorageFailed, TryAgain
 from ps_protocol.messages import CheckpointCreated, Controls, Message
 from ps_protocol.vocabulary import Rank, Round
 
@@ -43,7 +34,7 @@ class ChangeDone(Message):
 
 
 class Administration:
-    """Lives on the event loop. Raises NotReady unless a run trains, NoPservers, and TryAgain if a change takes long."""
+    """Lives on the event loop. Raises NotReady unless a run trains, Conflict, and TryAgain if a change takes long."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -76,7 +67,10 @@ class Administration:
         assert run.plan.optimizer is not None
         num_groups = run.plan.optimizer.num_stepped
         if group is not None and group >= num_groups:
-            raise InvalidMessage("there is no such parameter group", expected=f"0 to {num_groups - 1}", actual=group)
+            raise BadInput(
+                "there is no such parameter group",
+                code="invalid_message", expected=f"0 to {num_groups - 1}", actual=group,
+            )  # fmt: skip
         groups = range(num_groups) if group is None else (group,)
 
         def edit(controls: Controls) -> Controls:
@@ -110,7 +104,10 @@ class Administration:
         """
         run = self._training()
         if run.defaults.consistency.is_async:
-            raise ModeMismatch("in asynchronous modes a run is resumed from a checkpoint instead", expected="sync")
+            raise Conflict(
+                "in asynchronous modes a run is resumed from a checkpoint instead",
+                code="mode_mismatch", expected="sync",
+            )  # fmt: skip
         self._find_checkpoint(round_)
 
         def go_back() -> None:

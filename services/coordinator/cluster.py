@@ -7,16 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ps_protocol.errors import (
+    BadInput,
+    Conflict,
+    Ended,
     ModelMismatch,
-    ModeMismatch,
-    NoPservers,
     NotReady,
-    PserverLost,
     RoundTimeout,
-    RunOver,
-    TrainerLeft,
     TrainerLost,
-    UnsupportedProtocol,
     error_from_problem,
 )
 from ps_protocol.messages import (
@@ -119,7 +116,9 @@ class Cluster:
         """Let a pserver in. One that comes back during a run brings its shard along, or ends the run."""
         _check_protocol(request.protocol)
         if self._defaults.consistency.is_ring:
-            raise ModeMismatch("strategy ring has no pservers", expected="no pserver", actual=request.address)
+            raise Conflict(
+                "strategy ring has no pservers", code="mode_mismatch", expected="no pserver", actual=request.address
+            )
         answer = self.registry.register(request, now)
         run, held = self.run, request.held
         if held is not None and (held.run, held.attempt) == (run.name, run.attempt):
@@ -129,7 +128,14 @@ class Cluster:
             return answer
         run.number += 1  # all agree anew on who is how far
         if not self._may_come_back(held):
-            run.fail(PserverLost(f"pserver {answer.index} was restarted and lost its shard", pserver=answer.index), now)
+            run.fail(
+                Ended(
+                    f"pserver {answer.index} was restarted and lost its shard",
+                    code="pserver_lost",
+                    pserver=answer.index,
+                ),
+                now,
+            )
         return answer
 
     def _may_come_back(self, held: HeldRun | None) -> bool:
@@ -211,7 +217,9 @@ class Cluster:
         known = any(t.instance == request.instance and t.is_here for t in self.run.trainers.values())
         if not known and self.run.is_over:
             if self.exit_when_done:
-                raise RunOver(f"run {self.run.name} is over and this cluster serves no other (--exit-when-done)")
+                raise Ended(
+                    f"run {self.run.name} is over and this cluster serves no other (--exit-when-done)", code="run_over"
+                )
             if not self.run.is_deserted:
                 raise NotReady(
                     f"run {self.run.name} is over, but not all of its trainers have left",
@@ -278,7 +286,9 @@ class Cluster:
         if gone:
             names = name_ranks(gone)
             text = f"{names} had no gradients for round {round_}, being done, and has not waited for the others"
-            run.fail(TrainerLeft(f"{text}: with strategy ring nobody goes on without it", ranks=gone), now)
+            run.fail(
+                Ended(f"{text}: with strategy ring nobody goes on without it", code="trainer_left", ranks=gone), now
+            )
         elif message.waiting_seconds > self._defaults.round_timeout_seconds:
             missing = [trainer.rank for trainer in here if not (trainer.waiting_seconds or trainer.is_done)]
             self._time_out(round_, missing, message.waiting_seconds, now)
@@ -344,10 +354,10 @@ class Cluster:
         return waits or ["the pservers to install the plan" if self.registry.num_pservers else "the coordinator's disk"]
 
     def need_pservers(self) -> None:
-        """Raise NoPservers if what is asked for is theirs to answer, and there are none."""
+        """Raise Conflict (`no_pservers`) with strategy `ring`."""
         if self._defaults.consistency.is_ring:
             text = "with strategy ring there are no pservers: values, checkpoints and controls are the script's affair"
-            raise NoPservers(text, expected="strategy ps", actual="strategy ring")
+            raise Conflict(text, code="no_pservers", expected="strategy ps", actual="strategy ring")
 
     @property
     def rounds(self) -> list[Round]:
@@ -530,7 +540,7 @@ class Cluster:
                 text = f"{text}, and it did not come back within the rejoin time-out of {limit:g} s"
             else:
                 continue
-            run.fail(PserverLost(text, pserver=lost.info.index), now)
+            run.fail(Ended(text, code="pserver_lost", pserver=lost.info.index), now)
         run.expire(now, self.lease_seconds)
 
     @property
@@ -562,6 +572,7 @@ class Cluster:
 
 def _check_protocol(version: int) -> None:
     if version != PROTOCOL_VERSION:
-        raise UnsupportedProtocol(
-            "the other side speaks another version of the protocol", expected=PROTOCOL_VERSION, actual=version
-        )
+        raise BadInput(
+            "the other side speaks another version of the protocol",
+            code="unsupported_protocol", expected=PROTOCOL_VERSION, actual=version,
+        )  # fmt: skip

@@ -17,7 +17,7 @@ import httpx
 from pydantic import TypeAdapter
 
 from ps_protocol.controls import succeed
-from ps_protocol.errors import Conflict, GradpostError, NotReady, PserverLost, StaleRun, StorageFailed
+from ps_protocol.errors import ERRORS, Conflict, Ended, GradpostError, NotReady, StaleRun, StorageFailed
 from ps_protocol.messages import Controls, Freeze, FrozenRounds, Message
 from ps_protocol.routes import FREEZE, MEMBERS, RESTORABLE, RUN
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
@@ -73,7 +73,10 @@ class Installer:
             self._failing = run, self._now()
         limit = run.defaults.rejoin_timeout_seconds
         if self._now() - self._failing[1] > limit:
-            run.fail(PserverLost(f"no change could be carried out for {limit:g} s: {self._problem}"), self._now())
+            run.fail(
+                Ended(f"no change could be carried out for {limit:g} s: {self._problem}", code="pserver_lost"),
+                self._now(),
+            )
         return False
 
     async def _reconcile(self) -> bool:
@@ -265,7 +268,9 @@ class Installer:
         if round_ is None and (applied > 0 or run.has_trained or run.resume is not None):
             empty = [member.info.index for member, one in zip(members, ranges, strict=True) if not one]
             text = f"pservers {empty} have lost their shards" if empty else "no round can be restored by all pservers"
-            run.fail(PserverLost(f"{text}; the pservers can restore {ranges}", pserver=empty), self._now())
+            run.fail(
+                Ended(f"{text}; the pservers can restore {ranges}", code="pserver_lost", pserver=empty), self._now()
+            )
             return False
         if gone := run.find_done_after(round_ or 0):
             run.lose_rounds(gone, round_ or 0, applied, self._now())
@@ -352,8 +357,9 @@ class Installer:
             self._say("a pserver refused an installation", problem, pserver=index)
             # A conflict is over soon: such as that it has not read yet who it is now.
             if not problem.may_be_retried and not isinstance(problem, Conflict):
-                kind = StorageFailed if isinstance(problem, StorageFailed) else PserverLost
-                run.fail(kind(f"pserver {index} cannot serve the run: {problem}", pserver=index), self._now())
+                code = "storage_failed" if isinstance(problem, StorageFailed) else "pserver_lost"
+                text = f"pserver {index} cannot serve the run: {problem}"
+                run.fail(ERRORS[code].family(text, code=code, pserver=index), self._now())
             return False
         self._taken[index] = state
         return True

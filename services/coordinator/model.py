@@ -22,7 +22,7 @@ _OF_PSERVERS = {
 
 
 def plan_model(model: DeclareModel, defaults: RunDefaults, num_pservers: int) -> SlicePlan:
-    """The slice plan of a declared model. Raises BadModel or UnsupportedOptimizer."""
+    """The slice plan of a declared model. Raises BadModel or BadInput (`unsupported_optimizer`)."""
     parameters = [ParameterSpec(*fields) for fields in model.parameters]
     if defaults.consistency.is_ring:
         if useless := [name for name, same in _OF_PSERVERS.items() if getattr(model, name) not in (None, same)]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ps_protocol.errors import IndexTaken, StalePserver, WorldMismatch
+from ps_protocol.errors import Conflict, StalePserver
 from ps_protocol.messages import (
     PserverHeartbeat,
     PserverInfo,
@@ -80,21 +80,23 @@ class PserverRegistry:
         free = [index for index in range(self.num_pservers) if index not in taken]
         if request.index is None:
             if not free:
-                raise IndexTaken(
+                raise Conflict(
                     f"the cluster has its {self.num_pservers} pservers; it is taken in when one of them is gone, "
                     "or when the coordinator is started with more",
+                    code="index_taken",
                     current=self.num_pservers,
                 )
             return free[0]
         if request.index >= self.num_pservers:
-            raise WorldMismatch(
+            raise Conflict(
                 f"pserver {request.index} is beyond this cluster",
-                expected=f"0 to {self.num_pservers - 1}",
-                actual=request.index,
-            )
+                code="world_mismatch", expected=f"0 to {self.num_pservers - 1}", actual=request.index,
+            )  # fmt: skip
         if request.index not in free:
             holder = self.members[request.index].info.address
-            raise IndexTaken(f"a living pserver at {holder} has index {request.index}", current=holder)
+            raise Conflict(
+                f"a living pserver at {holder} has index {request.index}", code="index_taken", current=holder
+            )
         return request.index
 
     def _succeeds(self, request: RegisterPserver, member: PserverMember) -> bool:

@@ -13,19 +13,15 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from ps_protocol.errors import (
-    CannotEvict,
+    Conflict,
+    Ended,
     GradpostError,
     ModelMismatch,
-    ModeMismatch,
     NotFound,
     NotReady,
-    PserverLost,
-    RankTaken,
     RoundTimeout,
     StaleRun,
-    StaleTrainer,
     TrainerLost,
-    WorldMismatch,
 )
 from ps_protocol.messages import Controls, DeclareModel, JoinTrainer, Leave, RunState, TrainerHeartbeat
 from ps_protocol.plan import SlicePlan
@@ -187,7 +183,7 @@ class Run:
     def join(self, request: JoinTrainer, now: float) -> TrainerMember:
         """Give the process a rank and an incarnation; the same process again gets the same answer.
 
-        Once the run has begun there is room in the places of those who were lost. Raises RankTaken, NotReady (the
+        Once the run has begun there is room in the places of those who were lost. Raises Conflict, NotReady (the
         run goes on with all of its trainers), and what `check_expectations` does.
         """
         self.check_expectations(request)
@@ -216,25 +212,26 @@ class Run:
         return self._incarnations[rank]
 
     def check_expectations(self, request: JoinTrainer) -> None:
-        """Raise WorldMismatch or ModeMismatch if no run of this cluster can have such a trainer."""
+        """Raise Conflict if no run of this cluster can have such a trainer."""
         fewest, most = self.sizes
         if request.world_size is not None and not fewest <= request.world_size <= most:
-            raise WorldMismatch(
+            raise Conflict(
                 "the trainer was started for another number of trainers than the coordinator",
+                code="world_mismatch",
                 expected=f"WORLD_SIZE {fewest}" if fewest == most else f"WORLD_SIZE {fewest} to {most}",
                 actual=f"WORLD_SIZE {request.world_size}",
             )
         most = request.world_size or most
         if request.rank is not None and request.rank >= most:
-            raise WorldMismatch(
+            raise Conflict(
                 f"rank {request.rank} is beyond this cluster",
-                expected=f"0 to {most - 1}",
-                actual=f"rank {request.rank}",
-            )
+                code="world_mismatch", expected=f"0 to {most - 1}", actual=f"rank {request.rank}",
+            )  # fmt: skip
         if actual := self.defaults.consistency.difference(request.expects):
             served = asdict(self.defaults.consistency)
-            raise ModeMismatch(
+            raise Conflict(
                 "the trainer was started for another mode than the servers run",
+                code="mode_mismatch",
                 expected={name: served.get(name, "no such setting") for name in actual},
                 actual=actual,
             )
@@ -246,29 +243,34 @@ class Run:
             raise NotReady(f"run {self.name} is under way", waiting_for=f"run {self.name} to end")
         if wanted is None:
             if not free:
-                raise RankTaken(f"all {self.sizes[1]} ranks are taken by living trainers (num_trainers, max_trainers)")
+                raise Conflict(
+                    f"all {self.sizes[1]} ranks are taken by living trainers (num_trainers, max_trainers)",
+                    code="rank_taken",
+                )
             return free[0]
         if wanted not in free:
             text = f"a living trainer has rank {wanted}; stop that one, or give this one another RANK"
-            raise RankTaken(text, current=self.trainers[wanted].incarnation)
+            raise Conflict(text, code="rank_taken", current=self.trainers[wanted].incarnation)
         return wanted
 
     def member(self, rank: Rank, run: str, incarnation: Incarnation) -> TrainerMember:
-        """The trainer that a message is from; raises StaleRun or StaleTrainer."""
+        """The trainer that a message is from; raises StaleRun or Conflict (`stale_trainer`)."""
         if run != self.name:
             raise StaleRun("this message belongs to another run", expected=self.name, actual=run)
         trainer = self.trainers.get(rank)
         if trainer is None or trainer.incarnation != incarnation:
-            raise StaleTrainer(
+            raise Conflict(
                 f"trainer {rank} incarnation {incarnation} is not a member: it was taken out, or another life has come",
-                current=trainer.incarnation if trainer else None,
-            )
+                code="stale_trainer", current=trainer.incarnation if trainer else None,
+            )  # fmt: skip
         if trainer.state == "lost" and not self._may_return(trainer) and not self.is_over:
-            raise StaleTrainer(f"trainer {rank} was lost, and the others go on without it: {trainer.why}")
+            raise Conflict(
+                f"trainer {rank} was lost, and the others go on without it: {trainer.why}", code="stale_trainer"
+            )
         return trainer
 
     def declare(self, rank: Rank, message: DeclareModel) -> None:
-        """Take a trainer's model; raises UnsupportedOptimizer, BadModel, or ModelMismatch with the difference."""
+        """Take a trainer's model; raises BadInput, or ModelMismatch with the difference."""
         trainer = self.member(rank, message.run, message.incarnation)
         plan_model(message, self.defaults, num_pservers=1)  # refuses what cannot be planned, before anybody waits
         if self.declaration is not None:
@@ -402,14 +404,17 @@ class Run:
         self._expire_declarations(now)
 
     def evict(self, rank: Rank, now: float) -> None:
-        """The others go on without this trainer; another life of it may join. Raises NotFound, CannotEvict."""
+        """The others go on without this trainer; another life of it may join. Raises NotFound, `cannot_evict`."""
         trainer = self.trainers.get(rank)
         if trainer is None or not (trainer.is_here or trainer.is_awaited):
             raise NotFound(f"no trainer {rank} takes part", members=sorted(self.members))
         others = len(self.members) - trainer.is_here
         needed = self.defaults.min_trainers if self.defaults.on_trainer_loss == "continue" else 1
         if others < needed:
-            raise CannotEvict(f"without trainer {rank} there would be too few", expected=f">= {needed}", actual=others)
+            raise Conflict(
+                f"without trainer {rank} there would be too few",
+                code="cannot_evict", expected=f">= {needed}", actual=others,
+            )  # fmt: skip
         trainer.lose("lost", f"trainer {rank} {EVICTED}", now, is_awaited=False)
         self.number += 1
 
@@ -466,7 +471,7 @@ class Run:
         if self.state == "finished":
             self.state = "training"
         text = f"rounds {since + 1} to {newest} are lost, and {name_ranks(done)} cannot take them again, being done"
-        self.fail(PserverLost(f"{text}; resume the run to train them once more"), now)
+        self.fail(Ended(f"{text}; resume the run to train them once more", code="pserver_lost"), now)
 
     def refuse_rollback(self, reason: str) -> None:
         """Stay where the run is: a rollback that an administrator has asked for does not come about."""

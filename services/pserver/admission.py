@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from ps_protocol.errors import FutureRound, StaleTrainer
+from ps_protocol.errors import Conflict, FutureRound
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 Admission = Literal["open", "already_applied"]
 
 
 def check_member(members: Mapping[Rank, Incarnation], rank: Rank, incarnation: Incarnation) -> None:
-    """Raise StaleTrainer unless this is the current life of a member."""
+    """Raise Conflict unless this is the current life of a member."""
     if members.get(rank) != incarnation:
-        raise StaleTrainer(
+        raise Conflict(
             f"trainer {rank} incarnation {incarnation} is not a member: it was taken out, or another life has come",
-            current={str(r): i for r, i in members.items()},
-        )
+            code="stale_trainer", current={str(r): i for r, i in members.items()},
+        )  # fmt: skip
 
 
 def admit(round_: Round, first_open: Round, last_open: Round) -> Admission:

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import xxhash
 
 from ps_protocol.controls import NONE, override_rates
-from ps_protocol.errors import GradpostError, ModeMismatch, QueueFull, RoundPending, StaleRound, TryAgain
+from ps_protocol.errors import Conflict, GradpostError, RoundPending, StaleRound, TryAgain
 from ps_protocol.fence import Fence
 from ps_protocol.messages import BarrierAnswer, FrozenRounds, InstallMembers, InstallRun, PushAnswer
 from ps_protocol.norms import AgreedNorm
@@ -162,7 +162,7 @@ class AsyncRun(PserverRun):
     async def push(self, fence: Fence, body: Body) -> PushAnswer:
         """Validate and stage one bucket; the one that completes a step is answered once all of it is queued.
 
-        Waits for room in the queues; raises QueueFull if there is none for long. The same push again then tries
+        Waits for room in the queues; raises TryAgain if there is none for long. The same push again then tries
         again; what is staged stays.
         """
         if STATES_KEY in body.frame.metadata:
@@ -232,7 +232,7 @@ class AsyncRun(PserverRun):
                             raise RoundPending("the run is paused by an administrator; send this again")
                         full = self._full_queues(blocks)
                         what = f"the queue of block {full[0]!r} is full" if full else "this pserver is busy"
-                        raise QueueFull(f"{what}; send this again", blocks=full[:10])
+                        raise TryAgain(f"{what}; send this again", code="queue_full", blocks=full[:10])
                     with self._metrics.held_pushes.track_inprogress(), contextlib.suppress(TimeoutError):
                         async with asyncio.timeout_at(begin + HOLD_SECONDS):
                             await self._condition.wait()
@@ -399,11 +399,12 @@ class AsyncRun(PserverRun):
                 raise copy.copy(failure)
 
     def barrier_arrived(self, fence: Fence, kind: BarrierKind, *, is_finite: bool = True) -> BarrierAnswer:
-        """There are no barriers: raises ModeMismatch."""
+        """There are no barriers: raises Conflict (`mode_mismatch`)."""
         self.check_fence(fence)
-        raise ModeMismatch(
-            f"a {kind} barrier belongs to the synchronous mode", expected="no barrier", actual=self._rules.mode
-        )
+        raise Conflict(
+            f"a {kind} barrier belongs to the synchronous mode",
+            code="mode_mismatch", expected="no barrier", actual=self._rules.mode,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ apply
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from ps_protocol.errors import ApplyFailed, GradpostError
+from ps_protocol.errors import Ended, GradpostError
 from services.runtime.logs import get_logger
 
 from .clocks import Taken
@@ -102,14 +102,16 @@ class BlockQueue:
             await marker.reached(self.name)
         except Exception as error:  # the get fails, not the block
             log.exception("reading a block failed", block=self.name)
-            marker.fail(ApplyFailed(f"block {self.name!r} could not be read: {error}"))
+            marker.fail(Ended(f"block {self.name!r} could not be read: {error}", code="apply_failed"))
 
     async def _apply_update(self, update: Update) -> None:
         try:
             await self._apply(self.name, update)
         except Exception as error:
             log.exception("a block's worker failed; the block has stopped", block=self.name)
-            self.failure = ApplyFailed(f"block {self.name!r} has stopped, because its optimizer failed: {error}")
+            self.failure = Ended(
+                f"block {self.name!r} has stopped, because its optimizer failed: {error}", code="apply_failed"
+            )
             self._drop_all(self.failure)
         self.num_updates -= 1
         await self._changed()

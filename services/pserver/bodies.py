@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from starlette.requests import ClientDisconnect
 
-from ps_protocol.errors import BodyTooLarge, LengthRequired, MalformedFrame
+from ps_protocol.errors import BadInput
 from ps_protocol.frames import Frame, FrameLimits, TensorEntry, parse_frame
 from services.runtime.own_memory import receive_into
 
@@ -96,14 +96,17 @@ def content_length(headers: dict[str, str], limits: FrameLimits) -> int:
     """The announced length of a body, checked before anything is allocated."""
     text = headers.get("content-length", "")
     if not (text.isascii() and text.isdigit()):
-        raise LengthRequired("a tensor body needs a Content-Length header")
+        raise BadInput("a tensor body needs a Content-Length header", code="length_required")
     if len(text) > 18 or int(text) > limits.max_body_bytes:
-        raise BodyTooLarge("the body is too large", expected=f"<= {limits.max_body_bytes} bytes", actual=text[:40])
+        raise BadInput(
+            "the body is too large",
+            code="body_too_large", expected=f"<= {limits.max_body_bytes} bytes", actual=text[:40],
+        )  # fmt: skip
     return int(text)
 
 
 async def receive_body(scope: Scope, receive: Receive, num_bytes: int, limits: FrameLimits, pool: BufferPool) -> Body:
-    """Receive exactly `num_bytes` and parse them. Waits for the client; raises MalformedFrame if it stops early."""
+    """Receive exactly `num_bytes` and parse them. Waits for the client; raises BadInput if it stops early."""
     body = Body(pool, num_bytes)
     filled = 0
     more = True
@@ -111,10 +114,12 @@ async def receive_body(scope: Scope, receive: Receive, num_bytes: int, limits: F
         try:
             received, more = await receive_into(body.buffer[filled:], scope, receive)
         except ValueError:
-            raise MalformedFrame("the body is longer than its Content-Length", expected=f"{num_bytes} bytes") from None
+            raise BadInput(
+                "the body is longer than its Content-Length", code="malformed_frame", expected=f"{num_bytes} bytes"
+            ) from None
         filled += received
     if filled != num_bytes:
-        raise MalformedFrame("the body ended early", expected=f"{num_bytes} bytes", actual=filled)
+        raise BadInput("the body ended early", code="malformed_frame", expected=f"{num_bytes} bytes", actual=filled)
     body.frame = parse_frame(body.buffer, limits)
     return body
 

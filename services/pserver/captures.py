@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ps_protocol.errors import FutureRound, Overloaded, StaleRound
+from ps_protocol.errors import FutureRound, StaleRound, TryAgain
 from ps_protocol.vocabulary import Round
 
 T = TypeVar("T")
@@ -27,12 +27,12 @@ class Captures:
     async def wait(self, round_: Round, look: Callable[[], T], seconds: float, newest: Round) -> T:
         """What `look` finds after a round that is not over, `newest` being the one before the open one.
 
-        Raises TimeoutError after so many seconds, StaleRound if the round was over too soon, FutureRound, Overloaded.
+        Raises TimeoutError after so many seconds, StaleRound if the round was over too soon, FutureRound, TryAgain.
         """
         if round_ > newest + MAX_ROUNDS_AHEAD:
             raise FutureRound(f"round {round_} is far ahead", current=newest)
         if sum(map(len, self._wanted.values())) >= MAX_WANTED:
-            raise Overloaded("too many wait for rounds to look at")
+            raise TryAgain("too many wait for rounds to look at", code="overloaded")
         capture = _Capture(look)
         self._wanted.setdefault(round_, []).append(capture)
         try:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from ps_protocol.consistency import Consistency, needed_clock, oldest_start
-from ps_protocol.errors import ContributionMissing, DelayExceeded, FutureRound
+from ps_protocol.errors import Conflict, ContributionMissing, FutureRound
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.slots import StepState
 from ps_protocol.vocabulary import Incarnation, Rank, Round
@@ -98,7 +98,7 @@ class Clocks(Generic[Payload]):
         return self._steps[rank].staged
 
     def admit(self, rank: Rank, incarnation: Incarnation, step: Round) -> Admission:
-        """Say where a push belongs, or raise StaleTrainer or FutureRound. Changes nothing."""
+        """Say where a push belongs, or raise Conflict (`stale_trainer`) or FutureRound. Changes nothing."""
         check_member(self.members, rank, incarnation)
         steps = self._steps[rank]
         may_skip = steps.may_skip and not steps.staged.is_complete  # else it is about to be taken
@@ -114,17 +114,16 @@ class Clocks(Generic[Payload]):
         return num_lost
 
     def check_delay(self, rank: Rank, step: Round, computed_on: Round) -> None:
-        """Raise DelayExceeded if the gradient of `step` was computed on parameters that are too old, FutureRound
+        """Raise `delay_exceeded` if the gradient of `step` was computed on parameters that are too old, FutureRound
         if on some that this trainer cannot have got."""
         if computed_on >= step:
             raise FutureRound(f"step {step} cannot have been computed on version {computed_on}", current=step - 1)
         oldest = oldest_start(step, self._rules.max_delay)
         if computed_on < oldest:
-            raise DelayExceeded(
+            raise Conflict(
                 f"trainer {rank} computed step {step} on parameters of its step {computed_on}",
-                expected=f">= {oldest} (max_delay {self._rules.max_delay})",
-                actual=computed_on,
-            )
+                code="delay_exceeded", expected=f">= {oldest} (max_delay {self._rules.max_delay})", actual=computed_on,
+            )  # fmt: skip
 
     def blocks_arrived(
         self,

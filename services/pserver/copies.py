@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from ps_protocol.errors import Overloaded
+from ps_protocol.errors import TryAgain
 
 MAX_BYTES = 256 * 1024 * 1024
 PATIENCE_SECONDS = 10.0  # of who waits for room
@@ -22,14 +22,14 @@ class Copies:
 
     @asynccontextmanager
     async def reserve(self, num_bytes: int) -> AsyncIterator[None]:
-        """Wait for room and hold it for the block. Raises Overloaded if there is none for long."""
+        """Wait for room and hold it for the block. Raises TryAgain if there is none for long."""
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
                 while self._num_bytes and self._num_bytes + num_bytes > self._max_bytes:
                     self._freed.clear()
                     await self._freed.wait()
         except TimeoutError:
-            raise Overloaded("too many are looking at large blocks") from None
+            raise TryAgain("too many are looking at large blocks", code="overloaded") from None
         self._num_bytes += num_bytes
         try:
             yield

@@ -12,7 +12,7 @@ from dataclasses import replace
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from ps_protocol.errors import BadHeader, BodyTooLarge, GradpostError, MalformedFrame, ModeMismatch
+from ps_protocol.errors import BadInput, Conflict, GradpostError
 from ps_protocol.fence import MAX_DIGITS, Fence
 from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES
 from ps_protocol.norms import AgreedNorm
@@ -55,7 +55,10 @@ class TensorEndpoints:
             run.admit_initial(fence) if initial else run.admit_push(fence)
             most = run.num_bytes + self._limits.max_header_bytes + LENGTH_BYTES
             if num_bytes > most:
-                raise BodyTooLarge("the body is larger than the whole shard", expected=f"<= {most}", actual=num_bytes)
+                raise BadInput(
+                    "the body is larger than the whole shard",
+                    code="body_too_large", expected=f"<= {most}", actual=num_bytes,
+                )  # fmt: skip
         except GradpostError:
             await discard_body(receive)
             raise
@@ -144,12 +147,18 @@ def _barrier_kind(headers: dict[str, str]) -> BarrierKind:
         case "fetch":
             return "fetch"
         case other:
-            raise BadHeader(f"the header {BARRIER_HEADER} names no barrier", expected="batch or fetch", actual=other)
+            raise BadInput(
+                f"the header {BARRIER_HEADER} names no barrier",
+                code="bad_header", expected="batch or fetch", actual=other,
+            )  # fmt: skip
 
 
 def _clipping(run: PserverRun) -> SyncRun:
     if not isinstance(run, SyncRun) or run.install.max_grad_norm is None:
-        raise ModeMismatch("the gradients of this run are not clipped, so that rounds have no norm (max_grad_norm)")
+        raise Conflict(
+            "the gradients of this run are not clipped, so that rounds have no norm (max_grad_norm)",
+            code="mode_mismatch",
+        )
     return run
 
 
@@ -158,16 +167,17 @@ def _count_riding_barrier(run: PserverRun, fence: Fence, headers: dict[str, str]
     if BARRIER_HEADER not in headers:
         return
     if _barrier_kind(headers) != "batch":
-        raise BadHeader("only the batch barrier may ride on another request", expected="batch")
+        raise BadInput("only the batch barrier may ride on another request", code="bad_header", expected="batch")
     run.barrier_arrived(fence, "batch", is_finite=is_finite)
 
 
 def _is_finite(headers: dict[str, str]) -> bool:
     verdict = headers.get(VERDICT_HEADER)
     if verdict not in (None, "finite", "nonfinite"):
-        raise BadHeader(
-            f"the header {VERDICT_HEADER} is no verdict", expected="finite or nonfinite", actual=verdict[:40]
-        )
+        raise BadInput(
+            f"the header {VERDICT_HEADER} is no verdict",
+            code="bad_header", expected="finite or nonfinite", actual=verdict[:40],
+        )  # fmt: skip
     return verdict != "nonfinite"
 
 
@@ -178,9 +188,10 @@ def _wait_seconds(headers: dict[str, str]) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds <= MAX_WAIT_SECONDS:
-        raise BadHeader(
-            f"the header {WAIT_HEADER} is no time to wait", expected=f"0 to {MAX_WAIT_SECONDS:g}", actual=text[:40]
-        )
+        raise BadInput(
+            f"the header {WAIT_HEADER} is no time to wait",
+            code="bad_header", expected=f"0 to {MAX_WAIT_SECONDS:g}", actual=text[:40],
+        )  # fmt: skip
     return seconds
 
 
@@ -189,7 +200,7 @@ def _have(headers: dict[str, str]) -> Round | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
-        raise BadHeader(f"the header {HAVE_HEADER} is no round", expected="digits", actual=text[:40])
+        raise BadInput(f"the header {HAVE_HEADER} is no round", code="bad_header", expected="digits", actual=text[:40])
     return int(text)
 
 
@@ -207,13 +218,15 @@ async def _receive_names(receive: Receive) -> list[str]:
         body += message.get("body", b"")
         more = message.get("more_body", False)
         if len(body) > MAX_GET_BODY_BYTES:
-            raise BodyTooLarge("the list of blocks is too long", expected=f"<= {MAX_GET_BODY_BYTES} bytes")
+            raise BadInput(
+                "the list of blocks is too long", code="body_too_large", expected=f"<= {MAX_GET_BODY_BYTES} bytes"
+            )
     try:
         names = json.loads(body) if body else []
     except (ValueError, RecursionError):
         names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise MalformedFrame("the body of a get is empty or a JSON list of block names")
+        raise BadInput("the body of a get is empty or a JSON list of block names", code="malformed_frame")
     return names
 
 

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from ps_protocol.errors import Overloaded
+from ps_protocol.errors import TryAgain
 from ps_protocol.vocabulary import Rank
 
 MAX_WAITING_GETS = 16  # of one trainer; one is all that it needs, or one for each step on its way
@@ -36,12 +36,12 @@ class InFlight:
 
     @contextmanager
     def reserve(self, rank: Rank, num_bytes: int, num_trainers: int) -> Iterator[None]:
-        """Count a body while the block runs. Raises Overloaded at once if the trainer's share is used up."""
+        """Count a body while the block runs. Raises TryAgain at once if the trainer's share is used up."""
         share = self._max_bytes // max(1, num_trainers)
         mine = self._of_rank[rank]
         if mine and mine + num_bytes > share:
-            raise Overloaded(
-                f"bodies of trainer {rank} are in flight already",
+            raise TryAgain(
+                f"bodies of trainer {rank} are in flight already", code="overloaded",
                 expected=f"<= {share} bytes together", actual=mine + num_bytes,
             )  # fmt: skip
         self._of_rank[rank] += num_bytes
@@ -68,7 +68,7 @@ class WaitingGets:
 
     @asynccontextmanager
     async def place(self, rank: Rank) -> AsyncIterator[None]:
-        """Wait within the block; Overloaded is raised there when newer gets need the place."""
+        """Wait within the block; TryAgain is raised there when newer gets need the place."""
         gets = self._of_rank[rank]
         if len(gets) >= self._max_each:
             gets.popleft().reschedule(asyncio.get_running_loop().time())
@@ -77,7 +77,7 @@ class WaitingGets:
                 gets.append(place)
                 yield
         except TimeoutError:
-            raise Overloaded(f"trainer {rank} has asked {self._max_each} times since") from None
+            raise TryAgain(f"trainer {rank} has asked {self._max_each} times since", code="overloaded") from None
         finally:
             if place in gets:
                 gets.remove(place)

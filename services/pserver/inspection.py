@@ -49,7 +49,7 @@ async def describe_blocks(
 ) -> list[Statistics]:
     """Statistics of each of these blocks after its next update; without one in so many seconds, as it is now.
 
-    They are computed on a thread of their own, from copies: the updates wait for the copies only. Raises Overloaded.
+    They are computed on a thread of their own, from copies: the updates wait for the copies only. Raises TryAgain.
     """
     _check(run, names)
     num_bytes = sum(run.shard.layout.place[name].block.num_elements for name in names) * 2 * MASTER_BYTES

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ps_protocol.errors import MalformedFrame
+from ps_protocol.errors import BadInput
 from ps_protocol.quantisation import dequantise
 from ps_protocol.wire_types import GROUP
 
@@ -47,11 +47,13 @@ class SparsePart:
         self._values, self._indices, self._num_elements = values, indices, num_elements
 
     def check(self) -> None:
-        """Raise MalformedFrame unless the indices increase and lie within the block."""
+        """Raise BadInput unless the indices increase and lie within the block."""
         indices = self._indices
         is_sorted = bool((indices[1:] > indices[:-1]).all())
         if not is_sorted or not 0 <= int(indices[0]) <= int(indices[-1]) < self._num_elements:
-            raise MalformedFrame("the indices of a sparse block have to increase, from 0 to below its size")
+            raise BadInput(
+                "the indices of a sparse block have to increase, from 0 to below its size", code="malformed_frame"
+            )
 
     @property
     def shape(self) -> torch.Size:

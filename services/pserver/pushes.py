@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 
-from ps_protocol.errors import BadHyperParameters, MalformedFrame, UnknownBlock, WrongDtype, WrongShape
+from ps_protocol.errors import BadInput
 from ps_protocol.frames import TensorEntry
 from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec, check_hyper_parameters
@@ -27,16 +27,13 @@ from .tensors import StagedBlock
 
 
 def read_blocks(body: Body, layout: ShardLayout) -> dict[str, StagedBlock]:
-    """The blocks of a pushed body by name, without a copy.
-
-    Raises UnknownBlock, WrongDtype, WrongShape or MalformedFrame.
-    """
+    """The blocks of a pushed body by name, without a copy. Raises BadInput."""
     entries = {entry.name: entry for entry in body.frame.tensors}
     blocks: dict[str, StagedBlock] = {}
     for name in entries:
         place = layout.place.get(name) or layout.place.get(name.removesuffix(SCALES).removesuffix(INDICES))
         if place is None or name not in (tensor for tensor, _, _ in place.pushed):
-            raise UnknownBlock(f"block {name!r} is not on this pserver")
+            raise BadInput(f"block {name!r} is not on this pserver", code="unknown_block")
         if place.name not in blocks:
             blocks[place.name] = _read_block(body, place.pushed, entries, place.block.num_elements)
     return blocks
@@ -45,7 +42,7 @@ def read_blocks(body: Body, layout: ShardLayout) -> dict[str, StagedBlock]:
 def read_slots(body: Body, layout: ShardLayout, optimizer: OptimizerSpec) -> dict[str, StagedBlock | StepState]:
     """Return slots and masters of a pushed body by `{slot}/{block}`, without a copy, and step states by `/{block}`.
 
-    Raises UnknownBlock, WrongDtype, WrongShape or MalformedFrame.
+    Raises BadInput.
     """
     entries = {entry.name: entry for entry in body.frame.tensors}
     slots: dict[str, StagedBlock | StepState] = {}
@@ -53,12 +50,12 @@ def read_slots(body: Body, layout: ShardLayout, optimizer: OptimizerSpec) -> dic
         slot, name = split_key(key)
         place = layout.place.get(name)
         if place is None or slot not in (MASTER, *possible_slots(optimizer.name)):
-            raise UnknownBlock(f"slot {key!r} is not on this pserver")
+            raise BadInput(f"slot {key!r} is not on this pserver", code="unknown_block")
         size = place.block.num_elements
         slots[key] = _read_block(body, ((key, "F32", (size,)),), entries, size)
     for name, state in read_states(body.frame.metadata[STATES_KEY]).items():
         if name not in layout.place:
-            raise UnknownBlock(f"block {name!r} is not on this pserver")
+            raise BadInput(f"block {name!r} is not on this pserver", code="unknown_block")
         slots[slot_key("", name)] = state
     return slots
 
@@ -70,7 +67,7 @@ def read_initial_blocks(body: Body, layout: ShardLayout, *, skip: Collection[str
     for name in entries:
         place = layout.place.get(name)
         if place is None:
-            raise UnknownBlock(f"block {name!r} is not on this pserver")
+            raise BadInput(f"block {name!r} is not on this pserver", code="unknown_block")
         size = place.block.num_elements
         blocks[name] = _read_block(body, ((name, place.dtype, (size,)),), entries, size)
     return blocks
@@ -83,25 +80,27 @@ def _read_block(
     for name, dtype, shape in expected:
         entry = entries.get(name)
         if entry is None:
-            raise MalformedFrame(
-                f"the push has a part of a block, and lacks {name!r}", expected=f"{dtype} {list(shape)}"
-            )
+            raise BadInput(
+                f"the push has a part of a block, and lacks {name!r}",
+                code="malformed_frame", expected=f"{dtype} {list(shape)}",
+            )  # fmt: skip
         if entry.dtype != dtype:
-            raise WrongDtype(f"block {name!r}", expected=dtype, actual=entry.dtype)
+            raise BadInput(f"block {name!r}", code="wrong_dtype", expected=dtype, actual=entry.dtype)
         if entry.shape != shape:
-            raise WrongShape(f"block {name!r}", expected=list(shape), actual=list(entry.shape))
+            raise BadInput(f"block {name!r}", code="wrong_shape", expected=list(shape), actual=list(entry.shape))
         found.append(entry)
     return StagedBlock(body, tuple(found), num_elements)
 
 
 def read_buffers(body: Body, specs: Mapping[str, BufferSpec]) -> list[TensorEntry]:
-    """Those tensors of a body that are buffers of this pserver. Raises WrongShape."""
+    """Those tensors of a body that are buffers of this pserver. Raises BadInput."""
     entries = [entry for entry in body.frame.tensors if entry.name in specs]
     for entry in entries:
         spec = specs[entry.name]
         if (entry.dtype, entry.shape) != (spec.dtype, spec.shape):
-            raise WrongShape(
+            raise BadInput(
                 f"buffer {entry.name!r} does not fit the plan",
+                code="wrong_shape",
                 expected=f"{spec.dtype} {list(spec.shape)}",
                 actual=f"{entry.dtype} {list(entry.shape)}",
             )
@@ -109,7 +108,7 @@ def read_buffers(body: Body, specs: Mapping[str, BufferSpec]) -> list[TensorEntr
 
 
 def read_num_slots(metadata: Mapping[str, str]) -> int:
-    """How many slots and step states belong to a contribution, as its last push says. Raises MalformedFrame."""
+    """How many slots and step states belong to a contribution, as its last push says. Raises BadInput."""
     return _read_number(metadata, NUM_SLOTS_KEY, max_digits=9) or 0
 
 
@@ -118,7 +117,7 @@ def read_completion(
 ) -> tuple[int | None, list[HyperParameters] | None]:
     """What the last push of a contribution says: its number of blocks, and the optimizer's numbers.
 
-    Nothing for the pushes before it. Raises MalformedFrame or BadHyperParameters.
+    Nothing for the pushes before it. Raises BadInput.
     """
     num_blocks = _read_number(metadata, NUM_BLOCKS_KEY, max_digits=9)
     if num_blocks is None:
@@ -126,20 +125,22 @@ def read_completion(
     try:
         numbers = json.loads(metadata.get(HYPER_PARAMETERS_KEY, "null"))
     except (ValueError, RecursionError) as error:
-        raise BadHyperParameters(f"{HYPER_PARAMETERS_KEY} is not JSON: {error}") from None
+        raise BadInput(f"{HYPER_PARAMETERS_KEY} is not JSON: {error}", code="bad_hyper_parameters") from None
     return num_blocks, check_hyper_parameters(optimizer, numbers)
 
 
 def read_grad_scaler(metadata: Mapping[str, str]) -> ScalerState | None:
-    """The state of the trainer's GradScaler, if it has one; it stands in the last push. Raises MalformedFrame."""
+    """The state of the trainer's GradScaler, if it has one; it stands in the last push. Raises BadInput."""
     return ScalerState.from_json(metadata.get(GRAD_SCALER_KEY))
 
 
 def read_computed_on(metadata: Mapping[str, str]) -> Round:
-    """After which step the trainer had pulled what it computed with. Raises MalformedFrame."""
+    """After which step the trainer had pulled what it computed with. Raises BadInput."""
     step = _read_number(metadata, COMPUTED_ON_KEY, max_digits=18)
     if step is None:
-        raise MalformedFrame(f"the last push of a step lacks {COMPUTED_ON_KEY}", expected="the step of a get")
+        raise BadInput(
+            f"the last push of a step lacks {COMPUTED_ON_KEY}", code="malformed_frame", expected="the step of a get"
+        )
     return step
 
 
@@ -148,5 +149,5 @@ def _read_number(metadata: Mapping[str, str], key: str, max_digits: int) -> int 
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= max_digits):
-        raise MalformedFrame(f"{key} is not a number", expected="decimal digits", actual=text[:40])
+        raise BadInput(f"{key} is not a number", code="malformed_frame", expected="decimal digits", actual=text[:40])
     return int(text)

@@ -102,7 +102,7 @@ class ReadShard(Reader):
         self._current: _Snapshot | None = None
 
     async def read(self, names: Collection[str] | None, metadata: Mapping[str, str]) -> Reading:
-        """Waits until every block's queue has got to the marker; raises ApplyFailed if a block has stopped."""
+        """Waits until every block's queue has got to the marker; raises Ended if a block has stopped."""
         if self._next is None:
             self._next = asyncio.create_task(self._take_next(), name="snapshot")
         snapshot = await asyncio.shield(self._next)

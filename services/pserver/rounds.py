@@ -155,7 +155,7 @@ class Rounds(Generic[Payload]):
                 yield round_, rank, contribution
 
     def admit(self, rank: Rank, incarnation: Incarnation, round_: Round) -> Admission:
-        """Say where a message belongs, or raise StaleTrainer, StaleRound or FutureRound. Changes nothing.
+        """Say where a message belongs, or raise Conflict (`stale_trainer`), StaleRound or FutureRound. Changes nothing.
 
         Called at a request's headers and again after its last byte, because rounds go on meanwhile.
         """
@@ -167,7 +167,7 @@ class Rounds(Generic[Payload]):
         return admission
 
     def admit_get(self, rank: Rank, incarnation: Incarnation, round_: Round) -> None:
-        """Check a get of version `round_`; raises StaleTrainer or FutureRound. Who joins may get what is open yet."""
+        """Check a get of version `round_`; raises Conflict or FutureRound. Who joins may get what is open yet."""
         check_member(self.members, rank, incarnation)
         admit(round_, self.open, max(self.open + self.max_delay, self._starts.get(rank, 1) - 1))
 

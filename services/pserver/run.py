@@ -18,15 +18,15 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import xxhash
 
 from ps_protocol.errors import (
+    BadInput,
+    Conflict,
     GradpostError,
     NonFiniteGradient,
     NotReady,
     RoundTimeout,
-    StaleTrainer,
     StorageFailed,
     TrainerLost,
     TryAgain,
-    UnknownBlock,
 )
 from ps_protocol.fence import Fence
 from ps_protocol.messages import (
@@ -160,7 +160,7 @@ class PserverRun(ABC):
     async def get_slots(self, fence: Fence, keys: Sequence[str]) -> Sequence[bytes]:
         """A frame of the optimizer's slots for a member, as of the request's round: see `Shard.encode_state`.
 
-        Raises UnknownBlock, StaleRound, TryAgain. In the asynchronous modes it is what there is now.
+        Raises BadInput, StaleRound, TryAgain. In the asynchronous modes it is what there is now.
         """
 
         def encode() -> tuple[Round, list[bytes]]:
@@ -222,7 +222,7 @@ class PserverRun(ABC):
             raise copy.copy(self.failure)  # its traceback would collect the frames, and bodies, of every request
 
     def check_member(self, fence: Fence) -> None:
-        """Raise StaleTrainer unless the request is from the current life of a member."""
+        """Raise Conflict unless the request is from the current life of a member."""
         check_member(self.members, fence.rank, fence.trainer_incarnation)
 
     def check_readable(self) -> None:
@@ -231,10 +231,10 @@ class PserverRun(ABC):
             raise NotReady("the initial values are not complete", waiting_for=self.uploader_name)
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Raise UnknownBlock unless all of these blocks are here."""
+        """Raise BadInput unless all of these blocks are here."""
         for name in names:
             if name not in self.shard.layout.place:
-                raise UnknownBlock(f"block {name!r} is not on pserver {self.index}")
+                raise BadInput(f"block {name!r} is not on pserver {self.index}", code="unknown_block")
 
     @property
     def uploader_name(self) -> str:
@@ -248,7 +248,7 @@ class PserverRun(ABC):
         self.check_fence(fence)
         self.check_member(fence)
         if fence.round != 0 or fence.rank != self.install.uploader:
-            raise StaleTrainer(f"the initial values are round 0 and come from {self.uploader_name}")
+            raise Conflict(f"the initial values are round 0 and come from {self.uploader_name}", code="stale_trainer")
         return "already_applied" if self.shard.is_initialised else "open"
 
     async def set_initial(self, fence: Fence, body: Body) -> PushAnswer:
@@ -316,7 +316,7 @@ class PserverRun(ABC):
     async def check_finite(self, fence: Fence, blocks: Mapping[str, StagedBlock]) -> bool:
         """Whether the blocks hold neither NaN nor infinity; under `allow` nobody looks. Counts and logs what does.
 
-        Raises NonFiniteGradient under `reject`, and MalformedFrame for indices that are none.
+        Raises NonFiniteGradient under `reject`, and BadInput for indices that are none.
         """
         if self.plan.wire.push == "topk":
             await self._compute.run(check_blocks, blocks)
@@ -377,7 +377,7 @@ class PserverRun(ABC):
         """How long somebody has been waiting for the missing trainers."""
         return 0.0 if self._waiting_since is None else asyncio.get_running_loop().time() - self._waiting_since
 
-    def timed_out(self, ranks: Sequence[Rank], owed: str, **facts: object) -> RoundTimeout:
+    def timed_out(self, ranks: Sequence[Rank], owed: str, **facts: Any) -> RoundTimeout:
         """The error for those who have waited for the round time-out: who did not do what; nobody: the coordinator."""
         limit = self.install.round_timeout_seconds
         text = f"{name_trainers(ranks) or 'the coordinator'} did not {owed} within the round time-out of {limit:g} s"

@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ps_protocol.errors import UnknownBlock, UnsupportedOptimizer, WrongDtype, WrongShape
+from ps_protocol.errors import BadInput
 from ps_protocol.frames import encode_header
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.plan import SlicePlan
@@ -60,35 +60,37 @@ class Shard:
         self._initialised: set[str] = set()
 
     def block(self, name: str) -> Tensor:
-        """The master values of one block: a view of shape (num_elements,), float32. Raises UnknownBlock."""
+        """The master values of one block: a view of shape (num_elements,), float32. Raises BadInput."""
         place = self.layout.place.get(name)
         if place is None:
-            raise UnknownBlock(f"block {name!r} is not in this shard")
+            raise BadInput(f"block {name!r} is not in this shard", code="unknown_block")
         return self.values[place.begin : place.end]
 
     def set_initial(self, name: str, source: Tensor) -> None:
         """Copy a block's first values from a tensor of shape (num_elements,) in the parameter's dtype.
 
-        Raises UnknownBlock, WrongDtype or WrongShape.
+        Raises BadInput.
         """
         block = self.block(name)
         dtype = TORCH_DTYPES[self.layout.place[name].dtype]
         if source.dtype != dtype:
-            raise WrongDtype(f"block {name!r}", expected=str(dtype), actual=str(source.dtype))
+            raise BadInput(f"block {name!r}", code="wrong_dtype", expected=str(dtype), actual=str(source.dtype))
         if source.shape != block.shape:
-            raise WrongShape(f"block {name!r}", expected=list(block.shape), actual=list(source.shape))
+            raise BadInput(f"block {name!r}", code="wrong_shape", expected=list(block.shape), actual=list(source.shape))
         block.copy_(source)
         if self.published is not None:
             self.published.set(name)
         self._initialised.add(name)
 
     def set_initial_buffer(self, name: str, data: bytes | bytearray | memoryview) -> None:
-        """Store a buffer's bytes. Raises UnknownBlock or WrongShape."""
+        """Store a buffer's bytes. Raises BadInput."""
         spec = self._buffer_specs.get(name)
         if spec is None:
-            raise UnknownBlock(f"buffer {name!r} is not in this shard")
+            raise BadInput(f"buffer {name!r} is not in this shard", code="unknown_block")
         if len(data) != spec.num_bytes:
-            raise WrongShape(f"buffer {name!r}", expected=f"{spec.num_bytes} bytes", actual=f"{len(data)} bytes")
+            raise BadInput(
+                f"buffer {name!r}", code="wrong_shape", expected=f"{spec.num_bytes} bytes", actual=f"{len(data)} bytes"
+            )
         self._buffers[name] = bytes(data)
 
     @property
@@ -117,7 +119,7 @@ class Shard:
         present: Collection[str],
         hyper_parameters: list[HyperParameters],
     ) -> None:
-        """Step the present blocks once with a gradient of the layout. Raises UnsupportedOptimizer if there is none.
+        """Step the present blocks once with a gradient of the layout. Raises BadInput if there is none.
 
         After any other exception the shard is in an unknown state.
         """
@@ -135,7 +137,7 @@ class Shard:
         counter: Rank | None = None,
     ) -> None:
         if self.optimizer is None:
-            raise UnsupportedOptimizer("this plan has no optimizer")
+            raise BadInput("this plan has no optimizer", code="unsupported_optimizer")
         self.optimizer.apply(self.values, gradient, present, hyper_parameters, counter=counter)
         for name in present:
             self.versions[name] += 1
@@ -164,10 +166,10 @@ class Shard:
     def load_slots(self, loaded: LoadedSlots) -> list[str]:
         """Give blocks the slots and the values that a trainer has loaded; return the blocks with other values.
 
-        Raises UnsupportedOptimizer if there is no optimizer.
+        Raises BadInput if there is no optimizer.
         """
         if self.optimizer is None:
-            raise UnsupportedOptimizer("this plan has no optimizer")
+            raise BadInput("this plan has no optimizer", code="unsupported_optimizer")
         slots = dict(loaded.tensors)
         masters = {split_key(key)[1]: slots.pop(key) for key in loaded.tensors if split_key(key)[0] == MASTER}
         self.optimizer.load_blocks(loaded.states, slots)
@@ -269,7 +271,7 @@ class Shard:
         Another `encoder` reads a copy of the values, or reads them on another thread.
         """
         for name in blocks or ():
-            self.block(name)  # raises UnknownBlock
+            self.block(name)  # raises BadInput
         wanted = self.layout.place.keys() if blocks is None else frozenset(blocks)
         places = [place for name, place in self.layout.place.items() if name in wanted]
         entries = [(p.name, p.pulled if pulled else p.dtype, (p.block.num_elements,)) for p in places]
@@ -315,7 +317,7 @@ class Shard:
         return [header, *data]
 
     def encode_state(self, keys: Collection[str], metadata: Mapping[str, str], counter: Rank) -> list[bytes]:
-        """A frame of these slots, called `{slot}/{block}`, for a trainer. Raises UnknownBlock.
+        """A frame of these slots, called `{slot}/{block}`, for a trainer. Raises BadInput.
 
         Without any its metadata says which slots there are, and the states of the blocks that have been stepped: by
         this counter's own steps, where each counts for itself.
@@ -335,8 +337,8 @@ class Shard:
         for key in keys:
             slot, name = split_key(key)
             if slot not in slots:
-                raise UnknownBlock(f"slot {key!r} is not in this shard")
-            self.block(name)  # raises UnknownBlock
+                raise BadInput(f"slot {key!r} is not in this shard", code="unknown_block")
+            self.block(name)  # raises BadInput
             place = self.layout.place[name]
             views[key] = slots[slot][place.begin : place.end]
         header = encode_header([(key, "F32", (len(view),)) for key, view in views.items()], metadata)

@@ -66,7 +66,7 @@ class ShardState:
 
     @classmethod
     def decode(cls, data: memoryview) -> tuple[ShardState, Mapping[str, str]]:
-        """State and metadata of a file; the tensors are views of `data`. Raises MalformedFrame and others."""
+        """State and metadata of a file; the tensors are views of `data`. Raises BadInput and others."""
         frame = parse_frame(data, _LIMITS)
         metadata = frame.metadata
         state = cls(

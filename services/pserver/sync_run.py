@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from ps_protocol.controls import NONE, controls_at
-from ps_protocol.errors import ApplyFailed, GradpostError, NormChanged, NotReady, RoundPending, StaleRound, TryAgain
+from ps_protocol.errors import Ended, GradpostError, NormChanged, NotReady, RoundPending, StaleRound, TryAgain
 from ps_protocol.fence import Fence
 from ps_protocol.messages import (
     BarrierAnswer,
@@ -214,7 +214,9 @@ class SyncRun(PserverRun):
             await self.fail(error)
         except Exception as error:
             log.exception("apply failed", round=round_)
-            await self.fail(ApplyFailed(f"the optimizer of pserver {self.index} failed in round {round_}: {error}"))
+            await self.fail(
+                Ended(f"the optimizer of pserver {self.index} failed in round {round_}: {error}", code="apply_failed")
+            )
 
     async def _measure(self, apply: Apply[StagedBlock]) -> None:
         async with self._ending_the_run(apply.round):

@@ -56,7 +56,7 @@ class StagedBlock:
         )
 
     def check(self) -> None:
-        """Raise MalformedFrame for indices that are none."""
+        """Raise BadInput for indices that are none."""
         part = self.part()
         if isinstance(part, SparsePart):
             part.check()
@@ -108,7 +108,7 @@ def digest_contribution(
 
 
 def check_blocks(blocks: Mapping[str, StagedBlock]) -> None:
-    """Raise MalformedFrame for what can be seen only in the data."""
+    """Raise BadInput for what can be seen only in the data."""
     for block in blocks.values():
         block.check()
 

@@ -15,7 +15,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ps_http2.frames import PREFACE
-from ps_protocol.errors import PROBLEM_CONTENT_TYPE, BadInput, BodyTooLarge, GradpostError, Overloaded, SlowBody
+from ps_protocol.errors import PROBLEM_CONTENT_TYPE, BadInput, GradpostError, TryAgain
 
 from .handshakes import Handshakes
 from .http2_server import ServerConnection
@@ -81,7 +81,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Begin to wait for headers, or refuse if there are too many connections."""
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
-            self._refuse(Overloaded(f"{self.max_connections} connections are open already"))
+            self._refuse(TryAgain(f"{self.max_connections} connections are open already", code="overloaded"))
         else:
             self._start_timer()
 
@@ -111,7 +111,9 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._head_bytes <= MAX_HEAD_BYTES or self.transport.is_closing():
             return
         if self._in_head:
-            self._refuse(BodyTooLarge("the headers are too large", expected=f"<= {MAX_HEAD_BYTES} bytes"))
+            self._refuse(
+                BadInput("the headers are too large", code="body_too_large", expected=f"<= {MAX_HEAD_BYTES} bytes")
+            )
         else:
             self.transport.abort()  # it may have been answered already
 
@@ -203,7 +205,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _headers_are_late(self) -> None:
         if self._in_head:
-            self._refuse(SlowBody("the headers came too slowly"))
+            self._refuse(TryAgain("the headers came too slowly", code="slow_body"))
         else:  # nothing came at all, so that nobody waits for an answer
             self.transport.close()
 

@@ -11,7 +11,7 @@ from fastapi import Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from ps_protocol.errors import Overloaded
+from ps_protocol.errors import TryAgain
 
 PART_BYTES = 1024 * 1024
 MAX_AT_ONCE = 4
@@ -35,12 +35,12 @@ class LargeReplies:
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """Wait for a place and hold it for the block. Raises Overloaded if there is none for long."""
+        """Wait for a place and hold it for the block. Raises TryAgain if there is none for long."""
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
                 await self._places.acquire()
         except TimeoutError:
-            raise Overloaded("too many are reading large replies") from None
+            raise TryAgain("too many are reading large replies", code="overloaded") from None
         try:
             yield
         finally:
@@ -94,12 +94,6 @@ class StreamedReply(LargeReply):
                     return
                 await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
-
-
-async def cut_into_parts(body: bytes) -> AsyncIterator[bytes]:
-    """The parts of a `Stream` that is in this process's memory."""
-    for begin in range(0, len(body), PART_BYTES):
-        yield body[begin : begin + PART_BYTES]
 
 
 async def _wait_until_left(receive: Receive) -> None:

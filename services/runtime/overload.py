@@ -8,7 +8,7 @@ from http import HTTPStatus
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ps_protocol.errors import Overloaded
+from ps_protocol.errors import TryAgain
 
 from .limits import RequestLimits
 from .problems import problem_response
@@ -45,11 +45,11 @@ class LimitRequests:
         needed = needed_scope(scope["method"], scope["path"])
         is_reader = needed == "read" or (needed is None and (scope["method"], scope["path"]) not in PROBES)
         if is_reader and self._num_readers >= max(1, self._limits.max_requests // 2):
-            error = Overloaded(f"{self._num_readers} requests that only look are being served already")
+            error = TryAgain(f"{self._num_readers} requests that only look are being served already", code="overloaded")
             await problem_response(error, instance=scope["path"])(scope, receive, send)
             return
         if self._num_requests >= self._limits.max_requests and not self._end_slowest_upload():
-            error = Overloaded(f"{self._num_requests} requests are being served already")
+            error = TryAgain(f"{self._num_requests} requests are being served already", code="overloaded")
             await problem_response(error, instance=scope["path"])(scope, receive, send)
             return
         upload = Upload(receive, self._limits.body_timeout_seconds)

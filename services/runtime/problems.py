@@ -22,19 +22,10 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ps_protocol.errors import (
+    ERRORS,
     PROBLEM_CONTENT_TYPE,
     BadInput,
-    BodyTooLarge,
     GradpostError,
-    InvalidMessage,
-    LengthRequired,
-    MalformedFrame,
-    MethodNotAllowed,
-    NotFound,
-    Overloaded,
-    QueueFull,
-    RoundPending,
-    SlowBody,
     TryAgain,
 )
 
@@ -46,14 +37,14 @@ MAX_PLACES = 10  # of a message that are named as wrong
 MAX_PLACE = 200  # characters of each
 DISCARD_SECONDS = 5.0  # for the rest of a body that nobody wants
 
-_BY_STATUS: Mapping[int, type[GradpostError]] = {
-    HTTPStatus.NOT_FOUND: NotFound,
-    HTTPStatus.METHOD_NOT_ALLOWED: MethodNotAllowed,
-    HTTPStatus.REQUEST_TIMEOUT: SlowBody,
-    HTTPStatus.LENGTH_REQUIRED: LengthRequired,
-    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: BodyTooLarge,
-    HTTPStatus.UNPROCESSABLE_ENTITY: InvalidMessage,
-    HTTPStatus.SERVICE_UNAVAILABLE: Overloaded,
+_CODE_OF_STATUS: Mapping[int, str] = {
+    HTTPStatus.NOT_FOUND: "not_found",
+    HTTPStatus.METHOD_NOT_ALLOWED: "method_not_allowed",
+    HTTPStatus.REQUEST_TIMEOUT: "slow_body",
+    HTTPStatus.LENGTH_REQUIRED: "length_required",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "body_too_large",
+    HTTPStatus.UNPROCESSABLE_ENTITY: "invalid_message",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded",
 }
 
 
@@ -69,7 +60,7 @@ def problem_response(
         document["instance"] = quote(instance)
     all_headers = dict(headers or {})
     if isinstance(error, TryAgain):
-        all_headers["retry-after"] = "0" if isinstance(error, RoundPending | QueueFull) else "1"
+        all_headers["retry-after"] = "0" if error.code in ("round_pending", "queue_full") else "1"
     # A fact that JSON does not know must not turn a clear answer into an internal error.
     return Response(json.dumps(document, default=str), error.status, all_headers, PROBLEM_CONTENT_TYPE)
 
@@ -120,7 +111,7 @@ class AnswerFailures:
             await self._app(scope, watch_receive, watch_send)
         except ClientDisconnect:
             if not started:  # it may have closed one direction only; saying nothing would be the server's own 500
-                cut_off = MalformedFrame("the request ended before its body did")
+                cut_off = BadInput("the request ended before its body did", code="malformed_frame")
                 await problem_response(cut_off, instance=scope["path"])(scope, watch_receive, watch_send)
         except Exception as error:
             if started and isinstance(error.__cause__, GradpostError):
@@ -155,9 +146,9 @@ def _to_gradpost_error(request: Request, error: Exception) -> GradpostError:
                 for e in error.errors()[:MAX_PLACES]
             ]
             listed = "; ".join(f"{e['place']}: {e['message']}" for e in places[:3])
-            return InvalidMessage(f"the message does not fit its schema: {listed}", errors=places)
+            return BadInput(f"the message does not fit its schema: {listed}", code="invalid_message", errors=places)
         case HTTPException(status_code=status):
-            kind = _BY_STATUS.get(status, BadInput if status < 500 else GradpostError)
-            return kind(f"{error.detail}: {request.method} {request.scope['path']}")
+            code = _CODE_OF_STATUS.get(status, "bad_request" if status < 500 else "internal_error")
+            return ERRORS[code].family(f"{error.detail}: {request.method} {request.scope['path']}", code=code)
         case _:
             raise error

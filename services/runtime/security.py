@@ -11,16 +11,7 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ps_protocol.errors import (
-    BadHost,
-    BadInput,
-    BadOrigin,
-    Forbidden,
-    GradpostError,
-    Unauthenticated,
-    UnsupportedContentCoding,
-    UnsupportedTransferCoding,
-)
+from ps_protocol.errors import BadInput, Forbidden, GradpostError, Unauthenticated
 from ps_protocol.hosts import LOOPBACK_NAMES, is_ip_literal, is_loopback, split_port
 from ps_protocol.tokens import TokenFolder, TokenPair, includes, parse_authorization
 
@@ -120,9 +111,14 @@ class CheckAccess:
             elif name == b"origin":
                 origin = value
             elif name == b"transfer-encoding" and value.lower() != b"chunked":
-                raise UnsupportedTransferCoding("the only transfer coding is chunked", actual=_quote(value))
+                raise BadInput(
+                    "the only transfer coding is chunked", code="unsupported_transfer_coding", actual=_quote(value)
+                )
             elif name == b"content-encoding" and value.lower() != b"identity":
-                raise UnsupportedContentCoding("the body of a request is sent uncompressed", actual=_quote(value))
+                raise BadInput(
+                    "the body of a request is sent uncompressed",
+                    code="unsupported_content_coding", actual=_quote(value),
+                )  # fmt: skip
         # Load balancers probe without a Host header, and browsers never do.
         if host is None and (scope["method"], scope["path"]) not in PROBES:
             if scope["http_version"] == "1.1":
@@ -139,9 +135,10 @@ class CheckAccess:
 
     def _check_host(self, authority: str) -> None:
         if split_port(authority)[0] not in self._hosts:
-            raise BadHost(
+            raise BadInput(
                 "this service does not go by that host name; let it, with allowed_hosts (GRADPOST_ALLOWED_HOSTS) or "
                 "advertise_address (GRADPOST_ADVERTISE_ADDRESS)",
+                code="bad_host",
                 actual=authority[:300],
             )
 
@@ -177,12 +174,12 @@ def _check_origin(origin: str, authority: str) -> None:
     try:
         url = urlsplit(origin)
     except ValueError:
-        raise BadOrigin("the origin is no URL", expected=authority, actual=origin[:300]) from None
+        raise BadInput("the origin is no URL", code="bad_origin", expected=authority, actual=origin[:300]) from None
     default = _DEFAULT_PORTS.get(url.scheme, "")
     # Of the scheme only the port counts: a proxy may end TLS before us.
     theirs, ours = split_port(url.netloc), split_port(authority)
     if theirs[0] != ours[0] or not theirs[0] or (theirs[1] or default) != (ours[1] or default):
-        raise BadOrigin("a page of another site sent this", expected=authority, actual=origin[:300])
+        raise BadInput("a page of another site sent this", code="bad_origin", expected=authority, actual=origin[:300])
 
 
 def _listed(names: str | None) -> list[str]:

@@ -16,7 +16,7 @@ from .round_model import check_rounds
 from .setup import Setup
 from .step_model import check_steps
 
-EXPELLED = "StaleTrainer"  # the error of a trainer without which the others have gone on
+EXPELLED = "stale_trainer"  # the error of a trainer without which the others have gone on
 
 
 @dataclass

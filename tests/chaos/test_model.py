@@ -124,7 +124,7 @@ def test_the_end_is_that_of_the_undisturbed_run() -> None:
 def test_a_trainer_is_expelled_only_if_something_was_done_to_it() -> None:
     story = Story()
     story.train([BOTH, (0,)])
-    story.add("error", 1, 2, kind="StaleTrainer", text="lost")
+    story.add("error", 1, 2, kind="stale_trainer", text="lost")
     policy = Setup(seed=0, on_trainer_loss="continue")
     text = "trainer 1 (life 1) was expelled, and nothing had been done to it: lost"
     assert story.violations(policy) == [text]

@@ -153,7 +153,7 @@ def main() -> None:
     try:
         trainer.train()
     except GradpostError as error:
-        trainer.diary.write("error", kind=type(error).__name__, text=str(error))
+        trainer.diary.write("error", kind=getattr(error, "code", type(error).__name__), text=str(error))
         raise
 
 

@@ -160,7 +160,7 @@ def test_a_trainer_that_is_evicted_is_refused_and_may_come_again(carrier: Carrie
         admin = Administrator(run)
         admin.ask("POST", "/v1/trainers/2/evict")
         assert run.cluster.trainers[2].wait(30) != 0
-        run.wait_for_line("StaleTrainer: trainer 2", of="trainer 2")
+        run.wait_for_line("Conflict: trainer 2", of="trainer 2")
         run.wait_for_round(run.round_of(0) + 10)
         assert admin.refused("POST", "/v1/trainers/2/evict") == (404, "not_found")
         admin.ask("POST", "/v1/trainers/1/evict")

@@ -18,13 +18,14 @@ import torch
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from ps_protocol.errors import ModeMismatch, NonFiniteGradient
+from ps_protocol.errors import NonFiniteGradient
 from ps_protocol.optimizers import check_optimizer
 from ps_protocol.vocabulary import ParameterSpec
 from trainer_client import ParameterClient, RemoteOptimizer, Session
 from trainer_client.pushing.buckets import Bucket
 from trainer_client.testing import LocalCluster
 
+from ..raising import raises_code
 from ..soaking import parametrize_sampled
 from .conftest import Carrier
 from .parity_model import run_trainers
@@ -242,7 +243,7 @@ def test_live_parameters_are_served_although_pservers_have_no_version_in_common(
 def test_a_trainer_that_was_started_for_another_mode_is_told_the_difference(carrier: Carrier) -> None:
     with cluster_of(1, carrier, mode="ssp", max_staleness=3) as address:
         for expected in ({"mode": "sync"}, {"mode": "ssp", "max_staleness": 5}):
-            with pytest.raises(ModeMismatch) as refused:
+            with raises_code("mode_mismatch") as refused:
                 Session(coordinator=address, **expected)
             wrong = {name: value for name, value in expected.items() if value != "ssp"}
             assert refused.value.facts["actual"] == wrong

@@ -14,11 +14,7 @@ import pytest
 import pytest_asyncio
 
 from ps_protocol.certificates import TlsFiles
-from ps_protocol.errors import (
-    PROBLEM_CONTENT_TYPE,
-    PROBLEM_TYPE_PREFIX,
-    error_from_problem,
-)
+from ps_protocol.errors import ERRORS, PROBLEM_CONTENT_TYPE, PROBLEM_TYPE_PREFIX, error_from_problem
 from ps_protocol.routes import (
     BARRIER,
     BARRIER_HEADER,
@@ -65,7 +61,7 @@ async def send_bad_input(world: World, case: Bad, client: httpx.AsyncClient) -> 
         request.method, address + request.path, headers=request.headers, content=request.content
     )
 
-    error = case.error
+    error = ERRORS[case.error]
     problem = response.json()
     assert (response.status_code, problem["code"]) == (error.status, error.code), problem
     assert response.headers["content-type"] == PROBLEM_CONTENT_TYPE
@@ -81,7 +77,7 @@ async def send_bad_input(world: World, case: Bad, client: httpx.AsyncClient) -> 
     assert problem["detail"]
     assert len(response.content) < 5000  # what a stranger sent is not sent back in full
     rebuilt = error_from_problem(problem)
-    assert (type(rebuilt), rebuilt.detail) == (error, problem["detail"])
+    assert (type(rebuilt), rebuilt.code, rebuilt.detail) == (error.family, error.code, problem["detail"])
 
 
 # ---------------------------------------------------------------- what gets no answer, or a good one

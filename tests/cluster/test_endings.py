@@ -104,7 +104,7 @@ def test_rounds_that_are_lost_when_somebody_is_done_end_the_run(tmp_path: Path) 
         lose_the_log_after(37, tmp_path)
         run.cluster.start_pserver(0)
         assert run.cluster.trainers[1].wait(60) == 1
-        said = run.wait_for_line("PserverLost: rounds", of="trainer 1")
+        said = run.wait_for_line("Ended: rounds", of="trainer 1")
         assert "trainer 0 cannot take them again, being done" in said
 
 

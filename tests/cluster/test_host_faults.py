@@ -77,8 +77,8 @@ def test_who_is_stopped_is_named_within_a_lease() -> None:
         run.wait_for_round(5)
         stopped = pid_of(run, 3)
         os.kill(stopped, SIGSTOP)
-        run.wait_for_line("ended 2 HostBroken: process 1 of this host has said nothing for 2 s", seconds=15)
-        run.wait_for(lambda: "HostBroken" in str(run.cluster.status()), "the reason at the coordinator", 10)
+        run.wait_for_line("ended 2 Ended: process 1 of this host has said nothing for 2 s", seconds=15)
+        run.wait_for(lambda: "Ended: process 1" in str(run.cluster.status()), "the reason at the coordinator", 10)
         os.kill(stopped, SIGKILL)
 
 
@@ -86,14 +86,14 @@ def test_who_is_stopped_is_named_within_a_lease() -> None:
 def test_who_fails_is_named_with_the_reason(rank: int, other: int) -> None:
     with hosts(PATIENT, rounds=1_000_000, nan_at=f"{rank}:5") as run:
         text = f"process {rank % PROCESSES} of this host has failed: ValueError: no data"
-        run.wait_for_line(f"ended {other} HostBroken: {text}")
+        run.wait_for_line(f"ended {other} Ended: {text}")
 
 
 @parametrize_sampled(("rank", "other"), [(2, 3), (3, 2)], [(3, 2)])
 def test_who_has_fewer_batches_is_named(rank: int, other: int) -> None:
     with hosts(PATIENT, rounds=1_000_000, nan_at=f"{rank}:5:done") as run:
         text = f"process {rank % PROCESSES} of this host was done before the others"
-        run.wait_for_line(f"ended {other} HostBroken: {text}")
+        run.wait_for_line(f"ended {other} Ended: {text}")
 
 
 def test_all_processes_hear_what_has_ended_the_run() -> None:

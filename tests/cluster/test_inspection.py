@@ -32,6 +32,7 @@ pytestmark = pytest.mark.cluster
 ROUNDS = 400
 SCORING = SCRIPT.with_name("scoring_script.py")
 WEIGHT = "0.weight"  # in two blocks, one on each pserver
+SMALL = "0.bias"
 
 
 class Oracle:
@@ -96,32 +97,29 @@ def test_a_parameter_is_that_of_its_round_bit_for_bit(run: FaultyRun, http: http
     assert len(rounds) > 3
 
 
-@pytest.mark.parametrize(("begin", "end"), [(None, None), (630, 650), (0, 1), (1280, 1280), (700, None)])
-def test_the_formats_say_the_same(http: httpx.Client, oracle: Oracle, begin: int | None, end: int | None) -> None:
-    query = {key: value for key, value in (("begin", begin), ("end", end)) if value is not None}
-    for form in ("safetensors", "npy", "json"):
-        reply = http.get(f"/v1/parameters/{WEIGHT}", params={"format": form, **query})
-        assert reply.status_code == 200, reply.text
-        whole = oracle.after(int(reply.headers["gradpost-round"]))[WEIGHT]
-        expected = whole.flatten()[begin:end] if query else whole
-        if form == "npy":
-            found = torch.from_numpy(np.load(io.BytesIO(reply.content), allow_pickle=False))
-        elif form == "json":
-            document = reply.json()
-            assert document["round"] == int(reply.headers["gradpost-round"])
-            found = torch.tensor(document["values"])
-        else:
-            found = load(reply.content)[WEIGHT]
-        assert torch.equal(found.reshape(expected.shape), expected), form
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [(WEIGHT, "safetensors"), (WEIGHT, "npy"), (SMALL, "safetensors"), (SMALL, "npy"), (SMALL, "json")],
+)
+def test_every_format_has_the_values(http: httpx.Client, oracle: Oracle, name: str, form: str) -> None:
+    reply = http.get(f"/v1/parameters/{name}", params={"format": form})
+    assert reply.status_code == 200, reply.text
+    expected = oracle.after(int(reply.headers["gradpost-round"]))[name]
+    if form == "npy":
+        found = torch.from_numpy(np.load(io.BytesIO(reply.content), allow_pickle=False))
+    elif form == "json":
+        document = reply.json()
+        assert document["round"] == int(reply.headers["gradpost-round"])
+        found = torch.tensor(document["values"])
+    else:
+        found = load(reply.content)[name]
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(
     ("path", "query", "status", "code"),
     [
         ("nobody", {}, 404, "not_found"),
-        (WEIGHT, {"begin": 5, "end": 4}, 422, "invalid_message"),
-        (WEIGHT, {"end": 1281}, 422, "invalid_message"),
-        (WEIGHT, {"begin": -1}, 422, "invalid_message"),
         (WEIGHT, {"format": "pickle"}, 422, "invalid_message"),
         (WEIGHT, {"after_version": "x"}, 422, "invalid_message"),
         (WEIGHT, {"after_version": 0, "wait_seconds": 31}, 422, "invalid_message"),
@@ -132,6 +130,14 @@ def test_a_bad_question_is_a_clear_error(
 ) -> None:
     reply = http.get(f"/v1/parameters/{path}", params=query)
     assert (reply.status_code, reply.json()["code"]) == (status, code), reply.text
+
+
+def test_json_of_a_large_parameter_is_refused(http: httpx.Client) -> None:
+    reply = http.get(f"/v1/parameters/{WEIGHT}", params={"format": "json"})
+    problem = reply.json()
+    assert (reply.status_code, problem["code"]) == (422, "invalid_message")
+    assert problem["detail"] == "parameter '0.weight' is too large for JSON; request the format safetensors or npy"
+    assert (problem["expected"], problem["actual"]) == ("<= 1,000 elements", "1,280")
 
 
 def test_a_long_poll_gets_the_next_version(http: httpx.Client, oracle: Oracle) -> None:

@@ -114,7 +114,7 @@ def test_a_trainer_that_is_killed_at_the_barrier(play: Play) -> None:
         survivor.wait_for("round", 3)
         killed_at = victim.signal(signal.SIGKILL)
         error = survivor.wait_for_end()
-        assert error.what == "TrainerLost", error
+        assert error.what == "trainer_lost", error
         assert "trainer 1 was lost: no heartbeat for" in error.text
         assert error.facts["ranks"] == [1]
         assert error.at - killed_at < LEASE_SECONDS + SLACK_SECONDS
@@ -132,13 +132,13 @@ def test_a_trainer_that_is_stopped_and_comes_back(play: Play) -> None:
         survivor.wait_for("round", 3)
         stopped_at = victim.signal(signal.SIGSTOP)
         error = survivor.wait_for_end()
-        assert error.what == "TrainerLost", error
+        assert error.what == "trainer_lost", error
         assert "trainer 0 was lost" in error.text
         assert error.at - stopped_at < LEASE_SECONDS + SLACK_SECONDS
         round_ = max(event.round for event in survivor.events)
         victim.signal(signal.SIGCONT)
         error = victim.wait_for_end()  # it is told that it is lost, and that its time is over
-        assert error.what == "TrainerLost", error
+        assert error.what == "trainer_lost", error
         assert "trainer 0 was lost" in error.text
         assert [stage.cluster.pserver_state(i).round for i in (0, 1)] in ([round_] * 2, [round_ + 1] * 2)
 
@@ -151,7 +151,7 @@ def test_a_trainer_that_hangs_while_its_heartbeats_live(play: Play) -> None:
         survivor, victim = stage.play(Plot(), Plot(hangs_after=3))
         hung = victim.wait_for("hanging")
         error = survivor.wait_for_end()
-        assert error.what == "RoundTimeout", error
+        assert error.what == "round_timeout", error
         assert "trainer 1 did not reach the batch barrier of round 4 within the round time-out of 2 s" in error.text
         assert error.facts["missing"] == [1]
         assert ROUND_TIMEOUT_SECONDS - 0.5 < error.at - hung.at < ROUND_TIMEOUT_SECONDS + SLACK_SECONDS
@@ -160,7 +160,7 @@ def test_a_trainer_that_hangs_while_its_heartbeats_live(play: Play) -> None:
         assert (failure["code"], failure["missing"]) == ("round_timeout", [1])  # not the one who gave up waiting
         victim.wake()
         error = victim.wait_for_end()
-        assert error.what == "RoundTimeout", error
+        assert error.what == "round_timeout", error
         assert "trainer 1 did not reach" in error.text
 
     play(scenario)
@@ -172,7 +172,7 @@ def test_a_trainer_that_hangs_before_it_uploads_the_initial_values(play: Play) -
         victim, survivor = stage.play(Plot(hangs_after=0), Plot())
         hung = victim.wait_for("hanging")
         error = survivor.wait_for_end()
-        assert error.what == "RoundTimeout", error
+        assert error.what == "round_timeout", error
         assert "trainer 0 did not" in error.text
         assert error.at - hung.at < ROUND_TIMEOUT_SECONDS + SLACK_SECONDS
 
@@ -191,7 +191,7 @@ def test_a_pserver_that_is_killed_or_stopped(play: Play, number: signal.Signals)
         at = time.monotonic()
         for trainer in trainers:
             error = trainer.wait_for_end()
-            assert error.what in ("PserverLost", "Unreachable"), error
+            assert error.what in ("pserver_lost", "unreachable"), error
             assert f"pserver {victim.name.split()[-1]}" in error.text
             assert error.at - at < LEASE_SECONDS + SLACK_SECONDS
         if number == signal.SIGKILL:
@@ -243,7 +243,7 @@ def test_a_script_that_raises_leaves_as_failed_with_its_reason(stages: list[Stag
     try:
         [survivor] = stage.play(Plot())
         error = survivor.wait_for_end()
-        assert error.what == "TrainerLost", error
+        assert error.what == "trainer_lost", error
         assert "trainer 1 failed: ValueError: no data left" in error.text
         assert error.facts["ranks"] == [1]
         assert script_process.wait(30) == 1

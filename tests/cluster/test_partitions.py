@@ -65,4 +65,4 @@ def test_the_others_go_on_without_who_stays_cut_off(apart: Namespace, direction:
         apart.cut(port_of(run, 0), direction)
         assert run.cluster.trainers[0].wait(30) == 0
         assert run.cluster.trainers[1].wait(30) == 1
-        assert "trainer 1 did not reach" in run.wait_for_line("[trainer 1] ps_protocol.errors.StaleTrainer")
+        assert "trainer 1 did not reach" in run.wait_for_line("[trainer 1] ps_protocol.errors.Conflict")

@@ -91,7 +91,7 @@ def test_a_run_without_anything_to_go_back_to_ends(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "checkpoints")
         run.cluster.start_pserver(0)
         assert [child.wait(60) for child in run.cluster.trainers] == [1, 1]
-        run.wait_for_line("PserverLost: pservers [0] have lost their shards", of="trainer 0")
+        run.wait_for_line("Ended: pservers [0] have lost their shards", of="trainer 0")
 
 
 def start_stranger(run: FaultyRun, rounds: int) -> subprocess.Popen[str]:

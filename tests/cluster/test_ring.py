@@ -14,18 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ps_protocol.errors import (
-    BadModel,
-    ContributionConflict,
-    GradientChanged,
-    ModeMismatch,
-    NonFiniteGradient,
-    UnsupportedOptimizer,
-)
+from ps_protocol.errors import BadModel, ContributionConflict, NonFiniteGradient
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.ring.steps import RingSteps
 from trainer_client.testing import LocalCluster
 
+from ..raising import raises_code
 from .host_script import Wait
 from .parity_model import assert_identical, change_rates, make_optimizer, make_parameters, run_trainers, set_gradients
 from .test_overlap import OPTIMIZERS, Net, loss_of, train_locally, values
@@ -168,7 +162,7 @@ def test_a_gradient_that_has_left_may_not_change(ring: LocalCluster) -> None:
         optimizer = RemoteOptimizer(OPTIMIZERS["AdamW"](model.parameters()), session=session, overlap=True)
         model(torch.ones(2, 20)).sum().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        with pytest.raises(GradientChanged):
+        with raises_code("gradient_changed"):
             optimizer.step()
         with pytest.raises(ContributionConflict, match="the script has to end"):
             model(torch.ones(2, 20)).sum().backward()
@@ -264,21 +258,21 @@ def test_a_state_dict_is_complete_and_can_be_loaded(ring: LocalCluster) -> None:
 
 
 def test_what_a_ring_cannot_do_is_refused(ring: LocalCluster) -> None:
-    def refused(session: Session, error: type[Exception], match: str, **arguments: Any) -> None:
+    def refused(session: Session, code: str, match: str, **arguments: Any) -> None:
         optimizer = arguments.pop("optimizer", torch.optim.SGD)
         model = nn.Linear(4, 2)
-        with pytest.raises(error, match=match):
+        with raises_code(code, match=match):
             RemoteOptimizer(optimizer(model.parameters(), lr=0.1), model=model, session=session, **arguments)
 
-    for error, match, arguments in (
-        (BadModel, "local_steps and overlap_pulls need pservers", {"local_steps": 2}),
-        (BadModel, "local_steps and overlap_pulls need pservers", {"overlap_pulls": True, "overlap": True}),
-        (BadModel, "push_type would have no effect with strategy ring", {"push_type": "int8"}),
-        (UnsupportedOptimizer, "LBFGS evaluates a closure several times", {"optimizer": torch.optim.LBFGS}),
+    for code, match, arguments in (
+        ("bad_model", "local_steps and overlap_pulls need pservers", {"local_steps": 2}),
+        ("bad_model", "local_steps and overlap_pulls need pservers", {"overlap_pulls": True, "overlap": True}),
+        ("bad_model", "push_type would have no effect with strategy ring", {"push_type": "int8"}),
+        ("unsupported_optimizer", "LBFGS evaluates a closure several times", {"optimizer": torch.optim.LBFGS}),
     ):
-        work = partial(refused, error=error, match=match, **arguments)
+        work = partial(refused, code=code, match=match, **arguments)
         run_trainers(ring.address, [work, work])
-    with pytest.raises(ModeMismatch, match="strategy"):
+    with raises_code("mode_mismatch", match="strategy"):
         Session(coordinator=ring.address, strategy="ps")
 
 

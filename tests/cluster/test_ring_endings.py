@@ -49,7 +49,7 @@ def test_who_dies_or_is_stopped_is_named(trainers: list[Trainer], number: Signal
     at = trainers[1].signal(number)
     for trainer in (trainers[0], trainers[2]):
         end = trainer.wait_for_end()
-        assert (end.what, end.facts["ranks"]) == ("TrainerLost", [1])
+        assert (end.what, end.facts["ranks"]) == ("trainer_lost", [1])
         assert "trainer 1 was lost: no heartbeat" in end.text
         assert end.at - at < LEASE + SLACK
 
@@ -59,7 +59,7 @@ def test_who_hangs_is_named(trainers: list[Trainer]) -> None:
     at = trainers[2].wait_for("hanging").at
     for trainer in trainers[:2]:
         end = trainer.wait_for_end()
-        assert (end.what, end.facts["missing"]) == ("RoundTimeout", [2])
+        assert (end.what, end.facts["missing"]) == ("round_timeout", [2])
         assert "trainer 2 did not bring gradients into the ring for round 5" in end.text
         assert end.at - at < ROUND_TIMEOUT + SLACK
 
@@ -91,7 +91,7 @@ def test_a_death_ends_the_run_of_those_who_have_batches(
     for trainer in (t for t in trainers if t.rank != dies):
         end = trainer.wait_for_end()
         assert end.at - at < LEASE + SLACK
-        assert end.what == ("done" if trainer.rank == 0 else "TrainerLost")  # it is nothing to one that is done
+        assert end.what == ("done" if trainer.rank == 0 else "trainer_lost")  # it is nothing to one that is done
     assert cluster.status().state == "failed"
 
 
@@ -150,7 +150,7 @@ def test_who_leaves_the_others_alone_is_named(cluster: LocalCluster, tmp_path: P
     script = write_script(tmp_path, rounds="(4 if session.rank == 0 else 1_000_000)")
     Path(script[-1]).write_text(Path(script[-1]).read_text() + "session.accompany = None\n")
     assert cluster.run_trainers(script, timeout=60) == [0, 1, 1], cluster.output
-    said = "ps_protocol.errors.TrainerLeft: trainer 0 had no gradients for round 5, being done"
+    said = "ps_protocol.errors.Ended: trainer 0 had no gradients for round 5, being done"
     for rank in (1, 2):
         assert any(line.startswith(f"[trainer {rank}] {said}") for line in cluster.output)
 

@@ -16,19 +16,13 @@ import torch
 from safetensors.torch import load
 from torch import nn
 
-from ps_protocol.errors import (
-    BadModel,
-    ModelMismatch,
-    NonFiniteGradient,
-    TrainerLost,
-    UnsupportedOptimizer,
-    WrongShape,
-)
+from ps_protocol.errors import BadModel, ModelMismatch, NonFiniteGradient, TrainerLost
 from ps_protocol.optimizers import check_optimizer
 from ps_protocol.vocabulary import ParameterSpec
 from trainer_client import ParameterClient, RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
+from ..raising import raises_code
 from ..unit.protocol.test_certificates import Authority
 from .conftest import Carrier
 from .parity_model import run_trainers
@@ -90,7 +84,7 @@ async def test_a_wrong_tensor_is_refused_before_it_leaves(cluster: LocalCluster)
     async def train(rank: int) -> None:
         async with ParameterClient(cluster.address, rank=rank) as client:
             await start(client)
-            with pytest.raises(WrongShape):
+            with raises_code("wrong_shape"):
                 await client.send(1, {"w": torch.zeros(3, 4)}, NUMBERS)
 
     await asyncio.gather(train(0), train(1))
@@ -212,9 +206,9 @@ def test_a_state_dict_has_the_groups_numbers(cluster: LocalCluster) -> None:
 def test_what_cannot_be_trained_is_refused_with_the_reason(cluster: LocalCluster) -> None:
     def train(session: Session) -> None:
         weight = nn.Parameter(torch.zeros(2))
-        with pytest.raises(UnsupportedOptimizer, match="line search"):
+        with raises_code("unsupported_optimizer", match="line search"):
             RemoteOptimizer(torch.optim.LBFGS([weight]), session=session)
-        with pytest.raises(UnsupportedOptimizer, match="not a class of torch"):
+        with raises_code("unsupported_optimizer", match="not a class of torch"):
             RemoteOptimizer(type("SGD", (torch.optim.SGD,), {})([weight], lr=1.0), session=session)
         double = nn.Parameter(torch.zeros(2, dtype=torch.float64))
         with pytest.raises(BadModel, match="F64"):

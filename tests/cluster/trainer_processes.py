@@ -136,7 +136,7 @@ def _play(pipe: Connection, address: str, rank: int, plot: Plot) -> None:
                     hang(optimizer.round)
         report("done", optimizer.round)
     except GradpostError as error:
-        report(type(error).__name__, text=str(error), facts=error.facts)
+        report(error.code, text=str(error), facts=error.facts)
     except BaseException as error:
         report(type(error).__name__, text=str(error))
 

@@ -22,7 +22,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ps_protocol.errors import Conflict, StaleTrainer
+from ps_protocol.errors import Conflict
 from ps_protocol.messages import FrozenRounds
 from ps_protocol.norms import AgreedNorm, ShardNorm, agree
 from ps_protocol.optimizers import HyperParameters
@@ -186,7 +186,7 @@ class Faults(RuleBasedStateMachine):
             return False
         try:
             admission = pserver.rounds.admit(trainer.rank, trainer.incarnation, trainer.round)
-        except StaleTrainer:
+        except Conflict:
             return False
         if admission == "open":
             pserver.rounds.blocks_arrived(trainer.rank, {"b": trainer.incarnation}, 1, NUMBERS, trainer.round)
@@ -229,7 +229,7 @@ class Faults(RuleBasedStateMachine):
             ):
                 assert self._push(trainer, index)  # contribution_missing: the same bytes again
             pserver.settle(rounds.batch_barrier_arrived(trainer.rank, trainer.incarnation, round_))
-        except StaleTrainer:
+        except Conflict:
             return
         if self.clips and not self._bring_norm(trainer, index, round_):
             return
@@ -269,7 +269,7 @@ class Faults(RuleBasedStateMachine):
             return False
         try:
             pserver.rounds.admit_get(trainer.rank, trainer.incarnation, round_)
-        except StaleTrainer:
+        except Conflict:
             return False
         return True
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ps_protocol.errors import Ended, GradpostError, HostBroken
+from ps_protocol.errors import Ended, GradpostError
 from ps_protocol.messages import TrainerJoined, heartbeat_period
 
 from ..client import ParameterClient
@@ -67,7 +67,9 @@ class Host:
             self._meeting = await run_aside(lambda: Meeting(self.place))
             joined = await (self._lead() if self.is_leader else self._follow())
         except RuntimeError as error:  # torchrun's store
-            raise HostBroken(f"the store of torchrun did not answer: {str(error).partition(chr(10))[0]}") from error
+            raise Ended(
+                f"the store of torchrun did not answer: {str(error).partition(chr(10))[0]}", code="host_broken"
+            ) from error
         self._joined = joined
         if self._failure is not None:
             self._client.membership.fail(self._failure)
@@ -133,7 +135,7 @@ class Host:
                 self._client.log.info("waiting for process 0 of this host")
                 was_said = True
             await asyncio.sleep(PAUSE_SECONDS)
-        raise HostBroken(f"process 0 of this host has not called connect() for {START_SECONDS:g} s")
+        raise Ended(f"process 0 of this host has not called connect() for {START_SECONDS:g} s", code="host_broken")
 
     async def _connect(self, port: str, secret: str) -> Peer:
         """Raises OSError, ValueError or TimeoutError if it is not process 0 that listens there."""
@@ -158,7 +160,9 @@ class Host:
                 peer.silent_periods += 1
                 if peer.silent_periods > limit:
                     text = f"process {peer.process} of this host has said nothing for {lease_seconds:g} s"
-                    self._fail(HostBroken(f"{text}: it is stopped, or so busy that no other thread of it runs"))
+                    self._fail(
+                        Ended(f"{text}: it is stopped, or so busy that no other thread of it runs", code="host_broken")
+                    )
 
     def _fail(self, error: GradpostError) -> None:
         self._failure = self._failure or error
@@ -205,7 +209,7 @@ class Host:
     def hear(self, kind: str, patience: float | None = None) -> list[Line]:
         """Wait for the next message of all whom this process has a connection to, in the order of processes.
 
-        Raises what ended the run, what another process says has failed, HostBroken, and BadModel if a message is of
+        Raises what ended the run, what another process says has failed, Ended, and BadModel if a message is of
         another kind.
         """
         return self._run(self._hear_all(kind, patience))
@@ -228,7 +232,7 @@ class Host:
                     self._client.log.info(f"waiting for {whom} ({what})")
                 await asyncio.wait({task}, timeout=None if patience is None else patience - SAY_SECONDS)
             if not task.done():
-                raise HostBroken(f"{whom} was waited for, for {patience:g} s, and has not come ({what})")
+                raise Ended(f"{whom} was waited for, for {patience:g} s, and has not come ({what})", code="host_broken")
             return task.result()
         finally:
             task.cancel()
@@ -276,4 +280,6 @@ class Host:
         except RuntimeError as error:
             await asyncio.sleep(NEWS_SECONDS)  # which the end of a process ends
             reason = str(error).partition("\n")[0]
-            raise HostBroken(f"the processes of this host cannot reach each other any more: {reason}") from error
+            raise Ended(
+                f"the processes of this host cannot reach each other any more: {reason}", code="host_broken"
+            ) from error

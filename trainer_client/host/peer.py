@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from ps_protocol.errors import BadModel, Ended, GradpostError, HostBroken, error_from_problem
+from ps_protocol.errors import BadModel, Ended, GradpostError, error_from_problem
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 
@@ -48,7 +48,7 @@ class Peer:
             self._writer.write(encode(kind, **facts))
 
     async def hear(self, kind: str) -> Line:
-        """Wait for its next message, which must be of this kind. Raises what it says has failed, HostBroken, BadModel.
+        """Wait for its next message, which must be of this kind. Raises what it says has failed, Ended, BadModel.
 
         It stays in the inbox if somebody else gives up waiting.
         """
@@ -67,9 +67,9 @@ class Peer:
             )
         return line
 
-    def was_done(self) -> HostBroken:
+    def was_done(self) -> Ended:
         """For who still needs it."""
-        return HostBroken(f"process {self.process} of this host was done before the others")
+        return Ended(f"process {self.process} of this host was done before the others", code="host_broken")
 
     async def _listen(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # the latter: not JSON, or far too long
@@ -77,7 +77,7 @@ class Peer:
                 self.silent_periods = 0
                 self._take(json.loads(text))
         if not self.left.is_set():
-            error = HostBroken(f"process {self.process} of this host has ended")
+            error = Ended(f"process {self.process} of this host has ended", code="host_broken")
             self._on_failure(error)
             self._inbox.put_nowait({"kind": "failure", "problem": error.to_problem()})
 
@@ -87,7 +87,7 @@ class Peer:
         if line["kind"] == "left":
             self.left.set()
             if line["outcome"] != "done":
-                error = HostBroken(f"process {self.process} of this host has failed: {line['reason']}")
+                error = Ended(f"process {self.process} of this host has failed: {line['reason']}", code="host_broken")
                 self._on_failure(self._unread or error)
         if line["kind"] == "failure":
             self._unread = error_from_problem(line["problem"])

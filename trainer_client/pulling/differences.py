@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from ps_protocol.errors import MalformedFrame
+from ps_protocol.errors import BadInput
 from ps_protocol.quantisation import PIECE, add_difference
 from ps_protocol.wire_types import SCALES, quantised
 
@@ -36,11 +36,11 @@ class Differences:
     async def add(self, received: Collection[str]) -> None:
         """Add what has been received (names of tensors) to the values; on an error some are added, and some are not.
 
-        Others of the loop have their turn now and then. Raises MalformedFrame, before anything is added.
+        Others of the loop have their turn now and then. Raises BadInput, before anything is added.
         """
         names = [name for name in received if name in self._blocks]
         if set(received) != {*names, *(name + SCALES for name in names)}:
-            raise MalformedFrame("a difference has integers and scales", actual=sorted(received)[:8])
+            raise BadInput("a difference has integers and scales", code="malformed_frame", actual=sorted(received)[:8])
         num_elements = 0
         for name in names:
             add_difference(*self._blocks[name])

@@ -14,7 +14,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ps_protocol.errors import GradientChanged
+from ps_protocol.errors import BadInput
 
 from ..pulling.forward_waits import ForwardWaits
 from ..session import Session
@@ -72,10 +72,11 @@ class Overlap:
         assert gradient is not None
         with self._lock:
             if name in self._left:
-                raise GradientChanged(
+                raise BadInput(
                     f"another backward pass came to {name!r}, whose gradient left after the first one. With several "
                     "passes in a step, give their number as accumulate_steps, or run all but the last in "
-                    "`with optimizer.accumulate():`"
+                    "`with optimizer.accumulate():`",
+                    code="gradient_changed",
                 )
             self._num_passes[name] += 1
             if self._num_passes[name] == self._accumulate_steps:
@@ -93,13 +94,14 @@ class Overlap:
         return self._left.keys()
 
     def check(self) -> None:
-        """Raise GradientChanged if a gradient that has left is not what it was."""
+        """Raise BadInput (`gradient_changed`) if a gradient that has left is not what it was."""
         for name, (gradient, version) in self._left.items():
             if self._parameters[name].grad is not gradient or gradient._version != version:
-                raise GradientChanged(
+                raise BadInput(
                     f"the gradient of {name!r} was changed after it had left. What is to be done to gradients before "
                     "the step, such as clipping or a GradScaler's unscale_, needs overlap=False; "
-                    "max_grad_norm clips what is aggregated, with overlap, too"
+                    "max_grad_norm clips what is aggregated, with overlap, too",
+                    code="gradient_changed",
                 )
 
     def begin(self) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ps_protocol.errors import BadModel, RingBroken
+from ps_protocol.errors import BadModel, Ended
 from ps_protocol.vocabulary import Rank
 
 from ..collectives import GROUP_PATIENCE, Collectives, make_group, run_aside
@@ -55,7 +55,7 @@ class Group:
         return address
 
     def open(self, rendezvous: str | None) -> None:
-        """Connect with all others. Blocks for them; raises what ended the run, BadModel, RingBroken."""
+        """Connect with all others. Blocks for them; raises what ended the run, BadModel, Ended (`ring_broken`)."""
         assert rendezvous is not None, "rank 0 has declared where to meet"
         if rendezvous == OWN_GROUP:
             if not _has_group(self.rank, self.size):
@@ -97,7 +97,7 @@ class Group:
         self.collectives.spread(tensor, source)
 
     def wait(self) -> None:
-        """Wait for all that was begun. Blocks for the other trainers; raises what ended the run, or RingBroken."""
+        """Wait for all that was begun. Blocks for the other trainers; raises what ended the run, or `ring_broken`."""
         self._io.run(self._client.membership.guard(self._wait(self.collectives.finish())))
         self.collectives.settle()
 
@@ -115,7 +115,7 @@ class Group:
                 await membership.news.wait(left)  # they come as the run's failure, which ends this
             reason = str(error).partition("\n")[0] or f"no answer for {self._limit:g} s"
             text = f"the connections to the other trainers broke, and nobody was lost within {limit:g} s: {reason}"
-            raise RingBroken(text) from error
+            raise Ended(text, code="ring_broken") from error
         finally:
             membership.waiting_since = None
 

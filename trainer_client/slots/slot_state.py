@@ -90,7 +90,7 @@ def _scalar(value: float) -> Tensor:
 def read_state(spec: OptimizerSpec, groups: Groups, names: Mapping[int, str], state_dict: Mapping[str, Any]) -> Slots:
     """The slots of a `state_dict` of an optimizer with these groups.
 
-    They may share memory with it. Raises BadModel, or BadHyperParameters, for anything that does not fit.
+    They may share memory with it. Raises BadInput for anything that does not fit.
     """
     match state_dict:
         case {"state": dict(state), "param_groups": [*saved]}:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ps_protocol.errors import MalformedFrame
+from ps_protocol.errors import BadInput
 from ps_protocol.frames import LENGTH_BYTES, Frame, FrameLimits, parse_header, parse_length
 from ps_protocol.routes import SINCE_KEY
 
@@ -46,7 +46,7 @@ class FrameSink:
         while len(rest) and self._frame is not None:
             room = self.room()[: len(rest)]
             if not len(room):
-                raise MalformedFrame("the frame is longer than its header says")
+                raise BadInput("the frame is longer than its header says", code="malformed_frame")
             room[:] = rest[: len(room)]
             rest = rest[len(room) :]
             self.landed(len(room))
@@ -87,8 +87,9 @@ class FrameSink:
                 destination = self._differences[entry.name]
                 self.differing.append(entry.name)
             if destination is None or len(destination) != entry.end - entry.begin:
-                raise MalformedFrame(
+                raise BadInput(
                     f"the reply's tensor {entry.name!r} is not what was asked for",
+                    code="malformed_frame",
                     expected="no such tensor" if destination is None else f"{len(destination)} bytes",
                     actual=f"{entry.end - entry.begin} bytes",
                 )
@@ -108,10 +109,10 @@ class FrameSink:
     def finish(self) -> Mapping[str, str]:
         """Check that every destination was filled and return the frame's metadata."""
         if self._frame is None or len(self.room()):
-            raise MalformedFrame("the reply ended early")
+            raise BadInput("the reply ended early", code="malformed_frame")
         missing = self._destinations.keys() - {entry.name for entry in self._frame.tensors}
         if missing and SINCE_KEY not in self._frame.metadata:  # else they have not changed
-            raise MalformedFrame(f"the reply lacks {sorted(missing)[0]!r}")
+            raise BadInput(f"the reply lacks {sorted(missing)[0]!r}", code="malformed_frame")
         return self._frame.metadata
 
 

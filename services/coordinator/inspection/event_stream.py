@@ -10,7 +10,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
 from starlette.types import Receive, Scope, Send
 
-from ps_protocol.errors import Overloaded
+from ps_protocol.errors import TryAgain
 
 from ..coordinator import Coordinator
 from ..events import Event
@@ -28,14 +28,14 @@ class EventStreams:
         self._num_open = 0
 
     def open(self, after: int) -> Response:
-        """A reply that lasts until its client leaves or the service stops; Overloaded if there are too many."""
+        """A reply that lasts until its client leaves or the service stops; TryAgain if there are too many."""
         return _EventStream(self._stream(after), self.place())
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """Hold one for the block. Raises Overloaded."""
+        """Hold one for the block. Raises TryAgain."""
         if self._num_open >= MAX_STREAMS:
-            raise Overloaded(f"{MAX_STREAMS} streams of events are open")
+            raise TryAgain(f"{MAX_STREAMS} streams of events are open", code="overloaded")
         self._num_open += 1
         try:
             yield

@@ -11,9 +11,9 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from ps_protocol.errors import InvalidMessage
+from ps_protocol.errors import BadInput
 from ps_protocol.frames import CONTENT_TYPE, encode_header
-from ps_protocol.vocabulary import DTYPE_BYTES
+from ps_protocol.vocabulary import DTYPE_BYTES, ParameterSpec
 
 BinaryFormat: TypeAlias = Literal["safetensors", "npy"]
 Format: TypeAlias = Literal["safetensors", "npy", "json"]
@@ -23,13 +23,13 @@ CONTENT_TYPES: Mapping[Format, str] = {
     "npy": "application/octet-stream",
     "json": "application/json",
 }
-MAX_JSON_ELEMENTS = 100_000
+MAX_JSON_ELEMENTS = 1_000
 _NUMPY = {"F32": "<f4", "F16": "<f2", "BF16": "<f4"}
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """What is known of one parameter, or of a range of it, which is flat, before its values are read."""
+    """One parameter without its values, which are read later."""
 
     name: str
     dtype: str
@@ -75,12 +75,12 @@ class Tensor:
         return json.dumps(document, allow_nan=False).encode()
 
 
-def check_json(num_elements: int) -> None:
-    """Raises InvalidMessage if it is too much for JSON."""
-    if num_elements > MAX_JSON_ELEMENTS:
-        raise InvalidMessage(
-            "that is too much for JSON: ask for a range with begin and end, or for another format",
-            expected=f"<= {MAX_JSON_ELEMENTS} elements", actual=num_elements,
+def check_json(spec: ParameterSpec) -> None:
+    """Raises BadInput if the parameter is too large for JSON."""
+    if spec.num_elements > MAX_JSON_ELEMENTS:
+        raise BadInput(
+            f"parameter {spec.name!r} is too large for JSON; request the format safetensors or npy",
+            code="invalid_message", expected=f"<= {MAX_JSON_ELEMENTS:,} elements", actual=f"{spec.num_elements:,}",
         )  # fmt: skip
 
 

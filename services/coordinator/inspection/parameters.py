@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 from pydantic import BaseModel
 
-from ps_protocol.errors import InvalidMessage, NotFound
+from ps_protocol.errors import NotFound
 from ps_protocol.frames import encode_header
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import BLOCKS, SLOTS, STEPS_KEY
 from ps_protocol.vocabulary import DTYPE_BYTES, Block, ParameterSpec, PserverIndex, Round
-from services.runtime.large_replies import PART_BYTES, Stream, cut_into_parts
+from services.runtime.large_replies import PART_BYTES, Stream
 
 from ..coordinator import Coordinator
 from .arriving import ArrivingFrame, open_frames
@@ -90,63 +89,45 @@ def owners_of(blocks: Sequence[Block]) -> list[PserverIndex]:
 
 
 @asynccontextmanager
-async def open_parameter(
-    coordinator: Coordinator, name: str, form: Format, begin: int | None = None, end: int | None = None
-) -> AsyncIterator[Stream]:
-    """One parameter, whole or elements `[begin, end)` of it, flat; in the synchronous mode all of it of one round.
+async def open_parameter(coordinator: Coordinator, name: str, form: Format) -> AsyncIterator[Stream]:
+    """Open one parameter, in the synchronous mode all of it of one round.
 
-    In the others pservers have no version in common, and `round` is the oldest. It flows through, unless it is JSON.
-    Raises NotFound, InvalidMessage, TryAgain, NotReady.
+    In the other modes pservers have no version in common, and `round` is the oldest.
+    Raises NotFound, BadInput, TryAgain, NotReady.
     """
     spec, blocks = find_parameter(current_plan(coordinator), name)
-    low, high = _check_range(spec, begin, end)
     if form == "json":
-        check_json(high - low)
-    wanted = [block for block in blocks if block.begin < high and low < block.end]
-    async with AsyncExitStack() as stack:
-        frames = await stack.enter_async_context(open_frames(coordinator, BLOCKS, _names_of(wanted or blocks[:1])))
-        shape = spec.shape if begin is None and end is None else (high - low,)
-        tensor = Tensor(name, spec.dtype, shape, _facts(coordinator, frames))
+        check_json(spec)
+    async with open_frames(coordinator, BLOCKS, _names_of(blocks)) as frames:
+        tensor = Tensor(name, spec.dtype, spec.shape, _facts(coordinator, frames))
         # By what the pservers have said: the run may have gone back meanwhile, and come to this round once more.
         tag = '"{run}.{attempt}.{round}"'.format(**tensor.facts)
         headers = {"etag": tag, "gradpost-round": tensor.facts["round"]}
-        parts = _read_range(frames, wanted, low, high, DTYPE_BYTES[spec.dtype])
+        parts = _read_blocks(frames, blocks, DTYPE_BYTES[spec.dtype])
         if form == "json":
-            data = b"".join([part async for part in parts])
-            await stack.aclose()  # the pservers have nothing more to do with it
-            body = await asyncio.to_thread(tensor.encode_json, data)
-            yield Stream(len(body), cut_into_parts(body), headers)
+            body = tensor.encode_json(b"".join([part async for part in parts]))
+            yield Stream(len(body), _once(body), headers)
         else:
             head = tensor.begin(form)
             yield Stream(len(head) + tensor.num_bytes(form), _join(head, tensor.convert(parts, form)), headers)
 
 
-async def _read_range(
-    frames: Mapping[PserverIndex, ArrivingFrame], blocks: Sequence[Block], low: int, high: int, width: int
+async def _read_blocks(
+    frames: Mapping[PserverIndex, ArrivingFrame], blocks: Sequence[Block], width: int
 ) -> AsyncIterator[bytes]:
-    """Elements from `low` to below `high` of blocks in order; behind the last one nothing is read."""
     for block in blocks:
-        frame = frames[block.pserver]
-        async for _ in frame.read(width * max(low - block.begin, 0)):
-            pass
-        async for part in frame.read(width * (min(high, block.end) - max(low, block.begin))):
+        async for part in frames[block.pserver].read(width * block.num_elements):
             yield part
+
+
+async def _once(body: bytes) -> AsyncIterator[bytes]:
+    yield body
 
 
 async def _join(head: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     yield head
     async for part in parts:
         yield part
-
-
-def _check_range(spec: ParameterSpec, begin: int | None, end: int | None) -> tuple[int, int]:
-    low, high = begin or 0, spec.num_elements if end is None else end
-    if not low <= high <= spec.num_elements:
-        raise InvalidMessage(
-            f"parameter {spec.name!r} has no such range of elements",
-            expected=f"0 <= begin <= end <= {spec.num_elements}", actual=f"begin {low}, end {high}",
-        )  # fmt: skip
-    return low, high
 
 
 @asynccontextmanager

@@ -52,7 +52,7 @@ A = TypeVar("A", bound=Answer)
 
 
 def current_plan(coordinator: Coordinator) -> SlicePlan:
-    """The plan of the run, for those who ask pservers. Raises NotReady before there is one, NoPservers."""
+    """The plan of the run, for those who ask pservers. Raises NotReady before there is one, `no_pservers`."""
     coordinator.cluster.need_pservers()
     plan = coordinator.cluster.run.plan
     if plan is None:

@@ -43,7 +43,6 @@ _VALUES: dict[int | str, dict[str, Any]] = {
 }
 _FILE: dict[int | str, dict[str, Any]] = {200: {"content": {CONTENT_TYPE: _BINARY}}}
 
-Element: TypeAlias = Annotated[OrdinalText | None, Query()]
 EventId: TypeAlias = Annotated[OrdinalText, Query()]
 
 
@@ -73,14 +72,13 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
         name: Name,
         request: Request,
         form: Annotated[Format, Query(alias="format")] = "safetensors",
-        begin: Element = None,
-        end: Element = None,
         after_version: Annotated[OrdinalText | None, Query(description="wait for a newer one, else 304")] = None,
         wait_seconds: Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS)] = MAX_WAIT_SECONDS,
     ) -> Response:
-        """One parameter, live, whole or a range of its flattened elements; its version is in the ETag and in the body.
+        """One parameter, live; its version is in the ETag and in the body.
 
-        In the synchronous mode all of it is of one round. JSON names NaN and the infinities as strings.
+        In the synchronous mode all of it is of one round. JSON is for parameters of at most 1,000 elements. It names
+        NaN and the infinities as strings.
         """
         known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
         if known != [""] and after_version is None:
@@ -93,7 +91,7 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
             if not has_other and not await wait_for_newer(coordinator, name, after_version, wait_seconds):
                 return Response(status_code=304)
 
-        return StreamedReply(large, lambda: open_parameter(coordinator, name, form, begin, end), CONTENT_TYPES[form])
+        return StreamedReply(large, lambda: open_parameter(coordinator, name, form), CONTENT_TYPES[form])
 
     @app.get(routes.STATISTICS, tags=["inspection"], response_model=ParameterStatistics)
     async def parameter_statistics(name: Name) -> Response:

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 @contextmanager
-def serving(answers: Mapping[str, str], status: int = 200, port: int = 0) -> Iterator[str]:
+def serving(answers: Mapping[str, str], status: int = 200) -> Iterator[str]:
     """Answer a GET of each path with its text, and of any other with 404; yields the base URL."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -23,7 +23,7 @@ def serving(answers: Mapping[str, str], status: int = 200, port: int = 0) -> Ite
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -58,6 +57,13 @@ def test_status_for_a_person(run_command: RunCommand) -> None:
         "1 of 2   declared  1,233  accuracy 0.9833, loss nan  0.2 s ago\n"
         "\n"
     )
+
+
+def test_status_on_a_terminal() -> None:
+    with serving(ANSWERS) as url, Terminal("status", "--coordinator", url) as terminal:
+        terminal.wait_for("\u2500")  # the rule below a table's titles
+        terminal.wait_for("trainer 0, trainer 1 (3.2 s)")
+        assert terminal.wait() == 0
 
 
 def test_status_of_a_ring(run_command: RunCommand) -> None:
@@ -140,54 +146,6 @@ def test_what_is_no_address(run_command: RunCommand, url: str) -> None:
     outcome = run_command("status", "--coordinator", url)
     assert outcome.exit_code == 2
     assert "expected the coordinator's base URL, such as http://127.0.0.1:7070" in outcome.stderr
-
-
-def test_watch_shows_it_again_and_again(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into a pipe; Ctrl-C is how it ends, and no failure. Somebody who is away is asked again."""
-    pauses: list[float] = []
-    with ExitStack() as servers:
-        url = servers.enter_context(serving(ANSWERS))
-
-        def pause(seconds: float) -> None:
-            pauses.append(seconds)
-            if len(pauses) == 3:
-                servers.close()
-            elif len(pauses) == 5:
-                servers.enter_context(serving(ANSWERS, port=int(url.rpartition(":")[2])))
-            elif len(pauses) == 6:
-                raise KeyboardInterrupt
-
-        monkeypatch.setattr("time.sleep", pause)
-        outcome = run_command("status", "--watch", "--coordinator", url)
-    assert outcome.exit_code == 0
-    assert pauses == [1.0] * 6
-    assert outcome.stdout.count("run 5f0c") == 4
-    assert outcome.stderr.count("gradpost: warning: no coordinator: nobody answers at ") == 1
-
-
-def test_watch_wants_somebody_at_first(run_command: RunCommand) -> None:
-    outcome = run_command("status", "--watch", "--coordinator", "http://127.0.0.1:1")
-    assert (outcome.exit_code, outcome.stdout) == (1, "")
-    assert "its address is --coordinator or GRADPOST_COORDINATOR" in outcome.stderr
-
-
-def test_watch_on_a_terminal() -> None:
-    """In place on the other screen, through an absence; afterwards the newest is left on the usual one."""
-    with ExitStack() as servers:
-        url = servers.enter_context(serving(ANSWERS))
-        with Terminal("status", "--watch", "--coordinator", url) as terminal:
-            terminal.wait_for("\x1b[?1049h")  # the other screen
-            terminal.wait_for("trainer 0, trainer 1 (3.2 s)")
-            servers.close()
-            terminal.wait_for("no coordinator for ")
-            terminal.wait_for("this is how it was")
-            servers.enter_context(serving(ANSWERS, port=int(url.rpartition(":")[2])))
-            terminal.wait_for("until Ctrl-C run 5f0c")
-            terminal.type("\x03")
-            assert "\x1b[2J" not in terminal.wait_for("\x1b[?1049l")
-            terminal.wait_for("run 5f0c: failed")
-            assert terminal.wait() == 0
-            assert "Traceback" not in terminal.shown
 
 
 @pytest.mark.parametrize(

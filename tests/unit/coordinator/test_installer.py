@@ -7,9 +7,10 @@ import asyncio
 import httpx
 import pytest
 
-from ps_protocol.errors import BadModel, NotReady, PserverLost, StalePserver, StorageFailed, TrainerLost, TryAgain
+from ps_protocol.errors import BadModel, NotReady, StalePserver, StorageFailed, TrainerLost, TryAgain
 from ps_protocol.messages import InstallMembers, InstallRun
 
+from ...raising import raises_code
 from .coordinating import FakePservers, begin, coordinating, eventually
 from .support import joining, leaving
 
@@ -88,7 +89,7 @@ async def test_a_pserver_that_cannot_be_changed_for_long_ends_the_run_though_it_
     pservers.answer["1"] = refuse
     async with coordinating(pservers, lease_seconds=30, rejoin_timeout_seconds=0.5) as coordinator:
         [trainer, _] = begin(coordinator)
-        with pytest.raises(PserverLost, match=r"no change could be carried out for 0\.5 s: .* no space left"):
+        with raises_code("pserver_lost", match=r"no change could be carried out for 0\.5 s: .* no space left"):
             await asyncio.wait_for(coordinator.wait_for_plan(*trainer, 20), 5)
     assert tries > 1
 
@@ -96,8 +97,8 @@ async def test_a_pserver_that_cannot_be_changed_for_long_ends_the_run_though_it_
 @pytest.mark.parametrize(
     ("refusal", "failure"),
     [
-        (BadModel("the shard does not fit into memory"), PserverLost),
-        (StorageFailed("pserver-1-of-2.safetensors is damaged"), StorageFailed),
+        (BadModel("the shard does not fit into memory"), "pserver_lost"),
+        (StorageFailed("pserver-1-of-2.safetensors is damaged"), "storage_failed"),
     ],
 )
 async def test_a_pserver_that_cannot_serve_the_run_ends_it(refusal, failure):
@@ -110,7 +111,7 @@ async def test_a_pserver_that_cannot_serve_the_run_ends_it(refusal, failure):
     pservers.answer["1"] = refuse
     async with coordinating(pservers, lease_seconds=30) as coordinator:
         [trainer, _] = begin(coordinator)
-        with pytest.raises(failure, match=f"pserver 1 cannot serve the run: {refusal.detail}"):
+        with raises_code(failure, match=f"pserver 1 cannot serve the run: {refusal.detail}"):
             await asyncio.wait_for(coordinator.wait_for_plan(*trainer, 20), 5)
 
 

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_protocol.errors import GradpostError, NotReady, WorldMismatch
+from ps_protocol.errors import GradpostError, NotReady
 from services.coordinator.cluster import Cluster
 from services.coordinator.record import describe_cluster, recall_cluster
 from services.coordinator.run import Run
 
+from ...raising import raises_code
 from .support import LEASE, defaults, joining, make_cluster
 
 CALL = 5.0
@@ -72,7 +73,7 @@ def test_who_says_the_size_settles_it():
     assert run.join(joining("b", 2, world_size=3), 0).rank == 2
     assert (run.num_trainers, run.missing_ranks) == (3, [0, 1, 2])
     for size in (1, 5):
-        with pytest.raises(WorldMismatch, match="another number of trainers"):
+        with raises_code("world_mismatch", match="another number of trainers"):
             elastic_run().join(joining("c", world_size=size), 0)
 
 

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from ps_protocol.errors import IndexTaken, StalePserver, WorldMismatch
+from ps_protocol.errors import StalePserver
 from services.coordinator.pservers import PserverRegistry
 
+from ...raising import raises_code
 from .support import LEASE, beat, registration
 
 
@@ -38,9 +39,9 @@ def test_the_same_process_again_gets_the_same_answer_and_renews_its_lease():
 def test_one_too_many_is_refused():
     registry = make_registry(1)
     registry.register(registration("a"), 0)
-    with pytest.raises(IndexTaken, match="has its 1 pservers"):
+    with raises_code("index_taken", match="has its 1 pservers"):
         registry.register(registration("b"), 0)
-    with pytest.raises(WorldMismatch, match="pserver 1 is beyond"):
+    with raises_code("world_mismatch", match="pserver 1 is beyond"):
         registry.register(registration("b", index=1), 0)
     assert list(registry.members) == [0]
 
@@ -48,11 +49,11 @@ def test_one_too_many_is_refused():
 def test_a_second_pserver_for_an_index_waits_for_the_lease_of_the_first():
     registry = make_registry()
     registry.register(registration("a", index=0), 0)
-    with pytest.raises(IndexTaken, match="http://a:1") as caught:
+    with raises_code("index_taken", match="http://a:1") as caught:
         registry.register(registration("b", index=0), 9)
     assert caught.value.may_be_retried
     registry.heartbeat(0, beat(), 9)
-    with pytest.raises(IndexTaken):
+    with raises_code("index_taken"):
         registry.register(registration("b", index=0), 15)  # while it is renewed
     [lost] = registry.expire(19.5)
     assert lost.instance == "pserver a"

@@ -6,21 +6,11 @@ from typing import Any
 import pytest
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import (
-    BadModel,
-    ModelMismatch,
-    ModeMismatch,
-    PserverLost,
-    RankTaken,
-    StaleRun,
-    StaleTrainer,
-    TrainerLost,
-    UnsupportedOptimizer,
-    WorldMismatch,
-)
+from ps_protocol.errors import BadModel, Ended, ModelMismatch, StaleRun, TrainerLost
 from ps_protocol.vocabulary import LossPolicy
 from services.coordinator.run import Run
 
+from ...raising import raises_code
 from .support import LEASE, SGD_FLAGS, alive, defaults, joining, leaving, make_run, model
 
 
@@ -48,7 +38,7 @@ def test_trainers_get_the_lowest_free_rank_or_the_one_they_want():
     assert run.join(joining("a"), 0).rank == 0
     assert run.join(joining("b", 2), 0).rank == 2
     assert run.join(joining("c"), 0).rank == 1
-    with pytest.raises(RankTaken, match="all 3 ranks"):
+    with raises_code("rank_taken", match="all 3 ranks"):
         run.join(joining("d"), 0)
 
 
@@ -63,27 +53,27 @@ def test_a_join_that_is_sent_twice_gets_one_rank():
 def test_a_second_trainer_with_the_same_rank_waits_for_the_lease_of_the_first():
     run = make_run()
     run.join(joining("a", 0), 0)
-    with pytest.raises(RankTaken, match="rank 0") as caught:
+    with raises_code("rank_taken", match="rank 0") as caught:
         run.join(joining("b", 0), 5)
     assert caught.value.may_be_retried
     assert run.members == {0: 1}
     run.expire(LEASE + 1, LEASE)
     assert run.join(joining("b", 0), LEASE + 1).incarnation == 2
-    with pytest.raises(StaleTrainer):
+    with raises_code("stale_trainer"):
         run.heartbeat(0, alive(incarnation=1), LEASE + 2)  # SIGCONT after its lease
 
 
 @pytest.mark.parametrize(
     ("request_", "error"),
     [
-        (joining(world_size=3), WorldMismatch),
-        (joining(rank=2), WorldMismatch),
-        (joining(expects={"mode": "async"}), ModeMismatch),
+        (joining(world_size=3), "world_mismatch"),
+        (joining(rank=2), "world_mismatch"),
+        (joining(expects={"mode": "async"}), "mode_mismatch"),
     ],
 )
 def test_a_trainer_that_does_not_fit_the_cluster_is_refused(request_, error):
     run = make_run()
-    with pytest.raises(error):
+    with raises_code(error):
         run.join(request_, 0)
     assert (run.trainers, run.number) == ({}, 0)
     run.join(joining(world_size=2, rank=1, expects={"mode": "sync"}), 0)
@@ -140,18 +130,18 @@ def test_a_run_of_an_earlier_version_that_kept_its_buffers_is_not_continued():
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"optimizer": "LBFGS", "group_flags": ({},)}, UnsupportedOptimizer),
-        ({"optimizer": "Mine"}, UnsupportedOptimizer),
-        ({"group_flags": ({"nesterov": False},)}, UnsupportedOptimizer),
-        ({"parameters": (("w", (1,), "F32", 0), ("w", (1,), "F32", 0))}, BadModel),
-        ({"parameters": (("w", (1,), "I64", 0),)}, BadModel),
-        ({"parameters": (("w", (1,), "F32", 1),)}, BadModel),
-        ({"parameters": (("w", (-1,), "F32", 0),)}, BadModel),
+        ({"optimizer": "LBFGS", "group_flags": ({},)}, "unsupported_optimizer"),
+        ({"optimizer": "Mine"}, "unsupported_optimizer"),
+        ({"group_flags": ({"nesterov": False},)}, "unsupported_optimizer"),
+        ({"parameters": (("w", (1,), "F32", 0), ("w", (1,), "F32", 0))}, "bad_model"),
+        ({"parameters": (("w", (1,), "I64", 0),)}, "bad_model"),
+        ({"parameters": (("w", (1,), "F32", 1),)}, "bad_model"),
+        ({"parameters": (("w", (-1,), "F32", 0),)}, "bad_model"),
     ],
 )
 def test_a_model_that_cannot_be_planned_is_refused_before_anybody_waits_for_it(changes, error):
     run = joined()
-    with pytest.raises(error):
+    with raises_code(error):
         run.declare(0, model(**changes))
     assert run.missing_ranks == [0, 1]
 
@@ -204,9 +194,9 @@ def test_messages_of_another_run_or_life_are_refused():
     ):
         with pytest.raises(StaleRun):
             act(run="run0")
-        with pytest.raises(StaleTrainer):
+        with raises_code("stale_trainer"):
             act(incarnation=2)
-    with pytest.raises(StaleTrainer):
+    with raises_code("stale_trainer"):
         run.heartbeat(5, alive(), 1)
     assert run.members == {0: 1, 1: 1}
 
@@ -245,7 +235,7 @@ def test_who_is_silent_before_the_start_gives_its_place_up():
     assert (run.state, run.failure) == ("gathering", None)
     assert run.members == {1: 1}
     assert run.join(joining("c", 0), 11).incarnation == 2
-    with pytest.raises(StaleTrainer):
+    with raises_code("stale_trainer"):
         run.heartbeat(0, alive(), 12)
 
 
@@ -372,7 +362,7 @@ def test_a_finished_run_stays_finished_if_a_process_fails_then():
 
 def test_the_first_failure_stands():
     run = training()
-    run.fail(PserverLost("pserver 1 was lost"), 1)
+    run.fail(Ended("pserver 1 was lost", code="pserver_lost"), 1)
     number = run.number
     run.fail(TrainerLost("trainer 0 was lost"), 2)
     assert (str(run.failure), run.ended_at, run.number) == ("pserver 1 was lost", 1, number)
@@ -381,7 +371,7 @@ def test_the_first_failure_stands():
 def test_a_run_that_is_over_does_not_fail_any_more():
     run = training(1)
     run.leave(0, leaving(), 1)
-    run.fail(PserverLost("it exited"), 2)
+    run.fail(Ended("it exited", code="pserver_lost"), 2)
     assert (run.state, run.failure) == ("finished", None)
 
 

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_protocol.errors import BadHeader, GradpostError, PlanMismatch, StalePserver, StaleRun, UnsupportedProtocol
+from ps_protocol.errors import GradpostError
 from ps_protocol.fence import Fence
 from ps_protocol.vocabulary import PROTOCOL_VERSION
+
+from ...raising import raises_code
 
 FENCE = Fence(PROTOCOL_VERSION, "run-1", 2, "d1ge57", 3, 4, 5, 6, 7)
 HEADERS = {
@@ -42,7 +44,7 @@ def test_headers_and_back(fence: Fence) -> None:
 
 @pytest.mark.parametrize("header", HEADERS)
 def test_a_missing_header_is_named(header: str) -> None:
-    with pytest.raises(BadHeader, match=f"the header {header} is missing"):
+    with raises_code("bad_header", match=f"the header {header} is missing"):
         Fence.from_headers({key: value for key, value in HEADERS.items() if key != header})
 
 
@@ -51,19 +53,19 @@ def test_a_missing_header_is_named(header: str) -> None:
     "text", ["", "-1", "+1", "1.0", "1e3", " 1", "1_0", "0x1", "٣", "²", "nan", "9" * 19, "1\n"], ids=ascii
 )
 def test_what_is_not_a_number_is_named(header: str, text: str) -> None:
-    with pytest.raises(BadHeader, match=f"the header {header} is not a number"):
+    with raises_code("bad_header", match=f"the header {header} is not a number"):
         Fence.from_headers({**HEADERS, header: text})
 
 
 @pytest.mark.parametrize("header", ["gradpost-run", "gradpost-plan"])
 @pytest.mark.parametrize("text", ["", "ä", "a\nb", "\0", "x" * 129], ids=ascii)
 def test_what_is_no_identifier_is_named(header: str, text: str) -> None:
-    with pytest.raises(BadHeader, match=f"the header {header} is no identifier"):
+    with raises_code("bad_header", match=f"the header {header} is no identifier"):
         Fence.from_headers({**HEADERS, header: text})
 
 
 def test_another_protocol_is_refused_before_anything_else() -> None:
-    with pytest.raises(UnsupportedProtocol) as caught:
+    with raises_code("unsupported_protocol") as caught:
         Fence.from_headers({"gradpost-protocol": str(PROTOCOL_VERSION + 1)})
     assert caught.value.facts == {"expected": PROTOCOL_VERSION, "actual": str(PROTOCOL_VERSION + 1)}
 
@@ -82,21 +84,21 @@ def test_the_addressee() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "error"),
+    ("field", "value", "code"),
     [
-        ("run", "run-2", StaleRun),
-        ("attempt", 3, StaleRun),
-        ("plan", "an0ther", PlanMismatch),
-        ("pserver", 0, StalePserver),
-        ("pserver_incarnation", 5, StalePserver),
+        ("run", "run-2", "stale_run"),
+        ("attempt", 3, "stale_run"),
+        ("plan", "an0ther", "plan_mismatch"),
+        ("pserver", 0, "stale_pserver"),
+        ("pserver_incarnation", 5, "stale_pserver"),
     ],
 )
-def test_what_is_stale_about_the_addressee_is_said(field: str, value: Any, error: type[GradpostError]) -> None:
-    with pytest.raises(error) as caught:
+def test_what_is_stale_about_the_addressee_is_said(field: str, value: Any, code: str) -> None:
+    with raises_code(code) as caught:
         FENCE.check_addressee(**{**ADDRESSEE, field: value})
     assert str(value) in caught.value.facts["expected"]
     assert str(ADDRESSEE[field]) in caught.value.facts["actual"]
-    with pytest.raises(error) as caught:  # and from the other side
+    with raises_code(code) as caught:  # and from the other side
         replace(FENCE, **{field: value}).check_addressee(**ADDRESSEE)
     assert str(value) in caught.value.facts["actual"]
 

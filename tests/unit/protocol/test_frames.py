@@ -11,7 +11,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ps_protocol.errors import BodyTooLarge, GradpostError, MalformedFrame
+from ps_protocol.errors import GradpostError
 from ps_protocol.frames import (
     ALIGNMENT,
     LENGTH_BYTES,
@@ -25,6 +25,7 @@ from ps_protocol.frames import (
 )
 from ps_protocol.vocabulary import DTYPE_BYTES
 
+from ...raising import raises_code
 from .strategies import AWKWARD_NAMES, few, json_values, names
 
 deserialize: Any = safetensors.deserialize  # the reference parser, without any array library
@@ -239,7 +240,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("body", "message"), REFUSED.values(), ids=REFUSED)
 def test_a_malformed_frame_is_refused(body: bytes, message: str) -> None:
-    with pytest.raises(MalformedFrame, match=message) as caught:
+    with raises_code("malformed_frame", match=message) as caught:
         parse_frame(body)
     assert len(str(caught.value)) < 1000
     json.dumps(caught.value.to_problem(), ensure_ascii=False).encode()
@@ -275,12 +276,12 @@ def test_limits() -> None:
         (FrameLimits(max_header_bytes=header_bytes - 1), "the frame's header is too large"),
         (FrameLimits(max_tensors=1), "too many tensors"),
     ]:
-        with pytest.raises(BodyTooLarge, match=message):
+        with raises_code("body_too_large", match=message):
             parse_frame(body, limits)
 
 
 def test_the_number_of_tensors_cannot_be_hidden() -> None:
-    with pytest.raises(BodyTooLarge, match="too many tensors"):
+    with raises_code("body_too_large", match="too many tensors"):
         parse_frame(
             raw_frame('{"a":{"data_o\\u0066fsets":1},"b":{"data_o\\u0066fsets":1}}'), FrameLimits(max_tensors=1)
         )
@@ -294,7 +295,7 @@ def test_a_length_that_lies_allocates_nothing(length: int) -> None:
 
 def test_a_long_shape_costs_no_time() -> None:
     """A product of half a million sizes would take minutes."""
-    with pytest.raises(MalformedFrame, match="shape"):
+    with raises_code("malformed_frame", match="shape"):
         parse_frame(raw_frame(entry_text("0,0", ",".join("9" * 500_000))))
 
 
@@ -357,7 +358,7 @@ def test_mutated_frames_are_refused_or_what_the_reference_reads(
 @given(tensor_dicts, st.data())
 def test_cut_frames_are_refused(tensors: dict[str, np.ndarray[Any, Any]], data: st.DataObject) -> None:
     body = write_frame(tensors)
-    with pytest.raises(MalformedFrame):
+    with raises_code("malformed_frame"):
         parse_frame(body[: data.draw(st.integers(0, len(body) - 1))])
 
 

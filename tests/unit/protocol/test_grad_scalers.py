@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ps_protocol.errors import MalformedFrame
 from ps_protocol.grad_scalers import ScalerState
+
+from ...raising import raises_code
 
 pytestmark = pytest.mark.amp
 
@@ -66,5 +67,5 @@ GOOD = {"after": 7, "scale": 1024.0, "growth_tracker": 3}
     ],
 )
 def test_anything_else_is_refused(text: str) -> None:
-    with pytest.raises(MalformedFrame, match="no state of a GradScaler"):
+    with raises_code("malformed_frame", match="no state of a GradScaler"):
         ScalerState.from_json(text)

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 import ps_protocol
-from ps_protocol.errors import BadModel, GradpostError, UnsupportedOptimizer
+from ps_protocol.errors import BadModel, GradpostError
 from ps_protocol.optimizers import OptimizerSpec, check_optimizer
 from ps_protocol.plan import MAX_PSERVERS, SlicePlan, make_plan
 from ps_protocol.slicing import slice_parameter
 from ps_protocol.vocabulary import DTYPE_BYTES, PLACEMENTS, Block, ParameterSpec
 from ps_protocol.wire_types import PushType, WireTypes
 
+from ...raising import raises_code
 from .strategies import AWKWARD_NAMES, few, json_values, over_the_wire, plan_arguments, plans
 
 SEED_MODEL = [ParameterSpec("w1", (10, 1000)), ParameterSpec("w2", (1, 10))]
@@ -354,7 +355,7 @@ def test_a_plan_of_the_withdrawn_setting_is_refused() -> None:
 
 
 def test_the_optimizer_of_a_plan_is_checked() -> None:
-    with pytest.raises(UnsupportedOptimizer, match="LBFGS cannot run on a pserver"):
+    with raises_code("unsupported_optimizer", match="LBFGS cannot run on a pserver"):
         SlicePlan.from_json({**_WIRE_PLAN, "optimizer": {"name": "LBFGS", "group_flags": []}})
 
 

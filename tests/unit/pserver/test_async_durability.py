@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import ContributionMissing, GradpostError, QueueFull, StorageFailed, TrainerLost, TryAgain
+from ps_protocol.errors import ContributionMissing, GradpostError, StorageFailed, TrainerLost, TryAgain
 from services.pserver import async_run
 from services.runtime.failpoints import arm_failpoints
 
+from ...raising import raises_code
 from .oracle import make_options
 from .support import Bench, bench
 from .test_async_run import busy, until
@@ -271,7 +272,7 @@ async def test_a_contribution_without_any_block_waits_for_a_slow_disk_like_all_o
         with slow_log(pserver) as begun:
             first = asyncio.create_task(pserver.push(0, 2))
             await asyncio.to_thread(begun.wait)
-            with pytest.raises(QueueFull, match="this pserver is busy; send this again"):
+            with raises_code("queue_full", match="this pserver is busy; send this again"):
                 await pserver.push(1, 2, {})
         await first
         await pserver.push(1, 2, {})

@@ -13,20 +13,10 @@ import torch
 from torch import Tensor
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import (
-    ApplyFailed,
-    DelayExceeded,
-    FutureRound,
-    ModeMismatch,
-    QueueFull,
-    RoundPending,
-    RoundTimeout,
-    StaleRound,
-    StaleRun,
-    TrainerLost,
-)
+from ps_protocol.errors import FutureRound, RoundPending, RoundTimeout, StaleRound, StaleRun, TrainerLost
 from services.pserver import async_run, reading
 
+from ...raising import raises_code
 from .oracle import make_options
 from .support import PARAMETERS, Bench, bench, decode, initial_values
 
@@ -158,7 +148,7 @@ async def test_a_full_queue_sends_the_sender_away_and_loses_nothing(monkeypatch:
     async with asynchronous(max_queued=1) as pserver:
         with busy(pserver):
             await pserver.push(0, 1, ones(1.0))
-            with pytest.raises(QueueFull, match=r"the queue of block 'p0.block0' is full") as refused:
+            with raises_code("queue_full", match=r"the queue of block 'p0.block0' is full") as refused:
                 await pserver.push(1, 1, ones(2.0))
             assert refused.value.may_be_retried
             with pytest.raises(FutureRound):  # the step after it has to wait
@@ -184,9 +174,9 @@ async def test_a_worker_that_fails_stops_its_block_and_no_other(monkeypatch: pyt
         monkeypatch.setattr(pserver.run.shard, "apply_block", fail)
         await pserver.push(0, 1, ones())
         for _ in range(2):
-            with pytest.raises(ApplyFailed, match=r"block 'p1.block0' has stopped.*no memory"):
+            with raises_code("apply_failed", match=r"block 'p1.block0' has stopped.*no memory"):
                 await pserver.get(0, 1)
-            with pytest.raises(ApplyFailed, match=r"block 'p1.block0' has stopped"):
+            with raises_code("apply_failed", match=r"block 'p1.block0' has stopped"):
                 await pserver.push(1, 1, ones())
         others = [NAMES[0], *NAMES[2:]]
         await pserver.push(1, 1, ones(1.0, others))
@@ -203,7 +193,7 @@ async def test_what_is_queued_behind_a_failure_is_not_waited_for(monkeypatch: py
                 await pserver.push(rank, 1, ones())
             marked = asyncio.ensure_future(pserver.get(2, 0))  # its marker is behind them
             await asyncio.sleep(0.01)
-        with pytest.raises(ApplyFailed, match="division by zero"):
+        with raises_code("apply_failed", match="division by zero"):
             await marked
         assert pserver.metric("gradpost_queued_updates") == 0
 
@@ -276,7 +266,7 @@ async def test_gradients_of_old_parameters_are_refused() -> None:
     async with asynchronous(max_delay=1) as pserver:
         for step in (1, 2):
             await pserver.push(0, step, ones(), computed_on=0)
-        with pytest.raises(DelayExceeded, match="computed step 3 on parameters of its step 0"):
+        with raises_code("delay_exceeded", match="computed step 3 on parameters of its step 0"):
             await pserver.push(0, 3, ones(), computed_on=0)
         with pytest.raises(FutureRound):
             await pserver.push(0, 3, ones(), computed_on=3)
@@ -290,9 +280,9 @@ async def test_gradients_of_old_parameters_are_refused() -> None:
 @pytest.mark.asyncio
 async def test_there_are_no_barriers() -> None:
     async with asynchronous() as pserver:
-        with pytest.raises(ModeMismatch, match="a batch barrier belongs to the synchronous mode"):
+        with raises_code("mode_mismatch", match="a batch barrier belongs to the synchronous mode"):
             await pserver.barrier(0, 1)
-        with pytest.raises(ModeMismatch):
+        with raises_code("mode_mismatch"):
             await pserver.get(0, 0, with_barrier=True)
 
 
@@ -351,7 +341,7 @@ async def test_a_get_behind_an_update_that_fails_is_told_so() -> None:
             before = pserver.run._reader._current
             get = asyncio.ensure_future(pserver.get(1, 0))
             await until(lambda: pserver.run._reader._current is not before)
-        with pytest.raises(ApplyFailed, match="has stopped"):
+        with raises_code("apply_failed", match="has stopped"):
             await asyncio.wait_for(get, 5)
 
 
@@ -360,7 +350,7 @@ async def test_a_block_that_could_not_be_read_fails_the_get_and_nothing_else(mon
     async with asynchronous(read_consistency="shard") as pserver:
         with monkeypatch.context() as patch:
             patch.setattr(reading._Snapshot, "_copy", lambda *_: 1 / 0)
-            with pytest.raises(ApplyFailed, match="could not be read: division by zero"):
+            with raises_code("apply_failed", match="could not be read: division by zero"):
                 await asyncio.wait_for(pserver.get(1, 0), 5)
         await pserver.push(0, 1, ones())
         assert stepped(await pserver.get(0, 1), by=1)
@@ -381,7 +371,7 @@ async def test_gets_that_fail_at_one_block_do_not_fill_the_queue_of_another(monk
         with monkeypatch.context() as patch:
             patch.setattr(reading._Snapshot, "_copy", lambda *_: 1 / 0)
             for _ in range(4):
-                with pytest.raises(ApplyFailed, match="could not be read: division by zero"):
+                with raises_code("apply_failed", match="could not be read: division by zero"):
                     await asyncio.wait_for(pserver.get(1, 0), 5)
         go_on.set()
         assert stepped(await pserver.get(0, 1), by=1)

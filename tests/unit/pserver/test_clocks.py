@@ -11,16 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import (
-    BadModel,
-    ContributionConflict,
-    ContributionMissing,
-    DelayExceeded,
-    FutureRound,
-    StaleTrainer,
-)
+from ps_protocol.errors import BadModel, ContributionConflict, ContributionMissing, FutureRound
 from services.pserver.clocks import Clocks, Taken
 
+from ...raising import raises_code
 from ...soaking import examples
 
 BLOCKS = ("a", "b", "c")
@@ -137,11 +131,11 @@ class ClocksMachine(RuleBasedStateMachine):
             return
         for rank in RANKS:
             if rank not in self.incarnations:
-                with pytest.raises(StaleTrainer):
+                with raises_code("stale_trainer"):
                     self.clocks.admit(rank, 1, 1)
                 continue
             life = self.incarnations[rank]
-            with pytest.raises(StaleTrainer):
+            with raises_code("stale_trainer"):
                 self.clocks.admit(rank, life + 1, 1)
             with pytest.raises(FutureRound):
                 self.clocks.admit(rank, life, self.step[rank] + 1)
@@ -162,7 +156,7 @@ def test_what_a_gradient_may_have_been_computed_on(max_delay: int) -> None:
                 with pytest.raises(FutureRound):
                     clocks.check_delay(0, step, computed_on)
             elif computed_on < step - 1 - max_delay:
-                with pytest.raises(DelayExceeded, match=f"computed step {step} on parameters of its step"):
+                with raises_code("delay_exceeded", match=f"computed step {step} on parameters of its step"):
                     clocks.check_delay(0, step, computed_on)
             else:
                 clocks.check_delay(0, step, computed_on)

@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
-from ps_protocol.errors import Overloaded
 from services.pserver import copies as module
 from services.pserver.copies import Copies
+
+from ...raising import raises_code
 
 pytestmark = pytest.mark.asyncio
 
@@ -42,7 +43,7 @@ async def test_who_finds_no_room_is_told_so(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.02)
     copies = Copies(max_bytes=10)
     async with copies.reserve(8):
-        with pytest.raises(Overloaded, match="large blocks"):
+        with raises_code("overloaded", match="large blocks"):
             async with copies.reserve(3):
                 raise AssertionError
     async with copies.reserve(10):

@@ -7,8 +7,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from ps_protocol.errors import Overloaded
+from ps_protocol.errors import TryAgain
 from services.pserver.in_flight import InFlight, WaitingGets
+
+from ...raising import raises_code
 
 
 def test_a_share_for_each_trainer() -> None:
@@ -16,7 +18,7 @@ def test_a_share_for_each_trainer() -> None:
     with ExitStack() as bodies:
         for _ in range(2):
             bodies.enter_context(in_flight.reserve(0, 50, 2))
-        with pytest.raises(Overloaded, match="trainer 0"), in_flight.reserve(0, 1, 2):
+        with raises_code("overloaded", match="trainer 0"), in_flight.reserve(0, 1, 2):
             pass
         bodies.enter_context(in_flight.reserve(1, 100, 2))  # the other's share is its own
         assert in_flight.num_bytes == 200
@@ -29,7 +31,7 @@ def test_one_body_always_fits() -> None:
     with ExitStack() as bodies:
         for rank in range(2):
             bodies.enter_context(in_flight.reserve(rank, 10**9, 2))
-        with pytest.raises(Overloaded), in_flight.reserve(0, 1, 2):
+        with raises_code("overloaded"), in_flight.reserve(0, 1, 2):
             pass
     with in_flight.reserve(0, 10**9, 2):
         pass
@@ -51,7 +53,7 @@ async def test_newer_gets_end_the_oldest() -> None:
         try:
             async with waiting.place(rank):
                 await asyncio.sleep(60)
-        except Overloaded:
+        except TryAgain:
             order.append(name)
         return name
 

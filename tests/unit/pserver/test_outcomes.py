@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.errors import ContributionConflict, MalformedFrame
 from ps_protocol.frames import parse_frame
 from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.routes import BARRIER_HEADER, VERDICT_HEADER
@@ -58,7 +57,7 @@ async def test_the_lowest_ranks_scaler_is_told_to_all() -> None:
 @pytest.mark.parametrize("text", ["", "null", "{}", "[" * 100_000, '{"after":0,"scale":NaN,"growth_tracker":0}'])
 async def test_what_is_no_state_is_refused(text: str) -> None:
     async with bench() as b:
-        await unchanged(b, MalformedFrame, push(b, 0, 1, text))
+        await unchanged(b, "malformed_frame", push(b, 0, 1, text))
 
 
 async def test_another_state_in_the_same_round_is_a_conflict() -> None:
@@ -66,7 +65,7 @@ async def test_another_state_in_the_same_round_is_a_conflict() -> None:
         await push(b, 0, 1, state(0).to_json())
         await push(b, 0, 1, state(0).to_json())
         for other in (None, state(0, 8.0).to_json()):
-            refusal = await unchanged(b, ContributionConflict, push(b, 0, 1, other))
+            refusal = await unchanged(b, "contribution_conflict", push(b, 0, 1, other))
             assert "GradScaler" in refusal.text
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ps_protocol.errors import ContributionConflict, ContributionMissing, FutureRound, StaleTrainer
+from ps_protocol.errors import ContributionConflict, ContributionMissing, FutureRound
 from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.norms import ShardNorm
 from services.pserver.rounds import Apply, Measure, Rounds
 
+from ...raising import raises_code
 from .test_round_interleavings import LAMBDAS, payload, snapshot
 
 
@@ -177,7 +178,7 @@ def test_a_new_life_of_a_rank_starts_with_nothing_staged():
     complete(rounds, 0)
     rounds.batch_barrier_arrived(0, 1, 1)
     rounds.members_changed({0: 2, 1: 1})
-    with pytest.raises(StaleTrainer, match="trainer 0 incarnation 1"):
+    with raises_code("stale_trainer", match="trainer 0 incarnation 1"):
         rounds.admit(0, 1, 1)
     with pytest.raises(ContributionMissing):
         rounds.batch_barrier_arrived(0, 2, 1)

@@ -10,31 +10,14 @@ import structlog
 import torch
 from starlette.requests import ClientDisconnect
 
-from ps_protocol.errors import (
-    BadHeader,
-    BadHyperParameters,
-    BodyTooLarge,
-    Conflict,
-    ContributionConflict,
-    ContributionMissing,
-    FutureRound,
-    MalformedFrame,
-    NonFiniteGradient,
-    NotReady,
-    RoundPending,
-    StalePserver,
-    StaleRound,
-    StaleRun,
-    StaleTrainer,
-    TrainerLost,
-    UnknownBlock,
-)
+from ps_protocol.errors import Conflict, RoundPending, TrainerLost
 from ps_protocol.messages import Controls, InstallMembers, PserverRegistered
 from ps_protocol.routes import MEMBERS, WAIT_HEADER
 from services.pserver import endpoints as endpoints_module
 from services.pserver.app import make_pserver_app
 from services.runtime.metrics import ServiceMetrics
 
+from ...raising import raises_code
 from .oracle import TorchOracle, assert_same_bits, average, make_options
 from .refusals import begin_push, keep_busy, refused, unchanged
 from .support import (
@@ -73,7 +56,7 @@ async def test_fence_again_after_the_last_byte_run_replaced_meanwhile():
         await b.install_next_run()
         digest = await b.digest()
         halfway.go.set()
-        await refused(StaleRun, late)
+        await refused("stale_run", late)
         del late
         assert await b.digest() == digest
         assert await b.settle_used_bytes(0) == 0
@@ -85,7 +68,7 @@ async def test_fence_again_after_the_last_byte_pserver_registered_anew_meanwhile
         await halfway.reached.wait()
         await b.pserver.registered(PserverRegistered(index=0, incarnation=2, lease_seconds=10))
         halfway.go.set()
-        await refused(StalePserver, late)
+        await refused("stale_pserver", late)
         del late
         assert await b.settle_used_bytes(0) == 0
 
@@ -97,7 +80,7 @@ async def test_fence_again_after_the_last_byte_member_removed_meanwhile():
         await b.change_members(2, {0: 1})
         digest = await b.digest()
         halfway.go.set()
-        await refused(StaleTrainer, late)
+        await refused("stale_trainer", late)
         del late
         assert await b.digest() == digest
         assert await b.settle_used_bytes(0) == 0
@@ -141,7 +124,7 @@ async def test_fence_again_after_the_last_byte_member_replaced_by_its_next_life_
         await b.change_members(2, {0: 1, 1: 2})
         digest = await b.digest()
         halfway.go.set()
-        await refused(StaleTrainer, late)
+        await refused("stale_trainer", late)
         assert await b.digest() == digest
 
 
@@ -151,7 +134,7 @@ async def test_fence_again_after_the_last_byte_run_failed_meanwhile():
         await halfway.reached.wait()
         await b.change_members(2, {}, failure=TrainerLost("trainer 0 was lost").to_problem())
         halfway.go.set()
-        await refused(TrainerLost, late)
+        await refused("trainer_lost", late)
         del late
         assert await b.settle_used_bytes(0) == 0
 
@@ -167,7 +150,7 @@ async def test_fence_again_after_the_check_for_nan_member_removed_meanwhile():
         await asyncio.sleep(0.01)
         await b.change_members(2, {1: 1})
         await release()
-        with pytest.raises(StaleTrainer):
+        with raises_code("stale_trainer"):
             await push
 
 
@@ -182,10 +165,10 @@ async def test_gets_of_a_round_are_answered_with_exactly_that_version_until_the_
         await b.barrier(1, 2)
         second = await b.get(0, 2)
         assert decode(second)[1]["round"] == "2"
-        error = await unchanged(b, StaleRound, b.get(1, 1))
+        error = await unchanged(b, "stale_round", b.get(1, 1))
         assert error.facts["current"] == 2
-        await unchanged(b, StaleRound, b.get(1, 0))
-        await unchanged(b, FutureRound, b.get(1, 4))
+        await unchanged(b, "stale_round", b.get(1, 0))
+        await unchanged(b, "future_round", b.get(1, 4))
 
 
 async def test_a_get_of_some_blocks_is_of_that_version_too():
@@ -206,7 +189,7 @@ async def test_a_get_of_some_blocks_is_of_that_version_too():
         get = asyncio.create_task(b.get(0, 1, names=["p1.block0"]))
         await asyncio.sleep(0.01)
         await release()
-        await refused(StaleRound, get)
+        await refused("stale_round", get)
 
 
 async def test_a_get_waits_for_all_batch_barriers():
@@ -244,11 +227,11 @@ async def test_hyper_parameters_of_the_lowest_rank_win_with_one_warning():
 async def test_contribution_missing():
     async with bench() as b:
         await b.play_round(1)
-        await unchanged(b, ContributionMissing, b.barrier(0, 2))
+        await unchanged(b, "contribution_missing", b.barrier(0, 2))
         await b.push(0, 2, dict(list(b.contribution(0, 2).items())[:2]), last=False)
-        error = await unchanged(b, ContributionMissing, b.barrier(0, 2))
+        error = await unchanged(b, "contribution_missing", b.barrier(0, 2))
         assert error.facts["actual"] == 2
-        await unchanged(b, ContributionMissing, b.get(0, 2, with_barrier=True))
+        await unchanged(b, "contribution_missing", b.get(0, 2, with_barrier=True))
         await b.push(0, 2)
         assert (await b.barrier(0, 2))["missing"] == [1]
 
@@ -263,7 +246,7 @@ async def test_already_applied_whatever_the_bytes_are():
         assert (await b.barrier(0, 1)) == {"round": 2, "missing": [0, 1], "notice": ""}
         assert await b.digest() == digest
         assert await b.settle_used_bytes(0) == 0
-        await unchanged(b, StaleTrainer, b.push(0, 1, fence=b.fence(0, 1, trainer_incarnation=2)))
+        await unchanged(b, "stale_trainer", b.push(0, 1, fence=b.fence(0, 1, trainer_incarnation=2)))
 
 
 async def test_a_second_upload_of_initial_values_changes_nothing():
@@ -273,8 +256,8 @@ async def test_a_second_upload_of_initial_values_changes_nothing():
         await b.upload_initial()
         assert await b.digest() == digest
         assert await b.get(0, 1) == reply
-        await unchanged(b, StaleTrainer, b.call("initial", b.fence(1, 0), encode({})))
-        await unchanged(b, StaleTrainer, b.call("initial", b.fence(0, 1), encode({})))
+        await unchanged(b, "stale_trainer", b.call("initial", b.fence(1, 0), encode({})))
+        await unchanged(b, "stale_trainer", b.call("initial", b.fence(0, 1), encode({})))
 
 
 async def test_other_bytes_under_one_identity_are_a_conflict():
@@ -282,7 +265,7 @@ async def test_other_bytes_under_one_identity_are_a_conflict():
         await b.push(0, 1)
         forged = b.contribution(0, 1)
         forged["p3.block0"] = forged["p3.block0"] + 1
-        await unchanged(b, ContributionConflict, b.push(0, 1, forged))
+        await unchanged(b, "contribution_conflict", b.push(0, 1, forged))
         answer = await b.push(0, 1, {"p2.block0": b.contribution(0, 1)["p2.block0"]}, last=False)
         assert answer == {"status": "staged", "staged": 0, "duplicates": 1, "complete": True, "finite": True}
 
@@ -294,7 +277,7 @@ async def test_a_client_that_goes_away_in_its_body_changes_nothing_and_returns_t
         body = encode(b.contribution(0, 1), b.completion())
         upload = Upload(body[: len(body) // 2], num_pieces=num_pieces, ends=False)
         round_ = 1 if endpoint == "send" else 0
-        await unchanged(b, MalformedFrame, b.call(endpoint, b.fence(0, round_), body, upload=upload))
+        await unchanged(b, "malformed_frame", b.call(endpoint, b.fence(0, round_), body, upload=upload))
         assert await b.settle_used_bytes(0) == 0
 
 
@@ -328,16 +311,16 @@ async def test_a_client_that_goes_away_before_its_request_is_complete_has_sent_n
 async def test_a_refused_get_has_not_counted_its_barrier():
     async with bench() as b:
         await b.push(0, 1)
-        await unchanged(b, UnknownBlock, b.get(0, 1, names=["nobody.block0"], with_barrier=True))
-        await unchanged(b, BadHeader, b.get(0, 1, wait_seconds=-1, with_barrier=True))
-        await unchanged(b, BadHeader, b.get(0, 1, wait_seconds=float("nan"), with_barrier=True))
+        await unchanged(b, "unknown_block", b.get(0, 1, names=["nobody.block0"], with_barrier=True))
+        await unchanged(b, "bad_header", b.get(0, 1, wait_seconds=-1, with_barrier=True))
+        await unchanged(b, "bad_header", b.get(0, 1, wait_seconds=float("nan"), with_barrier=True))
         headers = {"gradpost-barrier": "fetch", WAIT_HEADER: "0"}
-        await unchanged(b, BadHeader, b.call("get", b.fence(0, 1), headers=headers))
+        await unchanged(b, "bad_header", b.call("get", b.fence(0, 1), headers=headers))
 
 
 async def test_a_push_before_the_initial_values_is_not_ready():
     async with bench(initial=False) as b:
-        await unchanged(b, NotReady, b.push(0, 1))
+        await unchanged(b, "not_ready", b.push(0, 1))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -345,7 +328,7 @@ async def test_a_non_finite_gradient_is_refused_under_reject_and_staged_under_al
     async with bench() as b:
         blocks = b.contribution(0, 1)
         blocks["p2.block0"][63] = value
-        error = await unchanged(b, NonFiniteGradient, b.push(0, 1, blocks))
+        error = await unchanged(b, "non_finite_gradient", b.push(0, 1, blocks))
         assert "trainer 0" in str(error)
         assert "p2.block0" in str(error)
         assert b.metric("gradpost_nonfinite_pushes_total") == 1
@@ -358,14 +341,14 @@ async def test_hyper_parameters_that_do_not_fit_are_refused(text):
     async with bench() as b:
         metadata = {**b.completion(), "hyper_parameters": text}
         body = encode(b.contribution(0, 1), metadata)
-        await unchanged(b, BadHyperParameters, b.call("send", b.fence(0, 1), body))
+        await unchanged(b, "bad_hyper_parameters", b.call("send", b.fence(0, 1), body))
 
 
 @pytest.mark.parametrize("text", ["-1", "1.0", "", "9" * 10, "٣"])
 async def test_a_number_of_blocks_that_is_none_is_refused(text):
     async with bench() as b:
         body = encode({}, {**b.completion(), "num_blocks": text})
-        await unchanged(b, MalformedFrame, b.call("send", b.fence(0, 1), body))
+        await unchanged(b, "malformed_frame", b.call("send", b.fence(0, 1), body))
 
 
 async def test_a_body_that_no_honest_push_could_fill_is_refused_before_it_is_received():
@@ -373,14 +356,14 @@ async def test_a_body_that_no_honest_push_could_fill_is_refused_before_it_is_rec
         taken: list[int] = []
         take = b.pserver.pool.take
         b.pserver.pool.take = lambda n: taken.append(n) or take(n)  # type: ignore[method-assign]
-        await unchanged(b, BodyTooLarge, b.call("send", b.fence(0, 1), b"", num_bytes=200 * 1024 * 1024))
-        await unchanged(b, BodyTooLarge, b.call("send", b.fence(0, 1), b"", num_bytes=10**15))
+        await unchanged(b, "body_too_large", b.call("send", b.fence(0, 1), b"", num_bytes=200 * 1024 * 1024))
+        await unchanged(b, "body_too_large", b.call("send", b.fence(0, 1), b"", num_bytes=10**15))
         assert taken == []
 
 
 async def test_a_get_waits_no_longer_than_the_server_allows():
     async with bench() as b:
-        await unchanged(b, BadHeader, b.get(0, 1, wait_seconds=endpoints_module.MAX_WAIT_SECONDS + 1))
+        await unchanged(b, "bad_header", b.get(0, 1, wait_seconds=endpoints_module.MAX_WAIT_SECONDS + 1))
 
 
 async def test_controls_may_name_as_many_parameters_as_a_plan():

@@ -9,7 +9,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from ps_protocol.errors import Overloaded, QueueFull, RoundPending, StaleRound, TryAgain, error_from_problem
+from ps_protocol.errors import RoundPending, StaleRound, TryAgain, error_from_problem
 from services.runtime import problems
 from services.runtime.logs import configure_logs
 from services.runtime.problems import problem_response
@@ -149,8 +149,8 @@ async def test_a_body_that_does_not_come_delays_the_answer_only_so_long(monkeypa
 
 def test_retry_after_is_zero_only_where_the_server_has_waited() -> None:
     assert problem_response(RoundPending("wait")).headers["retry-after"] == "0"
-    assert problem_response(QueueFull("wait")).headers["retry-after"] == "0"
-    assert problem_response(Overloaded("wait")).headers["retry-after"] == "1"
+    assert problem_response(TryAgain("wait", code="queue_full")).headers["retry-after"] == "0"
+    assert problem_response(TryAgain("wait", code="overloaded")).headers["retry-after"] == "1"
     assert problem_response(TryAgain("wait")).headers["retry-after"] == "1"
     assert "retry-after" not in problem_response(StaleRound("over")).headers
 

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from ps_protocol.errors import NormChanged, StaleTrainer
+from ps_protocol.errors import Conflict, NormChanged
 from ps_protocol.norms import AgreedNorm, ShardNorm
 from trainer_client import agreement
 from trainer_client.agreement import NormAgreement, finish_rounds
+
+from ...raising import raises_code
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.clip]
 
@@ -104,10 +106,10 @@ async def test_pservers_that_never_agree_are_not_asked_for_ever(monkeypatch: pyt
 
 async def test_what_ends_the_run_ends_the_agreement() -> None:
     async def ask() -> Answers:
-        raise StaleTrainer("it is no member any more")
+        raise Conflict("it is no member any more", code="stale_trainer")
 
     pservers = Pservers(of("a", 1.0))
-    with pytest.raises(StaleTrainer):
+    with raises_code("stale_trainer"):
         await NormAgreement(ask).bring(0, lambda norm: pservers.get(0, norm))
 
 

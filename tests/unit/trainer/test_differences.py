@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ps_protocol.errors import MalformedFrame
 from ps_protocol.frames import FrameLimits, encode_header
 from ps_protocol.routes import SINCE_KEY
 from trainer_client.pulling.differences import Differences
 from trainer_client.tensors import writable_bytes
 from trainer_client.transport.frame_sink import FrameSink
+
+from ...raising import raises_code
 
 VALUES = torch.tensor([1.0, 2.0, 3.0])
 INTEGERS, SCALES = ("w", "I8", (3,)), ("w.scales", "F32", (1,))
@@ -58,12 +59,12 @@ async def test_a_value_in_the_same_frame_goes_where_values_are() -> None:
 @pytest.mark.parametrize("received", [["w"], ["w.scales"], ["v", "v.scales"]])
 async def test_half_a_difference_is_none(received: list[str]) -> None:
     values = VALUES.clone()
-    with pytest.raises(MalformedFrame):
+    with raises_code("malformed_frame"):
         await Differences({"w": writable_bytes(values)}).add(received)
     assert torch.equal(values, VALUES)
 
 
 def test_who_has_no_memory_for_it_takes_none() -> None:
     values = VALUES.clone()
-    with pytest.raises(MalformedFrame, match="'w' is not what was asked for"):
+    with raises_code("malformed_frame", match="'w' is not what was asked for"):
         FrameSink({"w": writable_bytes(values)}, FrameLimits()).feed(frame([INTEGERS, SCALES], difference(1, 1, 1)))

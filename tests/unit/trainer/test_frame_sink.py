@@ -6,10 +6,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ps_protocol.errors import BodyTooLarge, GradpostError, MalformedFrame
+from ps_protocol.errors import GradpostError
 from ps_protocol.frames import DTYPE_BYTES, FrameLimits, encode_header
 from ps_protocol.routes import SINCE_KEY
 from trainer_client.transport.frame_sink import FrameSink
+
+from ...raising import raises_code
 
 LIMITS = FrameLimits()
 METADATA = {"round": "7"}
@@ -93,7 +95,7 @@ def test_chunks_may_be_any_buffer_and_empty():
 @given(length=st.integers(0, len(make_frame()) - 1), places=st.lists(st.integers(0, 1000), max_size=4))
 def test_a_frame_that_breaks_off_is_refused_and_the_whole_one_repairs_it(length, places):
     memory = make_memory()
-    with pytest.raises(MalformedFrame, match="ended early"):
+    with raises_code("malformed_frame", match="ended early"):
         feed(memory, cut(make_frame()[:length], places))
     feed(memory, [make_frame()])
     assert {name: bytes(data) for name, data in memory.items()} == landed()
@@ -101,7 +103,7 @@ def test_a_frame_that_breaks_off_is_refused_and_the_whole_one_repairs_it(length,
 
 @pytest.mark.parametrize("places", [[], [len(make_frame())]])
 def test_a_frame_that_goes_on_is_refused(places):
-    with pytest.raises(MalformedFrame, match="longer than its header says"):
+    with raises_code("malformed_frame", match="longer than its header says"):
         feed(make_memory(), cut(make_frame() + b"x", places))
 
 
@@ -118,20 +120,20 @@ def test_a_frame_that_goes_on_is_refused(places):
 def test_another_frame_than_was_asked_for_is_refused_before_anything_is_written(wanted, message):
     memory = make_memory(wanted)
     before = {name: bytes(data) for name, data in memory.items()}
-    with pytest.raises(MalformedFrame, match=message):
+    with raises_code("malformed_frame", match=message):
         feed(memory, [make_frame()])
     if "lacks" not in message:
         assert {name: bytes(data) for name, data in memory.items()} == before
 
 
 def test_no_reply_at_all_is_refused():
-    with pytest.raises(MalformedFrame):
+    with raises_code("malformed_frame"):
         feed({}, [])
 
 
 def test_a_header_bomb_is_refused_at_its_length():
     sink = FrameSink({}, FrameLimits(max_header_bytes=1000))
-    with pytest.raises(BodyTooLarge):
+    with raises_code("body_too_large"):
         sink.feed((1001).to_bytes(8, "little"))
 
 

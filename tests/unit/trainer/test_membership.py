@@ -13,21 +13,13 @@ import pytest
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.environment import PREFIX
-from ps_protocol.errors import (
-    GradpostError,
-    NotReady,
-    RankTaken,
-    SlowBody,
-    StaleRun,
-    TrainerLost,
-    TryAgain,
-    Unreachable,
-    WorldMismatch,
-)
+from ps_protocol.errors import Conflict, GradpostError, NotReady, StaleRun, TrainerLost, TryAgain, Unreachable
 from ps_protocol.messages import Leave, TrainerHeartbeat, TrainerHeartbeatReply, TrainerJoined
 from trainer_client import membership as membership_module
 from trainer_client.membership import Membership
 from trainer_client.settings import read_settings
+
+from ...raising import raises_code
 
 pytestmark = pytest.mark.asyncio
 
@@ -154,9 +146,9 @@ async def test_a_gateway_without_a_coordinator_behind_it_is_as_good_as_none(page
 
 
 async def test_a_place_that_others_hold_is_tried_for_a_while():
-    coordinator = FakeCoordinator(trainers=[RankTaken("a living trainer has rank 1")])
+    coordinator = FakeCoordinator(trainers=[Conflict("a living trainer has rank 1", code="rank_taken")])
     async with member(coordinator, joins=False) as membership:
-        with pytest.raises(RankTaken):
+        with raises_code("rank_taken"):
             await membership.join(None)
     assert coordinator.num_heard("trainers") > 2
 
@@ -169,9 +161,9 @@ async def test_waiting_for_an_earlier_run_has_no_end():
 
 
 async def test_what_cannot_be_cured_by_waiting_is_raised_at_once():
-    coordinator = FakeCoordinator(trainers=[WorldMismatch("another number of trainers")])
+    coordinator = FakeCoordinator(trainers=[Conflict("another number of trainers", code="world_mismatch")])
     async with member(coordinator, joins=False) as membership:
-        with pytest.raises(WorldMismatch):
+        with raises_code("world_mismatch"):
             await membership.join(None)
     assert coordinator.num_heard("trainers") == 1
 
@@ -205,7 +197,9 @@ async def test_a_failure_that_a_heartbeat_brings_ends_every_wait():
 )
 async def test_training_goes_on_without_the_coordinator(hiccup):
     page = httpx.Response(200, content=b"<h1>It works!</h1>")
-    coordinator = FakeCoordinator(heartbeat=[hiccup, hiccup, SlowBody("the body came too slowly"), page, WELL])
+    coordinator = FakeCoordinator(
+        heartbeat=[hiccup, hiccup, TryAgain("the body came too slowly", code="slow_body"), page, WELL]
+    )
     async with member(coordinator) as membership:
         await eventually(lambda: coordinator.num_heard("heartbeat") > 5)
         assert membership.failure is not None

@@ -16,7 +16,6 @@ from ps_protocol.errors import (
     FutureRound,
     GradpostError,
     NotReady,
-    Overloaded,
     RoundPending,
     StalePserver,
     StaleRun,
@@ -106,7 +105,7 @@ async def test_a_round_that_has_been_pending_for_long_uses_up_nobodys_patience()
 async def test_what_an_earlier_life_has_answered_uses_up_nobodys_patience() -> None:
     """It said that it stops, and was away for longer than a request may take; the next life is busy for a moment."""
     news = News()
-    answers = [TryAgain("this pserver stops"), None, Overloaded("too many requests"), None]
+    answers = [TryAgain("this pserver stops"), None, TryAgain("too many requests", code="overloaded"), None]
 
     async def answer(request: httpx.Request) -> httpx.Response:
         error = answers.pop(0)

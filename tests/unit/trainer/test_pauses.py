@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ps_protocol.errors import NotReady, Overloaded, QueueFull, RoundPending
+from ps_protocol.errors import NotReady, RoundPending, TryAgain
 from trainer_client.pauses import MAX_PAUSE_SECONDS, choose_backoff, choose_pause, read_retry_after
 
 
@@ -20,7 +20,7 @@ def test_the_header(text: str | None, seconds: float | None) -> None:
 
 
 def test_a_pause_is_as_long_as_was_said_and_up_to_twice_as_long() -> None:
-    answer = Overloaded("full")
+    answer = TryAgain("full", code="overloaded")
     answer.retry_after_seconds = 2.0
     pauses = [choose_pause(answer, 0.02) for _ in range(1000)]
     assert min(pauses) >= 2
@@ -37,8 +37,8 @@ def test_who_waits_for_others_only_polls(kind: type[NotReady | RoundPending]) ->
 
 
 def test_without_a_word_it_is_the_least() -> None:
-    assert choose_pause(Overloaded("full"), 0.25) == 0.25
-    answer = QueueFull("full")
+    assert choose_pause(TryAgain("full", code="overloaded"), 0.25) == 0.25
+    answer = TryAgain("full", code="queue_full")
     answer.retry_after_seconds = 0.0
     assert choose_pause(answer, 0.25) == 0.25
 
