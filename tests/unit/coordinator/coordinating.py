@@ -35,11 +35,14 @@ class FakePservers:
         self.ranges = [[0, 4]]  # that everybody can restore
         self.pages: list[httpx.Response] = []  # of a proxy, before what they can restore
         self.short: set[str] = set()  # have lost the end of their logs
+        self.on_freeze: Callable[[], None] = lambda: None  # called once
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
         index = request.url.host
         if request.url.path == FREEZE:
             self.frozen.append(Freeze.model_validate_json(request.content))
+            on_freeze, self.on_freeze = self.on_freeze, lambda: None
+            on_freeze()
             if index in self.empty:
                 raise NotReady("it holds nothing of the run")
             rounds = FrozenRounds(applied=4, is_short=index in self.short)

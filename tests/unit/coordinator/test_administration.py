@@ -129,16 +129,14 @@ async def test_a_rollback_is_refused_when_something_comes_between(obstacle: str)
         cluster.trainer_heartbeat(1, alive(run=second[1], round_=4), coordinator.now())
         cluster.complete_checkpoints[:] = [2]
         if obstacle == "a trainer leaves":
-            going_back = asyncio.create_task(Administration(coordinator).roll_back("me", 2))
-            await eventually(lambda: cluster.run.rollback_to == 2)
-            cluster.leave_trainer(1, leaving("done", run=second[1], round=4, attempt=0), coordinator.now())
+            message = leaving("done", run=second[1], round=4, attempt=0)
+            pservers.on_freeze = lambda: cluster.leave_trainer(1, message, coordinator.now())
             expected = "trainer 1 cannot take the rounds after 2 again, being done; the run goes on"
         else:
             pservers.pages.append(httpx.Response(500, text="a shard cannot be read"))
-            going_back = asyncio.create_task(Administration(coordinator).roll_back("me", 2))
             expected = "a pserver did not say what it can restore"
         with pytest.raises(Conflict, match=expected):
-            await going_back
+            await Administration(coordinator).roll_back("me", 2)
         assert (cluster.run.state, cluster.run.attempt) == ("training", 0)
         assert [entry.outcome for entry in coordinator.audit.entries()] == ["requested", "failed"]
 
