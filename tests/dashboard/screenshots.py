@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/dashboard.md: `python -m tests.dashboard.screenshots`."""
+"""Makes the pictures of docs/inspection.md: `python -m tests.dashboard.screenshots`."""
 
 from __future__ import annotations
 

@@ -1,22 +1,27 @@
-"""The commands of docs/inspection.md, as they stand there, against a cluster that trains."""
+"""The commands of docs/inspection.md against a cluster that trains, and the command that shows the dashboard."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from signal import SIGINT
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from ..cluster.fault_script import make_model
 from ..cluster.faulty_run import ROUND_SECONDS, FaultyRun
-from .markdown import examples, read
+from ..cluster.up_support import RunningUp, wait_until
+from .markdown import ROOT, examples, read
 from .reading import read_json
 from .stage import Stage
 
@@ -27,7 +32,7 @@ pytestmark = [
 ]
 
 TEXT = read("inspection.md")
-FIRST, *SHELL = [block.text for block in examples(TEXT, "sh")]
+FIRST, UP, *SHELL = [block.text for block in examples(TEXT, "sh")]
 [PYTHON] = [block.text for block in examples(TEXT, "python")]
 
 
@@ -47,6 +52,26 @@ def test_with_a_token(tmp_path: Path) -> None:
     with stage.cluster:
         status = json.loads(stage.shell(FIRST.replace("http://127.0.0.1:7070", stage.cluster.address)))
     assert status["state"] == "gathering"
+
+
+def test_the_dashboard_is_served(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+    command, _, page = UP.replace("7070", port).partition("# then open ")
+    gradpost, up, *arguments = shlex.split(command)
+    assert (gradpost, up) == ("gradpost", "up")
+    with RunningUp(*arguments, folder=ROOT, GRADPOST_STATE_DIR=str(tmp_path)) as running:
+
+        def trains() -> bool:
+            try:
+                return httpx.get(f"{page.strip()}/v1/status").json()["state"] == "training"
+            except httpx.TransportError:
+                return False
+
+        assert wait_until(trains, 90)
+        assert "<title>" in httpx.get(page.strip()).raise_for_status().text
+        running.signal(SIGINT)
+        running.finish()
 
 
 def test_every_command_works(run: FaultyRun, tmp_path: Path) -> None:
