@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ps_http2.reader import MAX_FRAME_BYTES, MAX_HEADER_BYTES
-from ps_protocol import errors, messages, routes
+from ps_protocol import errors, messages, norms, routes
 from ps_protocol.errors import ERRORS
 from ps_protocol.fence import MAX_DIGITS, MAX_TEXT, Fence
 from ps_protocol.fields import MAX_NAME, MAX_RESULT_NAME, MAX_RESULTS
@@ -21,8 +21,10 @@ from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PARAMETER_DTYPES, PROTOCOL_VERSION, WINDOW
 from services.coordinator.app import MAX_WAIT_SECONDS as MAX_PLAN_WAIT_SECONDS
 from services.pserver.endpoints import MAX_GET_BODY_BYTES, MAX_WAIT_SECONDS
+from services.runtime.guarded_protocol import MAX_HEAD_BYTES
 from services.runtime.http2_server import MAX_STREAMS
 from services.runtime.problems import DISCARD_SECONDS
+from services.runtime.routing import MAX_MESSAGE_BYTES, MAX_MESSAGE_ITEMS, MAX_PLAN_BYTES
 
 from .apps import call, run_coordinator, run_pserver
 from .markdown import code_blocks, codes, read, section, table, tables
@@ -36,7 +38,7 @@ INSPECTION = {"PserverState", "PserverStatus", "TrainerStatus", "ClusterStatus",
 
 
 def test_the_headers_are_those_of_the_fence_in_order() -> None:
-    rows, others = tables(section(TEXT, "The fence"))
+    rows, _, others = tables(section(TEXT, "The fence"))
     assert [codes(row["header"]) for row in rows] == [[header] for header in FENCE.to_headers()]
     assert [codes(row["header"]) for row in others] == [
         [routes.BARRIER_HEADER],
@@ -49,33 +51,39 @@ def test_the_headers_are_those_of_the_fence_in_order() -> None:
 
 def test_numbers_in_the_text() -> None:
     assert f"version {PROTOCOL_VERSION}," in TEXT.split("\n\n")[1]
-    fence = section(TEXT, "The fence")
-    assert f"at most {MAX_DIGITS}." in fence
-    assert f"at most {MAX_TEXT} characters" in fence
-    assert f"to {MAX_WAIT_SECONDS:g}," in fence
-    assert f"`wait_seconds` (at most {MAX_PLAN_WAIT_SECONDS:g})" in TEXT
     assert f"multiple of {ALIGNMENT} bytes" in section(TEXT, "Frames")
     assert f"content type `{CONTENT_TYPE}`" in section(TEXT, "Frames")
     assert f"Windows of {WINDOW} elements" in TEXT
-    assert f"up to {DISCARD_SECONDS:g} seconds" in TEXT
-    assert f"at most {MAX_STREAMS} streams at once" in TEXT
-    assert f"{MAX_HEADER_BYTES >> 10} KiB of headers, and frames of up to {MAX_FRAME_BYTES >> 20} MiB" in TEXT
-    assert f"at most {MAX_GET_BODY_BYTES >> 20} MiB" in TEXT
-    limits = section(TEXT, "Messages")
-    assert f"at most {MAX_DIGITS} digits" in limits
-    assert f"at most {MAX_NAME} characters" in limits
-    assert f"at most {MAX_RESULTS} `results`, whose names have 1 to {MAX_RESULT_NAME} printable" in limits
     assert f"`{'`, `'.join(PARAMETER_DTYPES[:2])}` or `{PARAMETER_DTYPES[2]}`" in TEXT
 
 
 def test_the_limits() -> None:
-    rows = table(section(TEXT, "Frames"), "setting")
+    rows = table(section(TEXT, "Limits"), "limit")
     limits = FrameLimits()
-    assert {codes(row["setting"])[0]: int(row["default"]) for row in rows} == {
+    assert {codes(row["setting"])[0]: int(row["value"]) for row in rows if row["setting"]} == {
         "max_body_bytes": limits.max_body_bytes,
         "max_header_bytes": limits.max_header_bytes,
         "max_tensors": limits.max_tensors,
     }
+    assert MAX_GET_BODY_BYTES == MAX_MESSAGE_BYTES
+    assert MAX_WAIT_SECONDS == MAX_PLAN_WAIT_SECONDS
+    assert MAX_HEADER_BYTES == MAX_HEAD_BYTES
+    assert MAX_TEXT == norms.MAX_TEXT
+    assert [float(row["value"]) for row in rows if not row["setting"]] == [
+        MAX_MESSAGE_BYTES,
+        MAX_PLAN_BYTES,
+        MAX_MESSAGE_ITEMS,
+        MAX_DIGITS,
+        MAX_TEXT,
+        MAX_WAIT_SECONDS,
+        MAX_NAME,
+        MAX_RESULTS,
+        MAX_RESULT_NAME,
+        MAX_STREAMS,
+        MAX_HEADER_BYTES,
+        MAX_FRAME_BYTES,
+        DISCARD_SECONDS,
+    ]
 
 
 def test_the_metadata_keys() -> None:
