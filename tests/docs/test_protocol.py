@@ -105,7 +105,7 @@ def test_the_members_and_the_digest_of_a_plan() -> None:
 
 def test_the_optimizers() -> None:
     rows = tables(section(TEXT, "Optimizers"))[0]
-    assert {codes(row["optimizer"])[0]: (codes(row["flags"]), codes(row["numbers"])) for row in rows} == {
+    assert {codes(row["optimizer"])[0]: (codes(row["flags"]), codes(row["hyperparameters"])) for row in rows} == {
         name: (list(rule.flags), list(rule.numbers)) for name, rule in RULES.items()
     }
 
