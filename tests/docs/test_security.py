@@ -40,15 +40,15 @@ async def test_every_route_has_its_scope() -> None:
 
 
 def test_the_table() -> None:
-    rows = tables(section(TEXT, "Who may call what"))[0]
+    rows = [row for rows in tables(section(TEXT, "Endpoints")) for row in rows if "scope" in row]
     documented = {
-        tuple(request.split()): codes(row["scope"]) or None for row in rows for request in codes(row["requests"])
+        tuple(request.split()): codes(row["scope"]) or None for row in rows for request in codes(row["request"])
     }
     assert documented == {
         (method, path.replace(":path", "")): [scope] if scope else None
         for (method, path), scope in ROUTE_SCOPES.items()
     }
-    assert [codes(row["scope"]) for row in rows] == [[], *([scope] for scope in SCOPES)]
+    assert all(f"`{scope}`" in section(TEXT, "Who may call what") for scope in SCOPES)
 
 
 @pytest.mark.parametrize(
