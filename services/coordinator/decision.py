@@ -55,7 +55,7 @@ class Decision:
 class Rollback:
     """All go back to this round, or to the newest before it that all pservers can restore; `reason` is for people.
 
-    What is only `asked` for, and needed by nothing, goes to this round or does not come about.
+    With `is_asked` an administrator alone wants the rollback: it goes to this very round, or is refused.
     """
 
     newest: Round

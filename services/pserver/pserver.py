@@ -316,11 +316,11 @@ class Pserver:
         return held.rounds
 
     async def restorable(self, run: str, newest: Round | None = None) -> Ranges:
-        """Ranges of rounds to which a run, served or found on the disk, can go back here.
+        """Return the ranges of rounds to which a run can go back here, whether it is served or found on the disk.
 
-        With `newest` the checkpoint from which that round would be restored is read, and left out if it is damaged. Of
-        a run of which this process holds nothing it is the checkpoints that everybody can read. All of it is read,
-        which may take longer than a request: who asks again meanwhile waits for the same answer.
+        With `newest` the checkpoint that leads to that round is read, and left out if it is damaged. If this process
+        holds nothing of the run, the ranges are the complete checkpoints. Reading may take longer than a request: a
+        request that is repeated meanwhile waits for the same answer.
         """
         served = await self._opened_run()
         if served is not None and served.install.run == run:

@@ -322,7 +322,7 @@ class SyncRun(PserverRun):
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether no round is being applied. One whose apply has failed is, for ever."""
+        """Whether no round is being applied. A round that failed while it was applied counts as being applied."""
         return self.rounds.applying is None
 
     async def _finish_apply(self) -> None:

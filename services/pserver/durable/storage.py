@@ -321,7 +321,7 @@ class RunStorage:
     def restorable(self, newest: Round | None = None) -> list[tuple[Round, Round]]:
         """Ranges of rounds, first and last, that can be restored as far as the log's digests tell; newest first.
 
-        With `newest` the checkpoint is read, too, from which that round would be restored. Damaged ones are left out.
+        With `newest` the checkpoint that leads to that round is read first, and left out if it is damaged.
 
         The run may go back to any of them, so none is deleted before the run goes on and makes another checkpoint.
         """

@@ -157,7 +157,7 @@ async def test_a_trainer_that_leaves_with_rounds_that_are_undone_has_not_trained
             assert run.failure is not None
             assert run.failure.code == "pserver_lost"
             assert "rounds 3 to 4 are lost, and trainer 1 cannot take them again" in run.failure.detail
-        else:  # it has taken them again, or somebody says so who does not know
+        else:  # the trainer has taken them again, or the request does not say of which attempt they are
             assert run.failure is None
 
 
