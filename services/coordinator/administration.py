@@ -17,7 +17,6 @@ from ps_protocol.vocabulary import Rank, Round
 
 from .coordinator import Coordinator
 from .run import Run
-from .trainers import name_ranks
 
 WAIT_SECONDS = 30.0  # for all pservers to go by it
 CHECKPOINT_SECONDS = 240.0  # for a checkpoint to be complete, and the one before it, which may be being written
@@ -112,9 +111,8 @@ class Administration:
 
         def go_back() -> None:
             self._find_checkpoint(round_)  # it may have been deleted meanwhile; from now on it is not
-            if gone := run.find_done_after(round_):
-                text = f"{name_ranks(gone)} cannot take the rounds after {round_} again, being done"
-                raise Conflict(f"{text}; the run would fail")
+            if obstacle := run.find_rollback_obstacle(round_):
+                raise Conflict(f"{obstacle}; the run would fail")
             run.rollback_to, run.rollback_refusal = round_, ""
             run.number += 1
 

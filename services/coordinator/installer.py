@@ -29,7 +29,6 @@ from .control import TIMEOUT_SECONDS, call_pserver
 from .decision import Decision, Membership, Rollback, decide, decide_steps, newest_common
 from .pservers import PserverMember
 from .run import Run
-from .trainers import name_ranks
 
 log = get_logger()
 
@@ -311,9 +310,7 @@ class Installer:
         """Return why the run does not go back to a round as an administrator asked; an empty text if it does."""
         if common != asked:
             return f"not every pserver can restore round {asked}, and their logs say why"
-        if gone := run.find_done_after(asked):
-            return f"{name_ranks(gone)} cannot take the rounds after {asked} again, being done"
-        return ""
+        return run.find_rollback_obstacle(asked)
 
     # ------------------------------------------------------------------ install
 

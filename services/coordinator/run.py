@@ -466,6 +466,11 @@ class Run:
             return []
         return sorted(t.rank for t in self.trainers.values() if t.state == "done" and t.round > round_)
 
+    def find_rollback_obstacle(self, round_: Round) -> str:
+        """Return why the trainers cannot go back to a round; an empty text if they can."""
+        gone = self.find_done_after(round_)
+        return f"{name_ranks(gone)} cannot take the rounds after {round_} again, being done" if gone else ""
+
     def lose_rounds(self, done: list[Rank], since: Round, newest: Round, now: float) -> None:
         """Fail the run, which may be finished: rounds are lost that these trainers, being done, cannot take again."""
         if self.state == "finished":
