@@ -22,7 +22,8 @@ def override_rates(controls: Controls, groups: list[HyperParameters]) -> list[Hy
     """
     if not controls.rates:
         return groups
-    return [{**group, "lr": controls.rates.get(index, group["lr"])} for index, group in enumerate(groups)]
+    rates = controls.rates
+    return [{**group, "lr": rates[index]} if index in rates else group for index, group in enumerate(groups)]
 
 
 def controls_at(all_: Sequence[Controls], round_: Round) -> Controls:

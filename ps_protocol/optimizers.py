@@ -62,6 +62,9 @@ class OptimizerSpec:
 # The update rule of buffers. A push contains their values, and value += lr * (mean of the pushed values - value).
 MEAN = "mean"
 _MEAN = OptimizerRule(("lr",), (MEAN,))
+# The state of the trainer's GradScaler, with whose scale a round's gradients were made. No update rule uses it.
+# `after` is the newest round whose outcome is in it.
+SCALER_NUMBERS = ("after", "scale", "growth_tracker")
 _ADAM = OptimizerRule(("lr", "betas", "eps", "weight_decay"), ("amsgrad", "maximize", "decoupled_weight_decay"))
 
 RULES: Mapping[str, OptimizerRule] = {
@@ -116,17 +119,20 @@ def check_optimizer(name: str, group_flags: Sequence[Mapping[str, Any]]) -> Opti
 def check_hyper_parameters(spec: OptimizerSpec, groups: object) -> list[HyperParameters]:
     """Return one dictionary of numbers for each parameter group, or raise BadInput.
 
-    Every number of the rule must be there, finite and not negative; betas are pairs in [0, 1).
+    Every number of the rule must be there, finite and not negative; betas are pairs in [0, 1). One more dictionary may
+    follow, of SCALER_NUMBERS.
     """
-    if not isinstance(groups, list) or len(groups) != len(spec.group_flags):
+    num_groups = len(groups) - (find_scaler(groups) is not None) if isinstance(groups, list) else None
+    if not isinstance(groups, list) or num_groups != len(spec.group_flags):
         raise BadInput(
             "hyper-parameters must be a list with one object for each parameter group",
             code="bad_hyper_parameters",
             expected=f"{len(spec.group_flags)} groups",
-            actual=f"{len(groups)} groups" if isinstance(groups, list) else type(groups).__name__,
+            actual=type(groups).__name__ if num_groups is None else f"{num_groups} groups",
         )
     for index, numbers in enumerate(groups):
-        names = (_MEAN if spec.rule(index) == MEAN else RULES[spec.name]).numbers
+        is_scaler = index == num_groups
+        names = SCALER_NUMBERS if is_scaler else (_MEAN if spec.rule(index) == MEAN else RULES[spec.name]).numbers
         if not isinstance(numbers, dict) or set(numbers) != set(names):
             raise BadInput(
                 f"group {index} of {spec.name} needs exactly its numbers",
@@ -137,6 +143,17 @@ def check_hyper_parameters(spec: OptimizerSpec, groups: object) -> list[HyperPar
         for key, value in numbers.items():
             _check_number(index, key, value)
     return groups
+
+
+def find_scaler(groups: Sequence[HyperParameters]) -> HyperParameters | None:
+    """Return the state of the trainer's GradScaler in hyper-parameters, if they have one.
+
+    >>> find_scaler([{"lr": 0.1}, {"after": 6, "scale": 1024.0, "growth_tracker": 2}])
+    {'after': 6, 'scale': 1024.0, 'growth_tracker': 2}
+    >>> find_scaler([{"lr": 0.1}])
+    """
+    last = groups[-1] if groups else None
+    return last if isinstance(last, dict) and last.keys() == set(SCALER_NUMBERS) else None
 
 
 def _check_number(group: int, key: str, value: object) -> None:

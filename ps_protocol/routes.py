@@ -73,6 +73,7 @@ HISTORY_KEY = "history"  # of a cut of a shard: the newest step of each trainer 
 # the same in the synchronous mode: the round stepped nothing, because these trainers' gradients were not finite
 SKIPPED_KEY = "skipped_for"
 SKIPPED_BEFORE_KEY = "skipped_before"  # and the rounds before it that `max_delay` lets a trainer miss: those skipped
+GRAD_SCALER_KEY = "grad_scaler"  # the lowest rank's, for a trainer that joins: the last object of its hyper-parameters
 
 SINCE_KEY = "since"  # of an answer to one who has something: blocks that have not changed after this round are left out
 
@@ -81,7 +82,6 @@ NUM_BLOCKS_KEY = "num_blocks"
 HYPER_PARAMETERS_KEY = "hyper_parameters"
 NUM_SLOTS_KEY = "num_slots"  # of the same frame as num_blocks: how many slots and step states come besides
 COMPUTED_ON_KEY = "computed_on"  # asynchronous modes: the step after which the parameters were pulled
-GRAD_SCALER_KEY = "grad_scaler"  # the trainer's, whose scale the gradients had; in the answer the lowest rank's
 
 # metadata of a frame of slots: how often each block was stepped
 STEPS_KEY = "steps"

@@ -17,14 +17,12 @@ from torch import Tensor
 from ps_protocol.errors import BadInput, RolledBack
 from ps_protocol.fence import Fence
 from ps_protocol.frames import encode_header
-from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.messages import DeclareModel, PserverInfo, RunSummary, TrainerJoined
 from ps_protocol.norms import AgreedNorm, ShardNorm
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import (
     COMPUTED_ON_KEY,
-    GRAD_SCALER_KEY,
     HYPER_PARAMETERS_KEY,
     NUM_BLOCKS_KEY,
     NUM_SLOTS_KEY,
@@ -41,9 +39,9 @@ from ps_protocol.vocabulary import (
 )
 
 from .agreement import NormAgreement, finish_rounds
-from .amp.scale_agreement import ScaleAgreement
 from .membership import Membership
 from .metrics import MetricsServer, TrainerMetrics
+from .outcomes import Outcomes
 from .pserver_client import PserverClient, Pulled
 from .pulling.differences import Differences
 from .pushing.buckets import Bucket, Payload, make_buckets
@@ -102,7 +100,7 @@ class ParameterClient:
         self._begun_round: Round = 0  # the newest that some pserver may have counted this trainer in
         self._is_finite = True  # the gradient that was sent last
         self.feedback = ErrorFeedback()
-        self.scale_agreement = ScaleAgreement()
+        self.outcomes = Outcomes()
         self._sent_round: Round = 0  # the newest of which all pushes are acknowledged
         self._metrics_server: MetricsServer | None = None
         self._lag: asyncio.Task[None] | None = None
@@ -269,7 +267,7 @@ class ParameterClient:
         if news.uploader is not None:
             self.uploader = news.uploader
         self.feedback.forget()
-        self.scale_agreement.forget()
+        self.outcomes = Outcomes()
         self._pushed_round = self._begun_round = self._sent_round = self.membership.round = news.resume
         self.must_upload = news.uploader == self.joined.rank
         return news.resume
@@ -391,10 +389,12 @@ class ParameterClient:
             self.feedback.settle(is_applied=round_ not in skipped)
         if round_ in skipped:
             self.grad_norm = None if self.max_grad_norm is None else math.nan
-        state = next((one.grad_scaler for one in reversed(pulled) if one.grad_scaler is not None), None)
-        for told, culprits in self.scale_agreement.tell(skipped, state, newest=round_, keep=2 * max_delay + 2).items():
+        fresh = sorted(skipped.keys() - set(self.outcomes.skipped))
+        scaler = next((one.scaler for one in pulled if one.scaler is not None), None)
+        self.outcomes = self.outcomes.followed_by(skipped, scaler, newest=round_, keep=2 * max_delay + 2)
+        for told in fresh:
             self.metrics.skipped.inc()
-            names = ", ".join(f"trainer {rank}" for rank in sorted(culprits))
+            names = ", ".join(f"trainer {rank}" for rank in sorted(skipped[told]))
             self.log.warning(f"round {told} was skipped on all pservers: NaN or infinity in gradients of {names}")
 
     async def fetch_barrier(self, round_: Round) -> None:
@@ -550,13 +550,12 @@ def completion(
     shard: Sequence[Bucket],
     hyper_parameters: list[HyperParameters],
     computed_on: Round | None = None,
-    grad_scaler: ScalerState | None = None,
     num_slots: int = 0,
 ) -> dict[str, str]:
     """Metadata of a contribution's last push to a pserver: how many blocks there are, and the optimizer's numbers.
 
-    In the asynchronous modes also after which step the trainer pulled what it computed the gradient on. Where gradients
-    were scaled, the state of their GradScaler; and how many slots and step states belong to it, if any do.
+    In the asynchronous modes also after which step the trainer pulled what it computed the gradient on. And how many
+    slots and step states belong to it, if any do.
     """
     metadata = {
         NUM_BLOCKS_KEY: str(sum(len(bucket.present) for bucket in shard)),
@@ -564,8 +563,6 @@ def completion(
     }
     if computed_on is not None:
         metadata[COMPUTED_ON_KEY] = str(computed_on)
-    if grad_scaler is not None:
-        metadata[GRAD_SCALER_KEY] = grad_scaler.to_json()
     if num_slots:
         metadata[NUM_SLOTS_KEY] = str(num_slots)
     return metadata

@@ -27,9 +27,9 @@ from ps_protocol.errors import (
 )
 from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE, FrameLimits
-from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.messages import BarrierAnswer, NormAnswer, PserverInfo, PushAnswer
 from ps_protocol.norms import AgreedNorm, ShardNorm
+from ps_protocol.optimizers import HyperParameters
 from ps_protocol.routes import (
     BARRIER,
     BARRIER_HEADER,
@@ -79,7 +79,7 @@ class Pulled(NamedTuple):
 
     version: Round
     skipped: dict[Round, tuple[Rank, ...]]  # of the newest rounds: for whose gradients they were, if they were
-    grad_scaler: ScalerState | None  # the lowest rank's in this round
+    scaler: HyperParameters | None  # the state of the lowest rank's GradScaler in this round
 
 
 class HeldSlots(NamedTuple):
@@ -280,7 +280,7 @@ class PserverClient:
         skipped = {int(round_): tuple(ranks) for round_, ranks in before.items()}
         if SKIPPED_KEY in metadata:
             skipped[version] = tuple(json.loads(metadata[SKIPPED_KEY]))
-        return Pulled(version, skipped, ScalerState.from_json(metadata.get(GRAD_SCALER_KEY)))
+        return Pulled(version, skipped, json.loads(metadata.get(GRAD_SCALER_KEY, "null")))
 
     async def get_buffers(self, destinations: Mapping[str, memoryview]) -> None:
         """Fetch the buffers that live there, which no round changes."""

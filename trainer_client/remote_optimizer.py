@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ps_protocol.errors import BadModel, GradpostError, NonFiniteGradient
 from ps_protocol.messages import RunSummary
+from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import ParameterSpec, Round
 
 from .amp.unscaling import unscale_gradients
@@ -125,6 +126,7 @@ class RemoteOptimizer(Optimizer):
         self._overlap: Overlap | None = None
         self._waits: ForwardWaits | None = None
         self._unscale: Callable[[Tensor], None] | None = None  # of a GradScaler
+        self._describe_scaler: Callable[[], HyperParameters] | None = None
         self._scale_was_said = False
         if self._local is None:  # whose own optimizer writes to them, and pushes what anyone has written
             check_model(model, self._named.values())
@@ -478,11 +480,14 @@ class RemoteOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ for a GradScaler
 
-    def attach_scaler(self, unscale: Callable[[Tensor], None]) -> None:
-        """Call `unscale` with every gradient that leaves early, before it does. Once."""
+    def attach_scaler(self, unscale: Callable[[Tensor], None], describe: Callable[[], HyperParameters]) -> None:
+        """Call `unscale` with every gradient before it leaves early, and push the state that `describe` returns. Once.
+
+        The state goes with the numbers of each round.
+        """
         if self._unscale is not None:
             raise BadModel("a RemoteOptimizer has one GradScaler")
-        self._unscale = unscale
+        self._unscale, self._describe_scaler = unscale, describe
 
     def _say_whose_scale(self) -> None:
         """Once: torch's own knows nothing of the others' gradients."""
@@ -508,6 +513,11 @@ class RemoteOptimizer(Optimizer):
     def outcome_round(self) -> Round:
         """The newest round whose outcome counts for the next step: with `max_delay` it was begun so many before."""
         return max(self._steps.begun - self._session.client.joined.consistency.max_delay, 0)
+
+    @property
+    def num_rollbacks(self) -> int:
+        """How many rollbacks of the run this trainer has followed."""
+        return self._steps.num_rollbacks
 
     def wait_for_outcome(self) -> None:
         """Wait for that round, if `step` has not."""
@@ -543,6 +553,8 @@ class RemoteOptimizer(Optimizer):
         if self._averages.means:
             # In asynchronous modes each step of N trainers moves the mean by an N-th of the way.
             numbers.append({"lr": 1 / self._session.world_size if self._is_async else 1.0})
+        if self._describe_scaler is not None and self.shares_rounds:
+            numbers.append(self._describe_scaler())
         self._steps.begin(gradients, numbers, is_finite=is_finite)
         if self._waits is None:
             self._steps.take_due()

@@ -11,11 +11,11 @@ from ps_protocol.optimizers import HyperParameters
 
 
 def divide_rates(numbers: Sequence[HyperParameters], staleness: int) -> list[HyperParameters]:
-    """The numbers with every rate divided by the staleness, which counts as 1 at least.
+    """Return the groups' numbers with every rate divided by the staleness, which counts as 1 at least.
 
     Zhang, Gupta, Lian, Liu: Staleness-aware async-SGD for distributed deep learning (IJCAI 2016), eq. 6.
     """
-    return [{**group, "lr": group["lr"] / max(1, staleness)} for group in numbers]  # type: ignore[operator]
+    return [{**group, "lr": group["lr"] / max(1, staleness)} for group in numbers if "lr" in group]  # type: ignore[operator]
 
 
 def compensate_gradient(gradient: Tensor, values: Tensor, pulled: Tensor, strength: float) -> Tensor:

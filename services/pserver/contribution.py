@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from ps_protocol.errors import ContributionConflict
-from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.slots import StepState
 from ps_protocol.vocabulary import Incarnation, Rank, Round
@@ -24,7 +23,6 @@ class Contribution(Generic[Payload]):
     num_blocks: int | None = None
     hyper_parameters: list[HyperParameters] | None = None
     computed_on: Round | None = None  # asynchronous modes: the step after which its parameters were pulled
-    grad_scaler: ScalerState | None = None  # whose scale the gradients had, if there was one
     slots: dict[str, Payload | StepState] = field(default_factory=dict)  # that it brings along, if it does
     num_slots: int = 0
 
@@ -40,7 +38,6 @@ class Contribution(Generic[Payload]):
         blocks: Mapping[str, Payload],
         num_blocks: int | None,
         hyper_parameters: list[HyperParameters] | None,
-        grad_scaler: ScalerState | None = None,
         num_slots: int = 0,
     ) -> int:
         """Add one push; returns how many of its blocks are new. `rank` and `round_` are for messages.
@@ -59,14 +56,11 @@ class Contribution(Generic[Payload]):
             )
         if None not in (num_blocks, self.num_blocks) and hyper_parameters != self.hyper_parameters:
             raise ContributionConflict(f"trainer {rank} pushed two sets of hyper-parameters in round {round_}")
-        if None not in (num_blocks, self.num_blocks) and grad_scaler != self.grad_scaler:
-            raise ContributionConflict(f"trainer {rank} pushed two states of its GradScaler in round {round_}")
         if num_blocks is not None:
             self._check_slots(rank, round_, len(self.slots), num_slots)
         self.blocks.update(new)
         if self.num_blocks is None and num_blocks is not None:
-            self.num_blocks, self.hyper_parameters = num_blocks, hyper_parameters
-            self.grad_scaler, self.num_slots = grad_scaler, num_slots
+            self.num_blocks, self.hyper_parameters, self.num_slots = num_blocks, hyper_parameters, num_slots
         return len(new)
 
     def stage_slots(self, rank: Rank, round_: Round, slots: Mapping[str, Payload | StepState]) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import astuple, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.norms import ShardNorm
+from ps_protocol.optimizers import SCALER_NUMBERS, HyperParameters, find_scaler
 from ps_protocol.routes import GRAD_SCALER_KEY, SKIPPED_BEFORE_KEY, SKIPPED_KEY
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
@@ -23,7 +24,7 @@ class History:
     nonfinite: dict[Round, tuple[Rank, ...]] = field(default_factory=dict)
     steps: dict[Rank, tuple[Incarnation, Round]] = field(default_factory=dict)
     norms: dict[Round, ShardNorm] = field(default_factory=dict)  # where gradients are clipped
-    scalers: dict[Round, ScalerState] = field(default_factory=dict)  # the lowest rank's, where there are any
+    scaler: HyperParameters | None = None  # the state of the lowest rank's GradScaler in the newest round
 
     def add(
         self,
@@ -31,7 +32,7 @@ class History:
         ranks: tuple[Rank, ...],
         nonfinite: tuple[Rank, ...],
         norm: ShardNorm | None = None,
-        scaler: ScalerState | None = None,
+        numbers: Sequence[HyperParameters] = (),
         *,
         keep: int,
     ) -> None:
@@ -44,15 +45,15 @@ class History:
             self.nonfinite[round_] = nonfinite
         if norm is not None:
             self.norms[round_] = norm
-        if scaler is not None:
-            self.scalers[round_] = scaler
+        if ranks:
+            self.scaler = find_scaler(numbers)
         known: dict[Round, Any]
-        for known in (self.participants, self.nonfinite, self.norms, self.scalers) if ranks else ():
+        for known in (self.participants, self.nonfinite, self.norms) if ranks else ():
             for old in [old for old in known if old <= round_ - keep]:
                 del known[old]
 
     def outcome(self, round_: Round) -> dict[str, str]:
-        """What the answer with this version says of it: which rounds were skipped, and the GradScaler's state.
+        """Return the metadata of the answer with this version: the skipped rounds, and the state of the GradScaler.
 
         >>> History(nonfinite={6: (1,), 7: (0,)}).outcome(7)
         {'skipped_for': '[0]', 'skipped_before': '{"6": [1]}'}
@@ -63,25 +64,22 @@ class History:
             metadata[SKIPPED_KEY] = json.dumps(self.nonfinite[round_])
         if before:
             metadata[SKIPPED_BEFORE_KEY] = json.dumps(before)
-        known = [told for told in self.scalers if told <= round_]
-        if known:  # a round that nobody took part in has none of its own
-            metadata[GRAD_SCALER_KEY] = self.scalers[max(known)].to_json()
+        if self.scaler is not None:
+            metadata[GRAD_SCALER_KEY] = json.dumps(self.scaler)
         return metadata
 
     def take_outcomes(self, other: History) -> None:
         """What trainers are told of another run's rounds, whoever took part in them: this one goes on from there."""
         self.nonfinite.update(other.nonfinite)
-        self.scalers.update(other.scalers)
+        self.scaler = other.scaler
 
     def copy(self) -> History:
         """Another one with the same content."""
-        return History(
-            dict(self.participants), dict(self.nonfinite), dict(self.steps), dict(self.norms), dict(self.scalers)
-        )
+        return History(dict(self.participants), dict(self.nonfinite), dict(self.steps), dict(self.norms), self.scaler)
 
     def to_json(self) -> str:
         """As it stands in a checkpoint."""
-        scalers = {round_: astuple(state) for round_, state in self.scalers.items()}
+        scalers = {} if self.scaler is None else {0: [self.scaler[name] for name in SCALER_NUMBERS]}
         every = (self.participants, self.nonfinite, self.steps, self.norms, scalers)
         return json.dumps([list(known.items()) for known in every])
 
@@ -90,7 +88,7 @@ class History:
         """The same back.
 
         >>> History.from_json(History({7: (0, 1)}, {7: (1,)}).to_json())
-        History(participants={7: (0, 1)}, nonfinite={7: (1,)}, steps={}, norms={}, scalers={})
+        History(participants={7: (0, 1)}, nonfinite={7: (1,)}, steps={}, norms={}, scaler=None)
         """
         every = json.loads(text)
         *rest, norms, scalers = every + [[]] * (5 - len(every))  # before there were norms, and before GradScalers
@@ -100,5 +98,5 @@ class History:
             nonfinite,
             steps,
             {round_: ShardNorm(*norm) for round_, norm in norms},
-            {round_: ScalerState(*state) for round_, state in scalers},
+            dict(zip(SCALER_NUMBERS, scalers[-1][1], strict=True)) if scalers else None,  # once there were several
         )

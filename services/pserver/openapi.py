@@ -58,8 +58,8 @@ def _json_answer(model: type[PushAnswer] | type[BarrierAnswer] | type[NormAnswer
 SEND_OPENAPI: dict[str, Any] = {
     "tags": ["tensors"],
     "description": "The body is a safetensors stream. The metadata of a contribution's last push holds `num_blocks` "
-    "(how many blocks the trainer sent here in this round) and `hyper_parameters` (JSON, one object a group). A push "
-    "whose metadata holds `states` brings slots.",
+    "(how many blocks the trainer sent here in this round) and `hyper_parameters` (JSON, one object a group, and the "
+    "state of a `GradScaler` if there is one). A push whose metadata holds `states` brings slots.",
     "parameters": _FENCE,
     "requestBody": {"required": True, "content": _BINARY},
     "responses": _json_answer(PushAnswer),

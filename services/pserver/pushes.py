@@ -7,16 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ps_protocol.errors import BadInput
 from ps_protocol.frames import TensorEntry
-from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec, check_hyper_parameters
-from ps_protocol.routes import (
-    COMPUTED_ON_KEY,
-    GRAD_SCALER_KEY,
-    HYPER_PARAMETERS_KEY,
-    NUM_BLOCKS_KEY,
-    NUM_SLOTS_KEY,
-    STATES_KEY,
-)
+from ps_protocol.routes import COMPUTED_ON_KEY, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY, NUM_SLOTS_KEY, STATES_KEY
 from ps_protocol.slots import MASTER, StepState, possible_slots, read_states, slot_key, split_key
 from ps_protocol.vocabulary import BufferSpec, Round
 from ps_protocol.wire_types import INDICES, SCALES, WireTensor
@@ -127,11 +119,6 @@ def read_completion(
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{HYPER_PARAMETERS_KEY} is not JSON: {error}", code="bad_hyper_parameters") from None
     return num_blocks, check_hyper_parameters(optimizer, numbers)
-
-
-def read_grad_scaler(metadata: Mapping[str, str]) -> ScalerState | None:
-    """The state of the trainer's GradScaler, if it has one; it stands in the last push. Raises BadInput."""
-    return ScalerState.from_json(metadata.get(GRAD_SCALER_KEY))
 
 
 def read_computed_on(metadata: Mapping[str, str]) -> Round:

@@ -87,8 +87,7 @@ class RoundWork:
             logged = None if len(present) == len(self._shard.layout.places) else present
             update = Update(
                 apply.round, apply.ranks, numbers, logged, apply.nonfinite,
-                norm=measured.norm if measured else None, grad_scaler=apply.grad_scaler,
-                loaded=loaded.describe() if loaded else None,
+                norm=measured.norm if measured else None, loaded=loaded.describe() if loaded else None,
             )  # fmt: skip
             self._storage.append(update, [*self._shard.encode_gradient(logged), *(loaded.parts() if loaded else ())])
         reach_failpoint("apply.before")

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Generic
 
 from ps_protocol.errors import ContributionMissing, FutureRound, StaleRound
-from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.messages import FrozenRounds
 from ps_protocol.norms import ShardNorm
 from ps_protocol.optimizers import HyperParameters
@@ -56,11 +55,6 @@ class Apply(Generic[Payload]):
         chosen = self.contributions[0].hyper_parameters
         assert chosen is not None  # a complete contribution has them
         return chosen
-
-    @property
-    def grad_scaler(self) -> ScalerState | None:
-        """The lowest rank's, too."""
-        return self.contributions[0].grad_scaler if self.contributions else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +172,6 @@ class Rounds(Generic[Payload]):
         num_blocks: int | None,
         hyper_parameters: list[HyperParameters] | None,
         round_: Round | None = None,
-        grad_scaler: ScalerState | None = None,
         num_slots: int = 0,
     ) -> int:
         """Stage one admitted push of a round, the open one by default; returns how many blocks are new.
@@ -187,7 +180,7 @@ class Rounds(Generic[Payload]):
         """
         round_ = self.open if round_ is None else round_
         contribution = self._staged.get(round_, {}).get(rank, Contribution(incarnation=self.members.get(rank, 0)))
-        num_new = contribution.stage(rank, round_, blocks, num_blocks, hyper_parameters, grad_scaler, num_slots)
+        num_new = contribution.stage(rank, round_, blocks, num_blocks, hyper_parameters, num_slots)
         self._staged.setdefault(round_, {})[rank] = contribution
         self._has_fetched(rank, round_ - 1 - self.max_delay)
         return num_new
@@ -326,7 +319,7 @@ class Rounds(Generic[Payload]):
     def history_after(self, apply: Apply[Payload], norm: ShardNorm | None) -> History:
         """What will be remembered when this has been applied."""
         history = self.history.copy()
-        history.add(apply.round, apply.ranks, apply.nonfinite, norm, apply.grad_scaler, keep=self.max_delay + 1)
+        history.add(apply.round, apply.ranks, apply.nonfinite, norm, apply.hyper_parameters, keep=self.max_delay + 1)
         return history
 
     def _start_apply(self) -> Apply[Payload] | Measure[Payload] | None:

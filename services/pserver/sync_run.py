@@ -33,7 +33,7 @@ from .checkpoint_writer import Destination, Write
 from .durable.storage import Restored, RunStorage
 from .history import History
 from .metrics import PserverMetrics
-from .pushes import read_blocks, read_completion, read_grad_scaler, read_num_slots
+from .pushes import read_blocks, read_completion, read_num_slots
 from .reply import Reply
 from .round_work import Measured, RoundWork
 from .rounds import Apply, Measure, Rounds
@@ -124,15 +124,12 @@ class SyncRun(PserverRun):
         if STATES_KEY in body.frame.metadata:
             return self._push_slots(fence, body)
         num_blocks, hyper_parameters = read_completion(body.frame.metadata, self._optimizer)
-        scaler = read_grad_scaler(body.frame.metadata)
         num_slots = read_num_slots(body.frame.metadata)
         blocks = read_blocks(body, self.shard.layout)
         is_finite = await self.check_finite(fence, blocks)
         if self.admit_push(fence) == "already_applied":
             return PushAnswer(status="already_applied", duplicates=len(blocks), finite=is_finite)
-        staged = self.rounds.blocks_arrived(
-            fence.rank, blocks, num_blocks, hyper_parameters, fence.round, scaler, num_slots
-        )
+        staged = self.rounds.blocks_arrived(fence.rank, blocks, num_blocks, hyper_parameters, fence.round, num_slots)
         self.pushed_bytes += len(body.buffer)
         self._metrics.staged_blocks.inc(staged)
         complete = self.rounds.is_complete(fence.rank, fence.round)

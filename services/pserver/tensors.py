@@ -99,7 +99,7 @@ def digest_contribution(
     digest: xxhash.xxh3_128, identity: tuple[Round, Rank], contribution: Contribution[StagedBlock]
 ) -> None:
     """Add everything that a trainer has staged."""
-    said = contribution.num_blocks, contribution.num_slots, contribution.hyper_parameters, contribution.grad_scaler
+    said = contribution.num_blocks, contribution.num_slots, contribution.hyper_parameters
     digest.update(repr((identity, *said)).encode())
     for name, staged in [*sorted(contribution.blocks.items()), *sorted(contribution.slots.items())]:
         digest.update(name.encode())

@@ -346,8 +346,6 @@ contribution("contribution_conflict", "another number of blocks", rank=0, num_bl
 contribution("contribution_conflict", "more blocks than it says", num_blocks="0")
 for text in ("-1", "1.5", "many", "", "9" * 30):
     contribution("malformed_frame", f"num_blocks {text!r}", num_blocks=text)
-for text in (f'{{"after":0,"scale":{LARGE},"growth_tracker":0}}', f'{{"after":{LARGE},"scale":1,"growth_tracker":0}}'):
-    contribution("malformed_frame", f"grad_scaler {text[:24]}", grad_scaler=text)
 for state in (f"[0,false,{LARGE}]", f"[{LARGE},false,1]", "[0,0,1]"):
     states = frame({"__metadata__": {"states": f'{{"w.block0":{state}}}'}})
     bad(f"slots: state {state[:20]}", "malformed_frame", send(states, rank=1))
@@ -356,6 +354,8 @@ for text in (
     "lr=0.1", "[" * 50_000, "null", "[]", "{}", "[{}]", json.dumps(NUMBERS * 2), "[null]",
     *(json.dumps([{**NUMBERS[0], "lr": lr}]) for lr in (float("nan"), float("inf"), -1, "1", None, [], True, 10**400)),
     json.dumps([{**NUMBERS[0], "betas": [0.9, 0.99]}]),
+    json.dumps([{"after": 0, "scale": 8.0, "growth_tracker": 0}]),
+    json.dumps([*NUMBERS, {"after": 0, "scale": LARGE, "growth_tracker": 0}]),
     json.dumps([{key: value for key, value in NUMBERS[0].items() if key != "momentum"}]),
 ):  # fmt: skip
     contribution("bad_hyper_parameters", f"hyper-parameters {text[:60]}", hyper_parameters=text)

@@ -234,15 +234,13 @@ def test_with_overlap_the_average_is_clipped(cluster: LocalCluster) -> None:
         assert_identical(actual.values, one.values)
 
 
-def test_the_lowest_ranks_scale_counts(cluster: LocalCluster) -> None:
-    """And what the script sets counts from then on."""
+def test_what_the_script_loads_or_sets_counts_from_then_on(cluster: LocalCluster) -> None:
 
     def work(session: Session) -> list[float]:
         weight = nn.Parameter(torch.zeros(4))
         optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
-        scaler = GradScaler(optimizer, "cpu", init_scale=2.0 ** (5 + session.rank))
-        if session.rank == 0:
-            scaler.load_state_dict({**scaler.state_dict(), "scale": 16.0})
+        scaler = GradScaler(optimizer, "cpu")
+        scaler.load_state_dict({**scaler.state_dict(), "scale": 16.0})
         scales = [scaler.get_scale()]
         for new_scale in (None, None, 8.0, None):
             scaler.scale(weight.sum()).backward()
@@ -255,7 +253,19 @@ def test_the_lowest_ranks_scale_counts(cluster: LocalCluster) -> None:
         assert weight.tolist() == [-4.0] * 4
         return scales
 
-    assert run_trainers(cluster.address, [work, work]) == [[16.0, 16, 16, 8, 8], [64.0, 16, 16, 8, 8]]
+    assert run_trainers(cluster.address, [work, work]) == [[16.0, 16, 16, 8, 8]] * 2
+
+
+def test_a_ring_refuses_scales_that_differ(ring: LocalCluster) -> None:
+    def work(session: Session) -> None:
+        weight = nn.Parameter(torch.zeros(4))
+        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
+        scaler = GradScaler(optimizer, "cpu", init_scale=2.0 ** (5 + session.rank))
+        scaler.scale(weight.sum()).backward()
+        with pytest.raises(BadModel, match="All trainers have to set and load the same"):
+            scaler.step(optimizer)
+
+    run_trainers(ring.address, [work, work])
 
 
 def test_torchs_own_scaler_goes_by_its_own_gradients(cluster: LocalCluster) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,10 +11,40 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel
-from ps_protocol.grad_scalers import ScalerState, as_float32
+from ps_protocol.optimizers import HyperParameters
+from ps_protocol.vocabulary import Round
 
 if TYPE_CHECKING:
     from ..remote_optimizer import RemoteOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class ScalerState:
+    """The state of a GradScaler after a round. Its fields are SCALER_NUMBERS."""
+
+    after: Round  # the newest round whose outcome is in it
+    scale: float  # a float32
+    growth_tracker: int  # rounds that were applied since the scale changed
+
+    def next(
+        self, *, is_skipped: bool, growth_factor: float, backoff_factor: float, growth_interval: int
+    ) -> ScalerState:
+        """Return the state after another round, as `torch.amp.GradScaler` computes it.
+
+        >>> ScalerState(0, 8.0, 1).next(is_skipped=False, growth_factor=2.0, backoff_factor=0.5, growth_interval=2)
+        ScalerState(after=1, scale=16.0, growth_tracker=0)
+        """
+        if is_skipped:
+            return ScalerState(self.after + 1, as_float32(self.scale * backoff_factor), 0)
+        if self.growth_tracker + 1 != growth_interval:
+            return ScalerState(self.after + 1, self.scale, self.growth_tracker + 1)
+        grown = as_float32(self.scale * growth_factor)
+        return ScalerState(self.after + 1, grown if math.isfinite(grown) else self.scale, 0)
+
+
+def as_float32(number: float) -> float:
+    """Return the nearest number that a scale can be; infinity if it is too large for one."""
+    return torch.tensor(number, dtype=torch.float32).item()
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -23,9 +54,9 @@ class GradScaler(torch.amp.GradScaler):
 
     It is used like torch's: `scale`, `unscale_` if gradients are to be looked at or clipped, `step`, `update`. Where a
     round was skipped for any trainer's gradients, `update()` lets the scale back off on all of them, and else it grows
-    on all of them together: at each step all trainers have the same scale. The scale and the growth tracker are the
-    lowest rank's, so that a trainer which was started again, or a run that is resumed, goes on with the run's; what
-    `load_state_dict` brings counts in a run that has just begun. The factors are the script's, the same everywhere.
+    on all of them together: at each step all trainers have the same scale, if they begin with the same settings. A
+    trainer that is started again, or a run that is resumed or rolled back, continues with the state that the lowest
+    rank had in that round; what `load_state_dict` loads counts in a run that has just begun.
 
     With `max_delay` = k the outcome of a round counts k steps later, so that a scale that is too large may be halved
     k + 1 times. With `overlap` gradients are unscaled before they leave. In asynchronous modes and with local steps
@@ -46,13 +77,12 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(self, optimizer: RemoteOptimizer, device: str = "cuda", **settings: Any) -> None:
         super().__init__(device, **settings)
         self._remote = optimizer
-        self._agreement = optimizer.session.client.scale_agreement
         self._is_shared = self.is_enabled() and optimizer.shares_rounds
         self._inverse: float | None = None  # of the scale of this step, while gradients are to be divided by it
         if self.is_enabled():
             self._check_run()
             self._begin_with(ScalerState(0, super().get_scale(), 0))
-            optimizer.attach_scaler(self.unscale_early)
+            optimizer.attach_scaler(self.unscale_early, self._describe)
 
     def _check_run(self) -> None:
         policy = self._remote.session.client.nonfinite
@@ -71,15 +101,18 @@ class GradScaler(torch.amp.GradScaler):
 
     def _begin_with(self, state: ScalerState) -> None:
         # Of torch's, which multiplies by a float32, whatever number the script has given.
-        self._initial = self._own = replace(state, scale=as_float32(state.scale))
+        self._initial = self._state = replace(state, scale=as_float32(state.scale))
         self._is_due = True  # whether there is an outcome that the scale has yet to follow from
-        self._num_returns = -1  # how often the run had gone back when the scale last did
+        self._num_rollbacks: int | None = None  # of the run when the state was last advanced
+
+    def _describe(self) -> HyperParameters:
+        return asdict(self._state)
 
     def scale(self, outputs: Any) -> Any:
         """As torch's, with the scale of the run."""
         self._catch_up()
         if self._remote.overlaps and self.is_enabled():
-            self._inverse = 1 / self._own.scale
+            self._inverse = 1 / self._state.scale
         return super().scale(outputs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -110,11 +143,10 @@ class GradScaler(torch.amp.GradScaler):
             raise BadModel("a GradScaler's step takes no closure: call backward before it")
         if not self._is_shared:
             return super().step(optimizer, *args, **kwargs)
-        with self._agreement.pushing(self._own):
-            if not self._remote.overlaps:
-                return super().step(optimizer)
-            self._unscale_rest()
-            return self._remote.step()  # the pservers, or the ring, find what is not finite
+        if not self._remote.overlaps:
+            return super().step(optimizer)
+        self._unscale_rest()
+        return self._remote.step()  # the pservers, or the ring, find what is not finite
 
     def _check(self, optimizer: Optimizer) -> None:
         if optimizer is not self._remote:
@@ -125,29 +157,30 @@ class GradScaler(torch.amp.GradScaler):
         if not self._is_shared:
             super().update(new_scale)
         elif new_scale is None:
-            super().update(self._own.scale)  # ends torch's iteration; what follows is found when it is needed
+            super().update(self._state.scale)  # ends torch's iteration; what follows is found when it is needed
             self._is_due = True
         else:
             super().update(new_scale)
-            self._own = ScalerState(self._remote.outcome_round, super().get_scale(), self._own.growth_tracker)
-            self._agreement.set_by_script(self._own.after)
+            self._state = ScalerState(self._remote.outcome_round, super().get_scale(), self._state.growth_tracker)
             self._is_due = False
 
     def _catch_up(self) -> None:
-        if not self._is_shared or (not self._is_due and self._num_returns == self._agreement.num_returns):
+        if not self._is_shared or (not self._is_due and self._num_rollbacks == self._remote.num_rollbacks):
             return
         self._remote.wait_for_outcome()
-        round_ = self._remote.outcome_round
-        if self._num_returns != self._agreement.num_returns:
-            self._own = replace(self._initial, after=round_)
-        factors = {
+        round_, outcomes = self._remote.outcome_round, self._remote.session.client.outcomes
+        if self._num_rollbacks != self._remote.num_rollbacks:  # also before the first step
+            told: dict[str, Any] = outcomes.scaler or {**asdict(self._initial), "after": round_}
+            self._state = ScalerState(**told)
+        factors: dict[str, Any] = {
             "growth_factor": self.get_growth_factor(),
             "backoff_factor": self.get_backoff_factor(),
             "growth_interval": self.get_growth_interval(),
         }
-        self._own = self._agreement.state_after(round_, self._own, **factors)  # type: ignore[arg-type]
-        self._num_returns, self._is_due = self._agreement.num_returns, False
-        super().load_state_dict({"scale": self._own.scale, "_growth_tracker": self._own.growth_tracker, **factors})
+        while self._state.after < round_:
+            self._state = self._state.next(is_skipped=self._state.after + 1 in outcomes.skipped, **factors)
+        self._num_rollbacks, self._is_due = self._remote.num_rollbacks, False
+        super().load_state_dict({"scale": self._state.scale, "_growth_tracker": self._state.growth_tracker, **factors})
 
     def get_scale(self) -> float:
         """As torch's: the scale of the next step."""

@@ -13,6 +13,7 @@ from ..buffer_averages import BufferAverages
 from ..collectives import choose_device
 from ..flat_buckets import FlatBucket, FlatGradients, cut_buckets
 from ..local_steps import LocalSteps
+from ..outcomes import Outcomes
 from ..session import Session
 from .host import Host
 from .values import Values
@@ -44,7 +45,7 @@ class FollowerSteps:
         host.tell("model", model=model)
         [started] = host.hear("started")
         self._client.nonfinite = started["nonfinite"]
-        self._client.scale_agreement.take_over(started["scale"])
+        self._client.outcomes = Outcomes(*started["outcomes"])
         self._client.is_declared = True
         host.open_group(device)
         self._gradients = FlatGradients(
@@ -99,7 +100,7 @@ class FollowerSteps:
     def _take_result(self) -> None:
         [result] = self._host.hear("result")
         self._client.grad_norm = result["grad_norm"]
-        self._client.scale_agreement.take_over(result["scale"])
+        self._client.outcomes = Outcomes(*result["outcomes"])
         self.num_rollbacks += result["begun"] < self.begun
         self.begun = result["begun"]
         self._land(result["round"])

@@ -55,7 +55,7 @@ class LeaderSteps:
                 round=self._steps.landed,
                 nonfinite=self._client.nonfinite,
                 bucket_bytes=bucket_bytes,
-                scale=self._client.scale_agreement.known(),
+                outcomes=self._client.outcomes,
             )
             host.open_group(device)
             Values({**parameters, **averages.means, **stored}, device).give(host.collectives)
@@ -168,7 +168,7 @@ class LeaderSteps:
             round=self._steps.landed,
             begun=self._steps.begun,
             grad_norm=self._client.grad_norm,
-            scale=self._client.scale_agreement.known(),
+            outcomes=self._client.outcomes,
         )
         self._values.give(self._host.collectives)
         self._host.finish()

@@ -92,7 +92,6 @@ class Outgoing:
         slots: Sequence[SlotFrames] | None = None,
     ) -> None:
         """Push all that has not left; parameters without a gradient are left out. `slots` go along, to each pserver."""
-        scaler = self._client.scale_agreement.mine
         for pserver, one in enumerate(slots or ()):
             for frame in one.frames:
                 self._pushes.append(self._io.start(self._send(pserver, frame)))
@@ -103,7 +102,7 @@ class Outgoing:
             bucket.fill(gradients, borrow=self._borrow)
             if bucket is shard[-1]:
                 num_slots = slots[bucket.pserver].num_slots if slots else 0
-                self._push(bucket, bucket.frame(completion(shard, numbers, computed_on, scaler, num_slots)))
+                self._push(bucket, bucket.frame(completion(shard, numbers, computed_on, num_slots)))
             elif bucket.present:
                 self._push(bucket, bucket.frame())
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ps_protocol.errors import BadModel, GradpostError, NonFiniteGradient
-from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.norms import clip_coefficient
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Rank, Round
@@ -68,6 +67,7 @@ class RingSteps:
         self._is_void = False  # what has left for the next round is only a part
         self._is_midway = False  # in a round of which something is still to come
         self._gradients: Mapping[str, Tensor] = {}  # of the step that has begun
+        self._said_numbers: list[HyperParameters] = []  # those of its GradScaler
         self._is_finite = True
         self._look_at_parameters()
         self._spread({**parameters, **averages.means, **stored})
@@ -141,15 +141,15 @@ class RingSteps:
         self._group.add_up(bucket.flat)
 
     def begin(self, gradients: Mapping[str, Tensor], numbers: list[HyperParameters], *, is_finite: bool) -> None:
-        """Begin the next step, with all its flat gradients; the numbers are the optimizer's own. Does not block.
+        """Begin the next step, with all its flat gradients. Does not block.
 
-        `is_finite` is what a GradScaler thinks of them.
+        `numbers` is the state of a GradScaler, if there is one, and `is_finite` its verdict on the gradients.
         """
         self._flat.check(gradients)
         self._is_midway = True
         self.begun = self.landed + 1
         self._client.begin_round(self.begun)
-        self._gradients = gradients
+        self._gradients, self._said_numbers = gradients, numbers
         self._is_finite = is_finite or self._client.nonfinite != "skip_round"
         self._send_all()
 
@@ -162,13 +162,10 @@ class RingSteps:
         if self._is_accompanying:
             self._tally.say([], is_active=False, is_void=self._is_void)
             return
-        state = self._client.scale_agreement.mine
         self._tally.say(
             self._gradients.keys(),
             is_finite=self._is_finite and not self._find_nonfinite(),
-            scale=0.0 if state is None else state.scale,
-            growth_tracker=0 if state is None else int(state.growth_tracker),
-            numbers=_digest(self._optimizer),
+            numbers=_digest((_numbers(self._optimizer), self._said_numbers)),
             has_written=self._has_written,
         )
 
@@ -263,10 +260,10 @@ class RingSteps:
 
     def _refuse_numbers(self) -> None:
         raise BadModel(
-            f"the optimizers' numbers, such as learning rates, are not the same on all trainers in round {self.begun}: "
-            "each steps its own, and parameters would drift apart. A schedule that looks at a loss has to look at one "
-            "that all have",
-            actual=[dict(group) for group in _numbers(self._optimizer)],
+            "the numbers of optimizers and GradScalers, such as learning rates, are not the same on all trainers in "
+            f"round {self.begun}, and parameters would drift apart. All trainers have to set and load the same; a "
+            "schedule that looks at a loss has to look at one that all have",
+            actual=[*(dict(group) for group in _numbers(self._optimizer)), *self._said_numbers],
         )
 
     def _say(self, text: str, ranks: Collection[Rank]) -> None:
@@ -281,9 +278,8 @@ class RingSteps:
         if tally.source is not None:
             self._spread(self._parameters, tally.source)
             self._has_written = False
-        skipped = {self.begun: tuple(tally.culprits)} if tally.culprits else {}
-        state = ScalerState(self.begun - 1, tally.scale, tally.growth_tracker) if tally.scale else None
-        self._client.scale_agreement.tell(skipped, state, newest=self.begun, keep=2)
+        skipped = [self.begun] if tally.culprits else []
+        self._client.outcomes = self._client.outcomes.followed_by(skipped, None, newest=self.begun, keep=2)
         if tally.culprits:
             self._client.grad_norm = None if self._client.max_grad_norm is None else math.nan
             self._client.metrics.skipped.inc()
@@ -375,9 +371,9 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
 
 
-def _digest(optimizer: Optimizer) -> int:
-    """Of its numbers; a float32 holds it exactly."""
-    return zlib.crc32(repr(_numbers(optimizer)).encode()) >> 8
+def _digest(numbers: object) -> int:
+    """Return 24 bits that differ for other numbers; a float32 holds them exactly."""
+    return zlib.crc32(repr(numbers).encode()) >> 8
 
 
 def _place(parameter: Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...], torch.device]:

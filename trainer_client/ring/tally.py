@@ -18,17 +18,15 @@ class Tally:
     culprits: list[Rank]  # whose gradients are not finite
     is_void: bool  # somebody's gradients are only a part; all send theirs again
     num_active: int  # trainers that had a batch; the mean is theirs
-    scale: float  # of the lowest rank among them that has a GradScaler; 0: none has
-    growth_tracker: int
-    has_same_numbers: bool  # those who had a batch, in their optimizers
+    has_same_numbers: bool  # those who had a batch, in their optimizers and GradScalers
     source: Rank | None  # the lowest rank whose script has written parameters on purpose; all continue from its values
 
 
-FACTS = 7  # of each rank
+FACTS = 5  # of each rank
 
 
 class TallyVector:
-    """Counts of gradients, and seven facts of each rank, in the order of `say`. Float32, kept."""
+    """Counts of gradients, and five facts of each rank, in the order of `say`. Float32, kept."""
 
     def __init__(self, names: Sequence[str], rank: Rank, size: int, device: torch.device) -> None:
         self._names = names
@@ -42,14 +40,12 @@ class TallyVector:
         is_finite: bool = True,
         is_void: bool = False,
         is_active: bool = True,
-        scale: float = 0.0,
-        growth_tracker: int = 0,
         numbers: int = 0,
         has_written: bool = False,
     ) -> None:
         """What this trainer has to say of the next round. Its vector is then to be added up with the others'."""
         facts = [[0.0] * self._size for _ in range(FACTS)]
-        said = (not is_finite, is_void, is_active, scale, growth_tracker, numbers, has_written)
+        said = (not is_finite, is_void, is_active, numbers, has_written)
         for fact, value in zip(facts, said, strict=True):
             fact[self._rank] = float(value)
         counts = [float(name in present) for name in self._names]
@@ -59,15 +55,12 @@ class TallyVector:
     def read(self) -> Tally:
         """What all have said, once it is the sum of everybody's."""
         counts, of_ranks = torch.split(self.vector.cpu(), [len(self._names), FACTS * self._size])
-        not_finite, void, active, scales, trackers, digests, written = of_ranks.view(FACTS, self._size).tolist()
-        scaled = [rank for rank, scale in enumerate(scales) if scale]
+        not_finite, void, active, digests, written = of_ranks.view(FACTS, self._size).tolist()
         return Tally(
             present=[name for name, count in zip(self._names, counts.tolist(), strict=True) if count > 0],
             culprits=[rank for rank, count in enumerate(not_finite) if count > 0],
             is_void=any(void),
             num_active=int(sum(active)),
-            scale=scales[scaled[0]] if scaled else 0.0,
-            growth_tracker=int(trackers[scaled[0]]) if scaled else 0,
             has_same_numbers=len({digest for digest, is_active in zip(digests, active, strict=True) if is_active}) <= 1,
             source=next((rank for rank, has_written in enumerate(written) if has_written), None),
         )

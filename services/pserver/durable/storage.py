@@ -307,7 +307,7 @@ class RunStorage:
             if update.origin is None:
                 restored.shard.replay(gradient, update.present, update.hyper_parameters, update.loaded)
                 restored.history.add(
-                    update.round, update.ranks, update.nonfinite, update.norm, update.grad_scaler, keep=keep
+                    update.round, update.ranks, update.nonfinite, update.norm, update.hyper_parameters, keep=keep
                 )
                 continue
             (rank,) = update.ranks

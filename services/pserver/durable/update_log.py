@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ps_protocol.frames import encode_header
-from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.norms import ShardNorm
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.routes import GRAD_SCALER_KEY
@@ -44,7 +43,6 @@ class Update:
     origin: tuple[Incarnation, Round] | None = None
     counter: Rank | None = None  # whose steps the optimizer counts; None: everybody's, also in logs of earlier versions
     norm: ShardNorm | None = None  # that was told of it before it was clipped
-    grad_scaler: ScalerState | None = None  # the lowest rank's
     loaded: str | None = None  # describes the slots that came with it, which stand behind all else
 
     def to_metadata(self) -> dict[str, str]:
@@ -58,7 +56,6 @@ class Update:
             "origin": json.dumps(self.origin),
             "counter": json.dumps(self.counter),
             "norm": json.dumps(self.norm),
-            **({} if self.grad_scaler is None else {GRAD_SCALER_KEY: self.grad_scaler.to_json()}),
             "loaded": json.dumps(self.loaded),
         }
 
@@ -68,16 +65,16 @@ class Update:
         values = record.frame.metadata
         present, origin = json.loads(values["present"]), json.loads(values["origin"])
         norm = json.loads(values.get("norm", "null"))
+        scaler = [json.loads(values[GRAD_SCALER_KEY])] if GRAD_SCALER_KEY in values else []  # of an earlier version
         return cls(
             round=int(values["round"]),
             ranks=tuple(json.loads(values["ranks"])),
-            hyper_parameters=json.loads(values["hyper_parameters"]),
+            hyper_parameters=json.loads(values["hyper_parameters"]) + scaler,
             present=None if present is None else tuple(present),
             nonfinite=tuple(json.loads(values["nonfinite"])),
             origin=None if origin is None else (origin[0], origin[1]),
             counter=json.loads(values.get("counter", "null")),
             norm=None if norm is None else ShardNorm(*norm),
-            grad_scaler=ScalerState.from_json(values.get(GRAD_SCALER_KEY)),
             loaded=json.loads(values.get("loaded", "null")),
         )
 

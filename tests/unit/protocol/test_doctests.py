@@ -12,12 +12,15 @@ import ps_protocol
 
 MODULES = [
     *(f"ps_protocol.{module.name}" for module in pkgutil.iter_modules(ps_protocol.__path__)),
+    "services.pserver.history",
     "services.runtime.scopes",
     "gradpost.output",
     "gradpost.plan",
     "benchmarks.wire.strategies",
+    "trainer_client.amp.grad_scaler",
     "trainer_client.flat_buckets",
     "trainer_client.host.place",
+    "trainer_client.outcomes",
 ]
 
 

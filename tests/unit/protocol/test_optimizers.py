@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_protocol.errors import BadInput, GradpostError
-from ps_protocol.optimizers import MEAN, REFUSED, RULES, OptimizerSpec, check_hyper_parameters, check_optimizer
+from ps_protocol.optimizers import (
+    MEAN,
+    REFUSED,
+    RULES,
+    HyperParameters,
+    OptimizerSpec,
+    check_hyper_parameters,
+    check_optimizer,
+)
 
 from ...raising import raises_code
 from .strategies import few, json_values, optimizers
@@ -141,6 +149,19 @@ def test_the_last_group_may_be_that_of_the_buffers() -> None:
     for groups in ([*spec.group_flags[::-1]], [{MEAN: False}], [*SGD.group_flags, {MEAN: 1}]):
         with raises_code("unsupported_optimizer"):
             check_optimizer("SGD", groups)
+
+
+@pytest.mark.amp
+def test_a_gradscalers_state_may_follow_the_groups() -> None:
+    scaler: HyperParameters = {"after": 6, "scale": 1024.0, "growth_tracker": 2}
+    for spec, groups in ((SGD, [SGD_NUMBERS]), (SGD.with_means(), [SGD_NUMBERS, {"lr": 0.5}])):
+        assert check_hyper_parameters(spec, [*groups, scaler]) == [*groups, scaler]
+        for wrong in ({**scaler, "scale": float("nan")}, {**scaler, "after": -1}, {**scaler, "growth_tracker": None}):
+            with raises_code("bad_hyper_parameters", match=f"of group {len(groups)} is wrong"):
+                check_hyper_parameters(spec, [*groups, wrong])
+        for wrong_groups in ([scaler], [scaler, *groups], [*groups, scaler, scaler], [*groups, {**scaler, "lr": 0.1}]):
+            with raises_code("bad_hyper_parameters"):
+                check_hyper_parameters(spec, wrong_groups)
 
 
 @few

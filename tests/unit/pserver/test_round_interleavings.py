@@ -153,8 +153,7 @@ contents = st.tuples(
 def snapshot(rounds: Rounds[str]) -> Any:
     """Everything that it holds, copied."""
     contributions = {
-        rank: (dict(c.blocks), c.num_blocks, repr((c.hyper_parameters, c.grad_scaler)))
-        for rank, c in rounds.contributions.items()
+        rank: (dict(c.blocks), c.num_blocks, repr(c.hyper_parameters)) for rank, c in rounds.contributions.items()
     }
     sets = set(rounds.batch_barriers), set(rounds.fetch_barriers)
     return dict(rounds.members), rounds.applied, rounds.measuring, rounds.applying, contributions, sets

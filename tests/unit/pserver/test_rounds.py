@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from ps_protocol.errors import ContributionConflict, ContributionMissing, FutureRound
-from ps_protocol.grad_scalers import ScalerState
 from ps_protocol.norms import ShardNorm
 from services.pserver.rounds import Apply, Measure, Rounds
 
@@ -108,7 +107,6 @@ def test_a_bucket_is_only_packaging():
         ({}, (1, LAMBDAS[0])),  # another number, smaller
         ({}, (3, LAMBDAS[0])),  # and larger
         ({}, (2, LAMBDAS[1])),  # other numbers for the optimizer: each pserver could keep another one of them
-        ({}, (2, LAMBDAS[0], 1, ScalerState(0, 8.0, 0))),  # a GradScaler that was not there before
     ],
 )
 def test_other_content_under_one_identity_is_a_conflict_and_stages_nothing(blocks, said):

@@ -16,7 +16,6 @@ from ps_protocol.frames import Frame, parse_frame
 from ps_protocol.plan import make_plan
 from ps_protocol.routes import NUM_BLOCKS_KEY
 from ps_protocol.vocabulary import ParameterSpec
-from trainer_client.amp.scale_agreement import ScaleAgreement
 from trainer_client.io_thread import IoThread
 from trainer_client.pushing.buckets import Payload, make_buckets
 from trainer_client.pushing.encoding import ErrorFeedback
@@ -32,7 +31,6 @@ class Recorder:
 
     def __init__(self) -> None:
         self.pushed: list[list[tuple[Frame, bytes]]] = [[] for _ in range(NUM_PSERVERS)]
-        self.scale_agreement = ScaleAgreement()
 
     async def push(self, step: int, pserver: int, frame: Payload) -> bool:
         body = b"".join(frame)

@@ -46,12 +46,12 @@ def test_a_store_is_found_at_the_address_that_was_offered() -> None:
 
 
 def test_everybody_reads_the_same_tally() -> None:
-    """Trainer 0 has no batches left, 1 brings NaN, 2 has a GradScaler."""
+    """Trainer 0 has no batches left, 1 brings NaN, 2 has written parameters."""
     vectors = [TallyVector(["a", "b", "c"], rank, 3, CPU) for rank in range(3)]
     for _ in range(2):  # the vectors are kept
         vectors[0].say([], is_active=False)
         vectors[1].say(["c"], is_finite=False)
-        vectors[2].say(["a", "c"], scale=65536.0, growth_tracker=1999, has_written=True)
+        vectors[2].say(["a", "c"], has_written=True)
         total = torch.stack([one.vector for one in vectors]).sum(0)
         for one in vectors:
             one.vector.copy_(total)
@@ -60,21 +60,17 @@ def test_everybody_reads_the_same_tally() -> None:
                 [1],
                 is_void=False,
                 num_active=2,
-                scale=65536.0,
-                growth_tracker=1999,
                 has_same_numbers=True,
                 source=2,
             )
 
 
-def test_the_lowest_rank_with_a_scale_has_the_word() -> None:
+def test_one_void_contribution_makes_the_round_void() -> None:
     vectors = [TallyVector([], rank, 3, CPU) for rank in range(3)]
     for rank, one in enumerate(vectors):
-        one.say([], is_void=rank == 2, scale=1024.0 * rank, growth_tracker=rank)
+        one.say([], is_void=rank == 2)
     vectors[0].vector.copy_(torch.stack([one.vector for one in vectors]).sum(0))
-    assert vectors[0].read() == Tally(
-        [], [], is_void=True, num_active=3, scale=1024.0, growth_tracker=1, has_same_numbers=True, source=None
-    )
+    assert vectors[0].read() == Tally([], [], is_void=True, num_active=3, has_same_numbers=True, source=None)
 
 
 @pytest.mark.parametrize(
