@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 
-from ps_protocol.certificates import TlsFiles
+from ps_config.certificates import TlsFiles
 from trainer_client.transport.exchange import Exchange
 
 from .faults.observed import ObservedCluster

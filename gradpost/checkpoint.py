@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ps_protocol.environment import PREFIX, read_settings_file
+from ps_config.environment import PREFIX, read_settings_file
 from ps_protocol.errors import NotFound
 from ps_protocol.messages import CheckpointCreated
 from ps_protocol.vocabulary import Round

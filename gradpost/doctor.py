@@ -19,13 +19,13 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 
-from ps_protocol.environment import PREFIX, SettingsError, check_environment, read_settings_file
+from ps_config.environment import PREFIX, SettingsError, check_environment, read_settings_file
+from ps_config.hosts import is_loopback
+from ps_config.tokens import TokenFile, TokenPair
+from ps_config.versions import installed_versions
 from ps_protocol.errors import Forbidden, GradpostError, Unauthenticated
-from ps_protocol.hosts import is_loopback
 from ps_protocol.messages import ClusterStatus, PserverState, PserverStatus, Software
 from ps_protocol.routes import HEALTH, METRICS, STATE
-from ps_protocol.software import this_software
-from ps_protocol.tokens import TokenFile, TokenPair
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 from trainer_client.answers import raise_for_problem
 from trainer_client.transport.authorization import BearerAuth
@@ -166,7 +166,7 @@ def check_coordinator(
 
 def check_versions(status: ClusterStatus | None = None) -> Finding:
     """Check that all members of the cluster and this machine run the same versions."""
-    members: dict[str, Software | None] = {"this machine": this_software()}
+    members: dict[str, Software | None] = {"this machine": Software(**installed_versions())}
     if status is not None:
         members["coordinator"] = status.software
         members |= {f"pserver {p.index}": p.software for p in status.pservers}

@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from ps_config.environment import SettingsError
+from ps_config.tokens import SCOPES, Scope
 from ps_protocol.consistency import Compensation, ReadConsistency
-from ps_protocol.environment import SettingsError
 from ps_protocol.errors import GradpostError
 from ps_protocol.plan import DEFAULT_PLACEMENT
 from ps_protocol.slicing import DEFAULT_MIN_BLOCK_SIZE
-from ps_protocol.tokens import SCOPES, Scope
 from ps_protocol.vocabulary import Durability, LossPolicy, Mode, NonfinitePolicy, Placement, Strategy
 from ps_protocol.wire_types import PullType, PushType
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from ps_protocol.environment import SettingsError
+from ps_config.environment import SettingsError
 from ps_protocol.errors import BadInput, GradpostError
 from ps_protocol.printable import printable
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 import typer
 from pydantic.fields import FieldInfo
 
-from ps_protocol.certificates import client_context, server_context
+from ps_config.certificates import client_context, server_context
 from services.runtime.settings import ServiceSettings
 from services.runtime.start import import_process
 

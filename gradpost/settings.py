@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsError
 
-from ps_protocol.environment import PREFIX, SETTINGS_FILE_VARIABLE
+from ps_config.environment import PREFIX, SETTINGS_FILE_VARIABLE
 
 from .output import CommandError
 

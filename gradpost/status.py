@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ps_protocol.certificates import TlsFiles
-from ps_protocol.environment import PREFIX, check_environment, read_settings_file
+from ps_config.certificates import TlsFiles
+from ps_config.environment import PREFIX, check_environment, read_settings_file
+from ps_config.tokens import Scope
 from ps_protocol.errors import Forbidden, Unauthenticated, Unreachable
 from ps_protocol.messages import ClusterStatus, TrainerStatus
-from ps_protocol.tokens import Scope
 from trainer_client.inspection import ClusterView
 
 from .output import EXIT_FAILED, Column, CommandError, count, print_json, print_line, print_table

@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from ps_protocol.environment import SettingsError
-from ps_protocol.tokens import PREVIOUS, SCOPES, Scope, TokenPair
+from ps_config.environment import SettingsError
+from ps_config.tokens import PREVIOUS, SCOPES, Scope, TokenPair
 
 from .output import EXIT_FAILED, CommandError, print_line
 from .status import path_setting

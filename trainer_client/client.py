@@ -14,6 +14,7 @@ import torch
 from structlog.typing import FilteringBoundLogger
 from torch import Tensor
 
+from ps_config.tokens import TokenPair
 from ps_protocol.errors import BadInput, RolledBack
 from ps_protocol.fence import Fence
 from ps_protocol.frames import encode_header
@@ -27,7 +28,6 @@ from ps_protocol.routes import (
     NUM_BLOCKS_KEY,
     NUM_SLOTS_KEY,
 )
-from ps_protocol.tokens import TokenPair
 from ps_protocol.vocabulary import (
     DTYPE_BYTES,
     PROTOCOL_VERSION,

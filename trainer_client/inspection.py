@@ -12,7 +12,8 @@ from urllib.parse import quote
 import httpx
 from pydantic import ValidationError
 
-from ps_protocol.certificates import TlsFiles, client_context, hint_at_tls
+from ps_config.certificates import TlsFiles, client_context, hint_at_tls
+from ps_config.tokens import TokenPair
 from ps_protocol.errors import NotFound, Unreachable
 from ps_protocol.messages import (
     CheckpointCreated,
@@ -38,7 +39,6 @@ from ps_protocol.routes import (
     STATUS,
     SUMMARY,
 )
-from ps_protocol.tokens import TokenPair
 
 from .answers import GatewayPage, may_be_problem, raise_for_problem
 from .transport.authorization import BearerAuth

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import httpx
 
-from ps_protocol.certificates import hint_at_tls
+from ps_config.certificates import hint_at_tls
+from ps_config.versions import installed_versions
 from ps_protocol.errors import GradpostError, Unreachable, error_from_problem
 from ps_protocol.messages import (
     ClusterStatus,
@@ -22,6 +23,7 @@ from ps_protocol.messages import (
     Message,
     PlanReady,
     RunSummary,
+    Software,
     TrainerHeartbeat,
     TrainerHeartbeatReply,
     TrainerJoined,
@@ -36,7 +38,6 @@ from ps_protocol.routes import (
     SUMMARY,
     TRAINER_HEARTBEAT,
 )
-from ps_protocol.software import this_software
 from ps_protocol.vocabulary import PROTOCOL_VERSION, PserverIndex, Round
 
 from .answers import GatewayPage, raise_for_problem
@@ -154,7 +155,7 @@ class Membership:
             results=dict(self.results),
             unreachable=self.news.unreachable(now),
             ahead_of=dict(self.news.ahead_of),
-            software=this_software(),
+            software=Software(**installed_versions()),
             links={index: meter.describe() for index, meter in self.links.items()},
             waiting_seconds=0.0 if self.waiting_since is None else now - self.waiting_since,
             is_done=self.is_done,

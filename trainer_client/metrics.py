@@ -7,8 +7,8 @@ import ssl
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from ps_protocol.certificates import TlsFiles, server_context
-from ps_protocol.hosts import authority, reachable_host
+from ps_config.certificates import TlsFiles, server_context
+from ps_config.hosts import authority, reachable_host
 
 LAG_INTERVAL_SECONDS = 0.25
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)

@@ -16,9 +16,9 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from ps_protocol.certificates import TlsFiles
+from ps_config.certificates import TlsFiles
+from ps_config.environment import PREFIX, check_base_url, check_environment, read_settings_file
 from ps_protocol.consistency import Compensation, Consistency, ReadConsistency
-from ps_protocol.environment import PREFIX, check_base_url, check_environment, read_settings_file
 from ps_protocol.vocabulary import Mode, NonfinitePolicy, Placement, Strategy
 from ps_protocol.wire_types import PullType, PushType
 

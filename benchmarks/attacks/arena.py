@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 
-from ps_protocol.certificates import TlsFiles
+from ps_config.certificates import TlsFiles
 from ps_protocol.routes import BLOCKS, GET, HEALTH, SEND, STATE
 from tests.cluster.wire import WireTrainer
 from trainer_client.testing import LocalCluster

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ps_protocol.environment import PREFIX
+from ps_config.environment import PREFIX
 from trainer_client.testing import Child
 from trainer_client.testing.environment import find_our_packages
 from trainer_client.testing.guardian import Guardian

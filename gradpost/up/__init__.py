@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ps_protocol.environment import PREFIX, read_settings_file
+from ps_config.environment import PREFIX, read_settings_file
 from services.coordinator.settings import CoordinatorSettings
 from services.pserver.settings import PserverSettings
 

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
 
-from ps_protocol.environment import PREFIX, check_environment
+from ps_config.environment import PREFIX, check_environment
 from trainer_client.testing.environment import use_this_python
 
 from ..output import CommandError

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ps_protocol.environment import PREFIX, read_settings_file
+from ps_config.environment import PREFIX, read_settings_file
 from services.coordinator.record import RecordFile
 from services.runtime.locks import lock_folder
 

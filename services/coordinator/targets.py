@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
-from ps_protocol.hosts import is_ip_literal, is_loopback, reachable_host
+from ps_config.hosts import is_ip_literal, is_loopback, reachable_host
 from services.runtime.security import KnownHosts
 
 from .cluster import Cluster

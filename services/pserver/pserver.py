@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from ps_config.versions import installed_versions
 from ps_protocol.errors import (
     BadModel,
     Conflict,
@@ -31,10 +32,10 @@ from ps_protocol.messages import (
     PserverHeartbeatReply,
     PserverRegistered,
     PserverState,
+    Software,
     WantCheckpoint,
 )
 from ps_protocol.plan import SlicePlan
-from ps_protocol.software import this_software
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.failpoints import reach_failpoint
@@ -376,7 +377,7 @@ class Pserver:
             coming_checkpoints=run.writer.find_coming(run.round) if run else (),
             is_stopping=self.is_stopping,
             load=run.describe_load() if run else None,
-            software=this_software(),
+            software=Software(**installed_versions()),
         )
 
     async def stop(self) -> None:

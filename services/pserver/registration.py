@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import httpx
 
-from ps_protocol.certificates import hint_at_tls
+from ps_config.certificates import hint_at_tls
 from ps_protocol.errors import GradpostError, StalePserver, TryAgain
 from ps_protocol.messages import (
     Message,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from ps_protocol.certificates import close_handshake
+from ps_config.certificates import close_handshake
 
 
 class Handshakes:

@@ -9,7 +9,7 @@ import socket
 from contextlib import suppress
 from typing import Any
 
-from ps_protocol.hosts import authority, reachable_host
+from ps_config.hosts import authority, reachable_host
 
 from .settings import ServiceSettings
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import httpx
 
-from ps_protocol.certificates import client_context
+from ps_config.certificates import client_context
+from ps_config.tokens import TokenPair
 from ps_protocol.errors import error_from_answer
-from ps_protocol.tokens import TokenPair
 
 from .logs import get_logger
 from .settings import ServiceSettings

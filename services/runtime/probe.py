@@ -11,7 +11,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
-from ps_protocol.certificates import TlsFiles, client_context
+from ps_config.certificates import TlsFiles, client_context
 
 TIMEOUT_SECONDS = 5.0
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from starlette.routing import compile_path
 
+from ps_config.tokens import Scope
 from ps_protocol import routes
-from ps_protocol.tokens import Scope
 
 DOCS = "/docs"
 OPENAPI = "/openapi.json"

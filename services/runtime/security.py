@@ -11,9 +11,9 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ps_config.hosts import LOOPBACK_NAMES, is_ip_literal, is_loopback, split_port
+from ps_config.tokens import TokenFolder, TokenPair, includes, parse_authorization
 from ps_protocol.errors import BadInput, Forbidden, GradpostError, Unauthenticated
-from ps_protocol.hosts import LOOPBACK_NAMES, is_ip_literal, is_loopback, split_port
-from ps_protocol.tokens import TokenFolder, TokenPair, includes, parse_authorization
 
 from .logs import get_logger
 from .problems import problem_response

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ps_protocol.environment import SettingsError
+from ps_config.environment import SettingsError
 from ps_protocol.errors import GradpostError, TryAgain
 
 from .descriptors import allow_many_files

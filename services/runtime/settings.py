@@ -9,10 +9,10 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, Field, FilePath, field_validator, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from ps_protocol.certificates import TlsFiles
-from ps_protocol.environment import PREFIX, check_base_url, check_environment, read_settings_file
+from ps_config.certificates import TlsFiles
+from ps_config.environment import PREFIX, check_base_url, check_environment, read_settings_file
+from ps_config.hosts import check_listening
 from ps_protocol.frames import FrameLimits
-from ps_protocol.hosts import check_listening
 
 from .failpoints import parse_failpoints
 from .limits import RequestLimits
@@ -27,7 +27,7 @@ BaseUrl = Annotated[str, AfterValidator(check_base_url)]
 class ServiceSettings(BaseSettings):
     """Keyword argument over `GRADPOST_*` over TOML file over default; read once, then frozen.
 
-    Raises ps_protocol.environment.SettingsError for a variable or key that no role knows, and pydantic's
+    Raises ps_config.environment.SettingsError for a variable or key that no role knows, and pydantic's
     ValidationError for a value that does not fit.
     """
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from ps_protocol.certificates import server_context
+from ps_config.certificates import server_context
 
 from .descriptors import bound_connections
 from .guarded_protocol import guard_protocol

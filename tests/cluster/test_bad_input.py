@@ -13,7 +13,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from ps_protocol.certificates import TlsFiles
+from ps_config.certificates import TlsFiles
 from ps_protocol.errors import ERRORS, PROBLEM_CONTENT_TYPE, PROBLEM_TYPE_PREFIX, error_from_problem
 from ps_protocol.routes import (
     BARRIER,

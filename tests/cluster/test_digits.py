@@ -66,6 +66,7 @@ def test_two_trainers_learn_the_digits(tmp_path: Path, flags: str, local_steps: 
 def test_examples_use_public_names_only(script: Path) -> None:
     for node in ast.walk(ast.parse(script.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module in (
+            "ps_config",
             "ps_http2",
             "ps_protocol",
             "services",
@@ -77,7 +78,7 @@ def test_examples_use_public_names_only(script: Path) -> None:
         elif isinstance(node, ast.ImportFrom | ast.Import):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
             assert not any(
-                name.startswith(("ps_http2", "ps_protocol", "services", "trainer_client.", "gradpost"))
+                name.startswith(("ps_config", "ps_http2", "ps_protocol", "services", "trainer_client.", "gradpost"))
                 for name in names
             )
 

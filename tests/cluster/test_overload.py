@@ -10,7 +10,7 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from ps_protocol.certificates import TlsFiles
+from ps_config.certificates import TlsFiles
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE
 from ps_protocol.optimizers import check_optimizer
 from ps_protocol.routes import METRICS, SEND

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from gradpost.tokens import create_tokens
+from ps_config.tokens import SCOPES
 from ps_protocol.routes import AUDIT, CONTROLS, STATUS
-from ps_protocol.tokens import SCOPES
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from gradpost.tokens import create_tokens
-from ps_protocol.certificates import TlsFiles, client_context
-from ps_protocol.environment import SettingsError
+from ps_config.certificates import TlsFiles, client_context
+from ps_config.environment import SettingsError
+from ps_config.tokens import SCOPES, Scope
 from ps_protocol.errors import Forbidden, Unauthenticated
-from ps_protocol.tokens import SCOPES, Scope
 from trainer_client import ParameterClient, RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 import yaml
 
-from ps_protocol.environment import KNOWN_VARIABLES
-from ps_protocol.hosts import reachable_host
+from ps_config.environment import KNOWN_VARIABLES
+from ps_config.hosts import reachable_host
 from trainer_client.metrics import MetricsServer, TrainerMetrics
 from trainer_client.settings import TrainerSettings
 

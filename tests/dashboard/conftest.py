@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from gradpost.tokens import create_tokens
-from ps_protocol.tokens import SCOPES, Scope
+from ps_config.tokens import SCOPES, Scope
 
 from ..cluster.faulty_run import FaultyRun
 from .browsing import start_browser

@@ -21,7 +21,7 @@ from torch.distributed.run import get_args_parser
 
 from gradpost.main import app
 from gradpost.serve import make_role_app
-from ps_protocol.environment import KNOWN_VARIABLES
+from ps_config.environment import KNOWN_VARIABLES
 
 from .kubectl import check_kubectl
 from .markdown import ROOT, code_blocks, codes, without_code

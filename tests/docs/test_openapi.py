@@ -11,13 +11,13 @@ import pytest
 from fastapi import FastAPI
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
+from ps_config.tokens import SCOPES
 from ps_protocol import routes
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE
 from ps_protocol.fence import Fence
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import BarrierAnswer, NormAnswer, PushAnswer
 from ps_protocol.norms import AgreedNorm, ShardNorm
-from ps_protocol.tokens import SCOPES
 from services.runtime.scopes import ROUTE_SCOPES
 from trainer_client.testing import LocalCluster
 

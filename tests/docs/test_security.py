@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from ps_protocol.tokens import SCOPES
+from ps_config.tokens import SCOPES
 from services.runtime.scopes import DOCS, OPENAPI, ROUTE_SCOPES, needed_scope
 from trainer_client.testing import LocalCluster
 

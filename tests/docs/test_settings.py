@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic_settings import BaseSettings
 
-from ps_protocol.environment import KNOWN_VARIABLES, PREFIX, SETTINGS_FILE_VARIABLE
+from ps_config.environment import KNOWN_VARIABLES, PREFIX, SETTINGS_FILE_VARIABLE
 
 from .markdown import codes, read, tables
 from .reference.settings import MODELS
@@ -24,7 +24,7 @@ def test_every_setting_says_what_it_is_for(model: type[BaseSettings]) -> None:
 
 
 def test_the_documented_variables_are_the_known_ones() -> None:
-    """A misspelt one is refused by what ps_protocol knows, without any model."""
+    """A misspelt one is refused by what ps_config knows, without any model."""
     documented = {codes(row["variable"])[0] for table in tables(TEXT) for row in table}
     assert {name for name in documented if name.startswith(PREFIX)} == KNOWN_VARIABLES - {SETTINGS_FILE_VARIABLE}
     assert SETTINGS_FILE_VARIABLE in TEXT

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from ps_protocol.environment import check_environment
-from ps_protocol.tokens import SCOPES
+from ps_config.environment import check_environment
+from ps_config.tokens import SCOPES
 from services.coordinator.settings import CoordinatorSettings
 from services.pserver.registration import GOODBYE_SECONDS, LAST_CHECKPOINT_SECONDS
 from services.pserver.settings import PserverSettings

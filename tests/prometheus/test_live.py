@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from gradpost.tokens import create_tokens
-from ps_protocol.tokens import SCOPES
+from ps_config.tokens import SCOPES
 from tests.cluster.trainer_processes import Plot, Trainer
 from trainer_client.testing import LocalCluster
 

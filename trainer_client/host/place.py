@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ps_protocol.environment import SettingsError
+from ps_config.environment import SettingsError
 from ps_protocol.vocabulary import Rank
 
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from ps_protocol.hosts import authority, split_port
+from ps_config.hosts import authority, split_port
 
 _TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined] # not in its stubs
 OWN_GROUP = "torch.distributed"  # instead of an address: the group that the scripts have made already

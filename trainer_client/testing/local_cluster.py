@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ps_protocol.certificates import TlsFiles
-from ps_protocol.environment import PREFIX, read_settings_file
+from ps_config.certificates import TlsFiles
+from ps_config.environment import PREFIX, read_settings_file
 from ps_protocol.messages import ClusterStatus, PserverState, RunSummary
 from ps_protocol.vocabulary import Rank
 

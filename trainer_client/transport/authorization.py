@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 import httpx
 
-from ps_protocol.tokens import TokenPair
+from ps_config.tokens import TokenPair
 
 
 class BearerAuth(httpx.Auth):

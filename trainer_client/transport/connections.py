@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 
-from ps_protocol.certificates import TlsFiles, client_context
+from ps_config.certificates import TlsFiles, client_context
 
 from .http1 import ControlTransport, Http1Transport
 from .http2 import Http2Transport

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import httpx
 
+from ps_config.certificates import TlsFiles
+from ps_config.tokens import TokenPair
 from ps_http2.stream import Sink
-from ps_protocol.certificates import TlsFiles
-from ps_protocol.tokens import TokenPair
 
 from ..pushing.buckets import Payload
 from .connections import make_bulk_transport

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import httpx
 
-from ps_protocol.certificates import TlsFiles, client_context
+from ps_config.certificates import TlsFiles, client_context
 
 from .extensions import BODY_EXTENSION
 

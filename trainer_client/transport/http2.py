@@ -15,11 +15,11 @@ from weakref import WeakSet
 
 import httpx
 
+from ps_config.certificates import TlsFiles, WatchedFiles, client_context
 from ps_http2 import frames
 from ps_http2.connection import Connection
 from ps_http2.frames import PREFACE, Code
 from ps_http2.stream import Headers, Inbox, Sink, Stream, StreamResetError, content_length
-from ps_protocol.certificates import TlsFiles, WatchedFiles, client_context
 from ps_protocol.local_sockets import connect_locally
 
 from .extensions import BODY_EXTENSION, LOCAL_EXTENSION, SINK_EXTENSION

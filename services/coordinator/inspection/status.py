@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ps_protocol.messages import ClusterStatus, PserverStatus, TrainerStatus
-from ps_protocol.software import this_software
+from ps_config.versions import installed_versions
+from ps_protocol.messages import ClusterStatus, PserverStatus, Software, TrainerStatus
 
 from ..coordinator import Coordinator
 
@@ -60,5 +60,5 @@ def describe_status(coordinator: Coordinator) -> ClusterStatus:
             )
             for _, trainer in sorted(run.trainers.items())
         ),
-        software=this_software(),
+        software=Software(**installed_versions()),
     )

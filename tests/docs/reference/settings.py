@@ -10,7 +10,7 @@ from pydantic import AliasChoices
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
-from ps_protocol.environment import PREFIX
+from ps_config.environment import PREFIX
 from services.coordinator.settings import CoordinatorSettings
 from services.pserver.settings import PserverSettings
 from services.runtime.settings import ServiceSettings

@@ -22,11 +22,11 @@ from gradpost.doctor import (
     check_versions,
 )
 from gradpost.finding import Finding
-from ps_protocol.environment import PREFIX
+from ps_config.environment import PREFIX
+from ps_config.versions import installed_versions
 from ps_protocol.messages import ClusterStatus, PserverState, PserverStatus, Software, TrainerStatus
 from ps_protocol.routes import HEALTH, METRICS, STATUS
 from ps_protocol.routes import STATE as STATE_ROUTE
-from ps_protocol.software import this_software
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 
 from ..protocol.test_tokens import put
@@ -34,7 +34,7 @@ from .canned import serving
 from .conftest import RunCommand
 from .test_status import STATE
 
-OURS = this_software()
+OURS = Software(**installed_versions())
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ from typer.main import get_command
 
 from gradpost import main, output
 from gradpost.output import CommandError
+from ps_config.environment import SettingsError
 from ps_protocol.consistency import Consistency
-from ps_protocol.environment import SettingsError
 from ps_protocol.errors import BadModel, GradpostError, Unreachable
 
 from .conftest import RunCommand, run_process

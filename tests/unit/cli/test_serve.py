@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gradpost.serve import Role, _settings_class
-from ps_protocol.environment import PREFIX
+from ps_config.environment import PREFIX
 from services.coordinator.settings import CoordinatorSettings
 from services.runtime.settings import ServiceSettings
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ps_protocol.tokens import SCOPES, TokenFolder
+from ps_config.tokens import SCOPES, TokenFolder
 
 from .conftest import RunCommand
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ps_protocol.hosts import reachable_host
+from ps_config.hosts import reachable_host
 from ps_protocol.routes import JOIN_TRAINER
 from services.coordinator.app import make_coordinator_app
 from services.coordinator.cluster import Cluster

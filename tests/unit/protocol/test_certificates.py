@@ -16,7 +16,7 @@ import trustme
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
-from ps_protocol.certificates import (
+from ps_config.certificates import (
     CertificateError,
     FreshContext,
     TlsFiles,

@@ -8,10 +8,15 @@ import pkgutil
 
 import pytest
 
+import ps_config
 import ps_protocol
 
 MODULES = [
-    *(f"ps_protocol.{module.name}" for module in pkgutil.iter_modules(ps_protocol.__path__)),
+    *(
+        f"{package.__name__}.{module.name}"
+        for package in (ps_config, ps_protocol)
+        for module in pkgutil.iter_modules(package.__path__)
+    ),
     "services.pserver.history",
     "services.runtime.scopes",
     "gradpost.output",

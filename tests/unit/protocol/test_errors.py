@@ -66,7 +66,7 @@ def test_an_error_is_rebuilt_on_the_other_side(code: str) -> None:
 
 def test_errors_are_raised_with_codes_of_their_family() -> None:
     raised = set()
-    for folder in ("ps_protocol", "services", "trainer_client", "gradpost"):
+    for folder in ("ps_config", "ps_protocol", "services", "trainer_client", "gradpost"):
         for file in (ROOT / folder).rglob("*.py"):
             for call in ast.walk(ast.parse(file.read_text())):
                 name = getattr(call.func, "id", "") if isinstance(call, ast.Call) else ""

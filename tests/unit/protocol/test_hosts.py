@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ps_protocol.hosts import check_listening, is_ip_literal, split_port
+from ps_config.hosts import check_listening, is_ip_literal, split_port
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost", "LOCALHOST"])

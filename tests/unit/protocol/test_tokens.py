@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ps_protocol import tokens
-from ps_protocol.environment import SettingsError
-from ps_protocol.tokens import PREVIOUS, SCOPES, Scope, TokenFile, TokenFolder, TokenPair, includes
+from ps_config import tokens
+from ps_config.environment import SettingsError
+from ps_config.tokens import PREVIOUS, SCOPES, Scope, TokenFile, TokenFolder, TokenPair, includes
 
 OLD, NEW = "old-" + "x" * 20, "new-" + "x" * 20
 

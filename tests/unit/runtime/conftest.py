@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from ps_protocol.environment import PREFIX
+from ps_config.environment import PREFIX
 from services.runtime.logs import configure_logs
 
 

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from ps_protocol.certificates import TlsFiles
+from ps_config.certificates import TlsFiles
 from ps_protocol.errors import NotReady, RoundPending, StaleRound
 from services.runtime.app import add_raw_route, make_app
 from services.runtime.limits import RequestLimits

@@ -12,8 +12,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from ps_protocol.environment import SettingsError
-from ps_protocol.tokens import SCOPES
+from ps_config.environment import SettingsError
+from ps_config.tokens import SCOPES
 from services.runtime import security
 from services.runtime.logs import configure_logs
 from services.runtime.peers import make_peer_client

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ps_protocol.environment import KNOWN_VARIABLES, PREFIX, SettingsError, check_environment
+from ps_config.environment import KNOWN_VARIABLES, PREFIX, SettingsError, check_environment
 from ps_protocol.frames import FrameLimits
 from services.coordinator.settings import CoordinatorSettings
 from services.pserver.settings import PserverSettings

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ps_protocol.certificates import TlsFiles, client_context
+from ps_config.certificates import TlsFiles, client_context
 from services.runtime.peers import make_peer_client
 from services.runtime.settings import ServiceSettings
 from trainer_client.transport.connections import make_control_client

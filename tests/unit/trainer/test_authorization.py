@@ -5,8 +5,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ps_protocol.environment import SettingsError
-from ps_protocol.tokens import TokenPair
+from ps_config.environment import SettingsError
+from ps_config.tokens import TokenPair
 from trainer_client.transport.authorization import BearerAuth
 
 from ..protocol.test_tokens import NEW, OLD, put

@@ -12,9 +12,9 @@ import httpx
 import pytest
 from h2.events import DataReceived, RequestReceived, StreamReset
 
-from ps_protocol.certificates import TlsFiles
-from ps_protocol.environment import SettingsError
-from ps_protocol.tokens import TokenPair
+from ps_config.certificates import TlsFiles
+from ps_config.environment import SettingsError
+from ps_config.tokens import TokenPair
 from trainer_client.transport.exchange import Exchange
 
 from ..http2.sockets import Talker, serving

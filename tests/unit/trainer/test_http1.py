@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from ps_protocol.certificates import TlsFiles
-from ps_protocol.tokens import TokenPair
+from ps_config.certificates import TlsFiles
+from ps_config.tokens import TokenPair
 from services.runtime.app import add_raw_route
 from services.runtime.own_memory import send_from
 from trainer_client.transport.exchange import Exchange

@@ -15,9 +15,9 @@ from h2.events import ConnectionTerminated, DataReceived, RequestReceived, Strea
 from h2.settings import SettingCodes
 from hpack import Encoder
 
+from ps_config.certificates import TlsFiles, server_context
 from ps_http2 import frames
 from ps_http2.frames import Code, pack
-from ps_protocol.certificates import TlsFiles, server_context
 from services.runtime.app import add_raw_route
 from services.runtime.own_memory import receive_into, send_from
 from trainer_client.transport import http2

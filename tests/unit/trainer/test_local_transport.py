@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from h2.events import StreamEnded
 
-from ps_protocol.certificates import TlsFiles
+from ps_config.certificates import TlsFiles
 from ps_protocol.local_sockets import local_name
 from trainer_client.transport.extensions import LOCAL_EXTENSION
 from trainer_client.transport.http2 import Http2Transport

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from ps_config.environment import PREFIX
 from ps_protocol.consistency import Consistency
-from ps_protocol.environment import PREFIX
 from ps_protocol.errors import Conflict, GradpostError, NotReady, StaleRun, TrainerLost, TryAgain, Unreachable
 from ps_protocol.messages import Leave, TrainerHeartbeat, TrainerHeartbeatReply, TrainerJoined
 from trainer_client import membership as membership_module

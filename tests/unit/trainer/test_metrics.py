@@ -11,7 +11,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from ps_protocol.certificates import CertificateError, TlsFiles, client_context
+from ps_config.certificates import CertificateError, TlsFiles, client_context
 from ps_protocol.errors import Unreachable
 from trainer_client import ParameterClient
 from trainer_client.metrics import MetricsServer

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ps_protocol.certificates import TlsFiles
+from ps_config.certificates import TlsFiles
 from ps_protocol.errors import (
     ContributionMissing,
     FutureRound,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from ps_protocol.certificates import TlsFiles
+from ps_config.certificates import TlsFiles
 from ps_protocol.errors import Unreachable
 from services.runtime import server as server_module
 from trainer_client.membership import Membership

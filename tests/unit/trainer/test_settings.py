@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ps_protocol.certificates import CertificateError
+from ps_config.certificates import CertificateError
 from trainer_client import ParameterClient
 from trainer_client.settings import read_settings
 

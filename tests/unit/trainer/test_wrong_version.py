@@ -7,7 +7,7 @@ import asyncio
 import httpx
 import pytest
 
-from ps_protocol.certificates import TlsFiles
+from ps_config.certificates import TlsFiles
 from trainer_client.transport.connections import make_bulk_client
 
 

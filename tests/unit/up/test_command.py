@@ -7,7 +7,7 @@ import pytest
 
 from gradpost.output import CommandError
 from gradpost.up.command import make_environment, resolve_command
-from ps_protocol.environment import SettingsError
+from ps_config.environment import SettingsError
 
 
 @pytest.mark.parametrize("name", ["python", "python3"])

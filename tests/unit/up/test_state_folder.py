@@ -10,7 +10,7 @@ import pytest
 from gradpost.output import CommandError
 from gradpost.up import state_folder
 from gradpost.up.state_folder import KEPT_RUNS, named_root, new_folder, newest_folder, resume_folder
-from ps_protocol.environment import SETTINGS_FILE_VARIABLE
+from ps_config.environment import SETTINGS_FILE_VARIABLE
 from services.coordinator.record import RecordFile, describe_cluster
 
 from ..coordinator.support import make_cluster, train
