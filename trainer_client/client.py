@@ -148,7 +148,7 @@ class ParameterClient:
                 await self._token.wait(settings.retry_seconds, self.log.info)
             if settings.metrics_port is not None and self._metrics_server is None:
                 self._metrics_server = MetricsServer(
-                    self.metrics.registry, settings.metrics_host, settings.metrics_port, settings.metrics_tls
+                    self.metrics.registry, settings.metrics_host, settings.metrics_port, settings.server_tls
                 )
                 address = self._metrics_server.address
             self.joined = await self.membership.join(address)

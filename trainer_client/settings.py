@@ -1,23 +1,15 @@
-"""Settings of a trainer; every constructor argument is also one, and the argument wins."""
+"""Settings of a trainer."""
 
 from __future__ import annotations
 
 import difflib
-import os
 from dataclasses import fields
-from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic_settings import SettingsConfigDict
 
-from ps_config.certificates import TlsFiles
-from ps_config.environment import PREFIX, check_base_url, check_environment, read_settings_file
+from ps_config.settings import Settings
 from ps_protocol.consistency import Compensation, Consistency, ReadConsistency
 from ps_protocol.vocabulary import Mode, NonfinitePolicy, Placement, Strategy
 from ps_protocol.wire_types import PullType, PushType
@@ -33,21 +25,17 @@ def _fixed_number(value: object) -> object:
     return None if isinstance(value, str) and ":" in value else value
 
 
-class TrainerSettings(BaseSettings):
-    """Argument over `GRADPOST_*` over the file `GRADPOST_SETTINGS_FILE` over default.
+class TrainerSettings(Settings):
+    """Settings of a trainer, each of which is also an argument of the constructors.
 
     Rank and world size are read as torchrun sets them for each of its processes (`RANK`, `WORLD_SIZE`) or, where there
     is one process to a pod, as a Kubeflow TrainJob (`PET_NODE_RANK`, `PET_NNODES`) or any Indexed Job
     (`JOB_COMPLETION_INDEX`) sets them for the pod.
     """
 
-    model_config = SettingsConfigDict(
-        env_prefix=PREFIX, env_ignore_empty=True, frozen=True, extra="ignore", populate_by_name=True
-    )
+    model_config = SettingsConfigDict(extra="ignore", populate_by_name=True)
+    sent_scope = "train"
 
-    coordinator: Annotated[str, AfterValidator(check_base_url)] = Field(
-        default="http://127.0.0.1:7070", description="base URL of the coordinator"
-    )
     rank: int | None = Field(
         default=None,
         ge=0,
@@ -141,56 +129,11 @@ class TrainerSettings(BaseSettings):
         le=65535,
         description="its port; 0: a free one; `metrics_port=None` as an argument: none at all",
     )
-    tls_ca: Path | None = Field(
-        default=None, description="PEM file of the authority that signed the services' certificates"
-    )
-    tls_client_cert: Path | None = Field(
-        default=None, description="PEM file of the certificate chain that it shows to services"
-    )
-    tls_client_key: Path | None = Field(default=None, description="PEM file of that certificate's private key")
-    tls_cert: Path | None = Field(
-        default=None, description="PEM file of the certificate chain of the metrics port; turns TLS on there"
-    )
-    tls_key: Path | None = Field(default=None, description="PEM file of its private key")
-    tls_client_ca: Path | None = Field(
-        default=None, description="PEM file of the authority whose certificates readers of the metrics must show"
-    )
-    tokens_dir: Path | None = Field(default=None, description="folder with the token `train`, which it sends")
-    token_file: Path | None = Field(
-        default=None, description="file of the token that it sends; none: `train` in `tokens_dir`"
-    )
 
     @property
     def chosen_bucket_bytes(self) -> int:
         """What `bucket_bytes` is in the end."""
         return self.bucket_bytes or (EARLY_BUCKET_BYTES if self.overlap else BUCKET_BYTES)
-
-    @property
-    def client_tls(self) -> TlsFiles:
-        """Whom to trust, and what to show."""
-        return TlsFiles(self.tls_ca, self.tls_client_cert, self.tls_client_key)
-
-    @property
-    def metrics_tls(self) -> TlsFiles:
-        """The same for the metrics port."""
-        return TlsFiles(self.tls_client_ca, self.tls_cert, self.tls_key)
-
-    @property
-    def sent_token(self) -> Path | None:
-        """The file of the token that is sent; None: none is."""
-        if self.token_file is None and self.tokens_dir is not None:
-            return self.tokens_dir / "train"
-        return self.token_file
-
-    @model_validator(mode="after")
-    def _check_security(self) -> Self:
-        if (self.tls_client_cert is None) != (self.tls_client_key is None):
-            raise ValueError("tls_client_cert and tls_client_key go together: give both or neither")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key go together: give both or neither")
-        if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ValueError("tls_client_ca needs tls_cert and tls_key: without TLS nobody shows a certificate")
-        return self
 
     @property
     def outer_is_set(self) -> bool:
@@ -203,20 +146,6 @@ class TrainerSettings(BaseSettings):
         told = {field.name: getattr(self, field.name) for field in fields(Consistency)}
         return {name: value for name, value in told.items() if value is not None}
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flag over environment over file."""
-        of_all_roles = read_settings_file(os.environ)
-        own = {key: value for key, value in of_all_roles.items() if key in settings_cls.model_fields}
-        return init_settings, env_settings, InitSettingsSource(settings_cls, own)
-
 
 def read_settings(**arguments: object) -> TrainerSettings:
     """Read the settings once; an argument that is None leaves the choice to the environment.
@@ -227,6 +156,5 @@ def read_settings(**arguments: object) -> TrainerSettings:
     for name in arguments.keys() - TrainerSettings.model_fields.keys():
         near = difflib.get_close_matches(name, TrainerSettings.model_fields, n=1)
         raise TypeError(f"{name} is no setting of a trainer" + (f"; did you mean {near[0]}?" if near else ""))
-    check_environment(os.environ)
     given = {name: value for name, value in arguments.items() if value is not None}
     return TrainerSettings(**given)  # type: ignore[arg-type]

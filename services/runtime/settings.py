@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import AfterValidator, Field, FilePath, field_validator, model_validator
-from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import Field, field_validator, model_validator
 
-from ps_config.certificates import TlsFiles
-from ps_config.environment import PREFIX, check_base_url, check_environment, read_settings_file
 from ps_config.hosts import check_listening
+from ps_config.settings import BaseUrl, Settings
 from ps_protocol.frames import FrameLimits
 
 from .failpoints import parse_failpoints
@@ -21,17 +18,10 @@ from .logs import LogFormat, LogLevel
 _LIMITS = FrameLimits()
 
 
-BaseUrl = Annotated[str, AfterValidator(check_base_url)]
+class ServiceSettings(Settings):
+    """Settings that every service has."""
 
-
-class ServiceSettings(BaseSettings):
-    """Keyword argument over `GRADPOST_*` over TOML file over default; read once, then frozen.
-
-    Raises ps_config.environment.SettingsError for a variable or key that no role knows, and pydantic's
-    ValidationError for a value that does not fit.
-    """
-
-    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True)
+    sent_scope = "admin"
 
     host: str = Field(
         default="127.0.0.1",
@@ -41,10 +31,6 @@ class ServiceSettings(BaseSettings):
     port: int = Field(default=0, ge=0, le=65535, description="port to listen on; 0: a free one")
     advertise_address: BaseUrl | None = Field(
         default=None, description="base URL under which others reach it; none: made from the host that it listens on"
-    )
-    coordinator: BaseUrl = Field(
-        default="http://127.0.0.1:7070",
-        description="base URL of the coordinator. To the coordinator itself only a host name that it goes by",
     )
     lease_seconds: float = Field(
         default=10.0,
@@ -59,29 +45,6 @@ class ServiceSettings(BaseSettings):
     )
     log_format: LogFormat = Field(default="auto", description="`auto`: console on a terminal, JSON lines elsewhere")
     log_level: LogLevel = Field(default="info", description="what is less important is not logged")
-    tls_cert: FilePath | None = Field(
-        default=None,
-        description="PEM file of the certificate chain; turns TLS on. Files of certificates and tokens are read again "
-        "when they change",
-    )
-    tls_key: FilePath | None = Field(default=None, description="PEM file of the certificate's private key")
-    tls_ca: FilePath | None = Field(
-        default=None, description="PEM file of the authority that signed the other services' certificates"
-    )
-    tls_client_ca: FilePath | None = Field(
-        default=None, description="PEM file of the authority whose certificates callers must show: mutual TLS"
-    )
-    tls_client_cert: FilePath | None = Field(
-        default=None, description="PEM file of the certificate chain that it shows to other services"
-    )
-    tls_client_key: FilePath | None = Field(default=None, description="PEM file of that certificate's private key")
-    tokens_dir: Path | None = Field(
-        default=None, description="folder of the tokens that it accepts, in files named `read`, `train` and `admin`"
-    )
-    token_file: Path | None = Field(
-        default=None,
-        description="file of the token that it sends to other services; none: `admin` in `tokens_dir`",
-    )
     insecure: bool = Field(default=False, description="listen beyond loopback without tokens")
     allowed_hosts: str | None = Field(
         default=None,
@@ -142,49 +105,11 @@ class ServiceSettings(BaseSettings):
         return text
 
     @property
-    def server_tls(self) -> TlsFiles:
-        """What it shows to callers, and who must have signed what they show."""
-        return TlsFiles(self.tls_client_ca, self.tls_cert, self.tls_key)
-
-    @property
-    def client_tls(self) -> TlsFiles:
-        """The same for calling other services."""
-        return TlsFiles(self.tls_ca, self.tls_client_cert, self.tls_client_key)
-
-    @property
-    def sent_token(self) -> Path | None:
-        """The file of the token for calling other services, which may not be there yet; None: none is sent."""
-        if self.token_file is None and self.tokens_dir is not None:
-            return self.tokens_dir / "admin"
-        return self.token_file
-
-    @property
     def request_limits(self) -> RequestLimits:
         """How many requests at once, and how slow they may be."""
         return RequestLimits(self.max_requests, self.body_timeout_seconds)
 
     @model_validator(mode="after")
-    def _check_security(self) -> Self:
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key go together: give both or neither")
-        if (self.tls_client_cert is None) != (self.tls_client_key is None):
-            raise ValueError("tls_client_cert and tls_client_key go together: give both or neither")
-        if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ValueError("tls_client_ca needs tls_cert and tls_key: without TLS nobody shows a certificate")
+    def _check_host(self) -> Self:
         check_listening(self.host, has_tokens=self.tokens_dir is not None, insecure=self.insecure)
         return self
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Where values come from, best first."""
-        check_environment(os.environ)
-        of_all_roles = read_settings_file(os.environ)
-        own = {key: value for key, value in of_all_roles.items() if key in settings_cls.model_fields}
-        return init_settings, env_settings, InitSettingsSource(settings_cls, own)

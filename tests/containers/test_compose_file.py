@@ -135,7 +135,7 @@ def test_a_trainer_is_scraped_at_the_address_of_its_container(monkeypatch: pytes
     for key, value in SERVICES["trainer"]["environment"].items():
         monkeypatch.setenv(key, value)
     settings = TrainerSettings()
-    server = MetricsServer(TrainerMetrics().registry, settings.metrics_host, 0, settings.metrics_tls)
+    server = MetricsServer(TrainerMetrics().registry, settings.metrics_host, 0, settings.server_tls)
     try:
         assert httpx.URL(server.address).host == reachable_host("0.0.0.0") != "127.0.0.1"
         assert "gradpost_trainer_round" in httpx.get(f"{server.address}/metrics").text

@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from ps_config.environment import PREFIX
+from ps_config.settings import Settings
 from services.coordinator.settings import CoordinatorSettings
 from services.pserver.settings import PserverSettings
 from services.runtime.settings import ServiceSettings
@@ -20,6 +21,7 @@ from ..markdown import codes
 from .tables import code, put_table
 
 MODELS: dict[str, type[BaseSettings]] = {
+    "Every process": Settings,
     "Every service": ServiceSettings,
     "Coordinator": CoordinatorSettings,
     "Pserver": PserverSettings,

@@ -68,7 +68,7 @@ def test_an_argument_that_is_no_setting_is_refused(name: str, message: str) -> N
 
 def test_whose_certificates_readers_of_metrics_must_show_needs_tls(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").touch()
-    with pytest.raises(ValueError, match="without TLS nobody shows a certificate"):
+    with pytest.raises(ValueError, match="tls_client_ca needs tls_cert and tls_key"):
         ParameterClient(tls_client_ca=tmp_path / "ca.pem")
 
 
