@@ -19,6 +19,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 
+from ps_config.control_client import BearerAuth, make_control_client
 from ps_config.environment import PREFIX, SettingsError, check_environment, read_settings_file
 from ps_config.hosts import is_loopback
 from ps_config.tokens import TokenFile, TokenPair
@@ -28,8 +29,7 @@ from ps_protocol.messages import ClusterStatus, PserverState, PserverStatus, Sof
 from ps_protocol.routes import HEALTH, METRICS, STATE
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 from trainer_client.answers import raise_for_problem
-from trainer_client.transport.authorization import BearerAuth
-from trainer_client.transport.connections import make_bulk_client, make_control_client
+from trainer_client.transport.connections import make_bulk_client
 
 from .finding import Finding, print_findings
 from .output import EXIT_FAILED, CommandError, count, print_json
@@ -228,10 +228,11 @@ class Reached:
 
 async def _reach_all(connection: Connection, pservers: Sequence[PserverStatus]) -> tuple[float | None, list[Reached]]:
     """Return how far the coordinator's clock is ahead, and the answers of the pservers in their order."""
-    auth = None if connection.token_file is None else BearerAuth(TokenPair(connection.token_file))
+    tokens = None if connection.token_file is None else TokenPair(connection.token_file)
+    auth = None if tokens is None else BearerAuth(tokens)
     reached = [Reached() for _ in pservers]
     async with (
-        make_control_client(connection.tls, auth) as control,
+        make_control_client(connection.tls, tokens) as control,
         make_bulk_client(connection.tls, auth, http2=True) as http2,
     ):
         clock_seconds = _clock_seconds(await _get(control, connection.address + HEALTH))

@@ -14,6 +14,7 @@ import torch
 from structlog.typing import FilteringBoundLogger
 from torch import Tensor
 
+from ps_config.control_client import make_control_client
 from ps_config.tokens import TokenPair
 from ps_protocol.errors import BadInput, RolledBack
 from ps_protocol.fence import Fence
@@ -48,8 +49,6 @@ from .pushing.buckets import Bucket, Payload, make_buckets
 from .pushing.encoding import ErrorFeedback
 from .settings import TrainerSettings, read_settings
 from .tensors import TORCH_DTYPES, writable_bytes
-from .transport.authorization import BearerAuth
-from .transport.connections import make_control_client
 from .transport.exchange import Exchange
 
 T = TypeVar("T")
@@ -106,8 +105,7 @@ class ParameterClient:
         self._lag: asyncio.Task[None] | None = None
         token = self.settings.sent_token
         self._token = None if token is None else TokenPair(token, self._warn)
-        self._auth = None if self._token is None else BearerAuth(self._token)
-        self._control = make_control_client(self.settings.client_tls, self._auth)
+        self._control = make_control_client(self.settings.client_tls, self._token)
         self._bulk: dict[tuple[bool, str | None], Exchange] = {}
         self.start: Round = 1  # the first round that this trainer pushes for
         self.nonfinite: NonfinitePolicy = "reject"  # of the run

@@ -1,22 +1,13 @@
-"""The two kinds of HTTP connections of a trainer: small control messages, and tensors."""
+"""The HTTP connections of a trainer that carry tensors."""
 
 from __future__ import annotations
 
 import httpx
 
-from ps_config.certificates import TlsFiles, client_context
+from ps_config.certificates import TlsFiles
 
-from .http1 import ControlTransport, Http1Transport
+from .http1 import Http1Transport
 from .http2 import Http2Transport
-
-CONNECT_SECONDS = 5.0
-
-
-def make_control_client(tls: TlsFiles, auth: httpx.Auth | None) -> httpx.AsyncClient:
-    """Plain httpx for small control messages, on connections of their own: a tensor must not block a heartbeat."""
-    timeout = httpx.Timeout(10.0, connect=CONNECT_SECONDS)
-    transport = ControlTransport(verify=client_context(tls), trust_env=False)
-    return httpx.AsyncClient(transport=transport, auth=auth, trust_env=False, timeout=timeout)
 
 
 def make_bulk_transport(tls: TlsFiles, *, http2: bool, local: str | None = None) -> httpx.AsyncBaseTransport:

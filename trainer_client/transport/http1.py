@@ -1,14 +1,14 @@
-"""httpx's own transport over HTTP/1.1: for control messages, and for tensors where HTTP/2 is switched off."""
+"""httpx's own transport over HTTP/1.1, for tensors where HTTP/2 is switched off."""
 
 from __future__ import annotations
 
 import socket
-import ssl
 from collections.abc import AsyncIterator, Sequence
 
 import httpx
 
 from ps_config.certificates import TlsFiles, client_context
+from ps_config.control_client import ControlTransport
 
 from .extensions import BODY_EXTENSION
 
@@ -22,17 +22,6 @@ _KEEP_ALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     *((socket.IPPROTO_TCP, option, PROBE_SECONDS) for option in _INTERVALS),
 ]
-
-
-class ControlTransport(httpx.AsyncHTTPTransport):
-    """In TLS 1.3 a client certificate is refused when the handshake is over: httpcore lets that through as it is."""
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """See httpx.AsyncHTTPTransport. Raises httpx.TransportError and its children."""
-        try:
-            return await super().handle_async_request(request)
-        except ssl.SSLError as error:
-            raise httpx.ConnectError(str(error), request=request) from error
 
 
 class Http1Transport(ControlTransport):

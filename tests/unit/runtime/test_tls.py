@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from ps_config.certificates import TlsFiles, client_context
+from ps_config.control_client import make_control_client
 from services.runtime.peers import make_peer_client
 from services.runtime.settings import ServiceSettings
-from trainer_client.transport.connections import make_control_client
 
 from ..protocol.test_certificates import Authority, serial
 from .support import Sample, running

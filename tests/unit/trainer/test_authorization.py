@@ -5,9 +5,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ps_config.control_client import BearerAuth
 from ps_config.environment import SettingsError
 from ps_config.tokens import TokenPair
-from trainer_client.transport.authorization import BearerAuth
 
 from ..protocol.test_tokens import NEW, OLD, put
 

@@ -10,11 +10,12 @@ import pytest
 import trustme
 
 from ps_config.certificates import TlsFiles
+from ps_config.control_client import make_control_client
 from ps_protocol.errors import Unreachable
 from services.runtime import server as server_module
 from trainer_client.membership import Membership
 from trainer_client.settings import read_settings
-from trainer_client.transport.connections import make_bulk_client, make_control_client
+from trainer_client.transport.connections import make_bulk_client
 from trainer_client.transport.extensions import BODY_EXTENSION
 
 from ..protocol.test_certificates import Authority
