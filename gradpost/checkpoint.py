@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from ps_config.environment import PREFIX, read_settings_file
+from ps_config.environment import find_setting
 from ps_protocol.errors import NotFound
 from ps_protocol.messages import CheckpointCreated
 from ps_protocol.vocabulary import Round
@@ -13,13 +12,13 @@ from services.runtime.checkpoints import all_checkpoints
 from services.runtime.places import open_place
 
 from .output import Column, CommandError, count, print_json, print_line, print_table
-from .status import asking, named_coordinator
+from .status import asking
 from .up.state_folder import named_root, newest_folder
 
 
 def default_place() -> str:
     """Where checkpoints are if nothing is said: as set, else in the state folder, else in that of the newest `up`."""
-    return _named_place() or str(_default_folder() / "checkpoints")
+    return find_setting("checkpoints") or str(_default_folder() / "checkpoints")
 
 
 def find_state_dir(place_url: str | None) -> Path | None:
@@ -32,11 +31,6 @@ def _default_folder() -> Path:
     root = named_root()
     newest = newest_folder(root)
     return root if newest is None or (root / "checkpoints").is_dir() else newest
-
-
-def _named_place() -> str | None:
-    named = os.environ.get(f"{PREFIX}CHECKPOINTS") or read_settings_file(os.environ).get("checkpoints")
-    return str(named) if named else None
 
 
 def create_checkpoint(coordinator: str | None, token_file: Path | None, *, as_json: bool) -> None:
@@ -67,7 +61,7 @@ def list_checkpoints(place_url: str | None, coordinator: str | None, token_file:
 
     Without a place the coordinator is asked that is given or set; if none is, it is the place of the newest `up`.
     """
-    if place_url is None and (coordinator or (named_coordinator() and _named_place() is None)):
+    if place_url is None and (coordinator or (find_setting("coordinator") and find_setting("checkpoints") is None)):
         with asking(coordinator, token_file) as view:
             found = view.checkpoints()
         rows: list[tuple[str, ...]] = [(one.run, f"{one.round:,}", one.place) for one in found]

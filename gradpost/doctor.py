@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 
 from ps_config.control_client import BearerAuth, make_control_client
-from ps_config.environment import PREFIX, SettingsError, check_environment, read_settings_file
+from ps_config.environment import PREFIX, SettingsError, check_environment, find_setting, read_settings_file
 from ps_config.hosts import is_loopback
 from ps_config.tokens import TokenFile, TokenPair
 from ps_config.versions import installed_versions
@@ -33,7 +33,7 @@ from trainer_client.transport.connections import make_bulk_client
 
 from .finding import Finding, print_findings
 from .output import EXIT_FAILED, CommandError, count, print_json
-from .status import Connection, find_connection, named_coordinator, open_view
+from .status import Connection, find_connection, open_view
 
 MIN_FREE_SHARE = 0.1  # of a disk; the alert on disks has the same limit
 MAX_CLOCK_SECONDS = 2.0
@@ -140,7 +140,7 @@ def check_coordinator(
     Without a name the usual address is tried, and a coordinator that is missing there is no fault.
     """
     try:
-        is_named = bool(coordinator or named_coordinator())
+        is_named = bool(coordinator or find_setting("coordinator"))
         with open_view(coordinator, token_file) as view:
             address, version, status = view.coordinator, view.protocol_version(), view.status()
     except (Unauthenticated, Forbidden) as error:

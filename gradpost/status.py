@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ps_config.certificates import TlsFiles
-from ps_config.environment import PREFIX, check_environment, read_settings_file
+from ps_config.certificates import TlsFiles, client_files
+from ps_config.environment import check_environment, find_path, find_setting
 from ps_config.tokens import Scope
 from ps_protocol.errors import Forbidden, Unauthenticated, Unreachable
 from ps_protocol.messages import ClusterStatus, TrainerStatus
@@ -66,31 +66,13 @@ class Connection:
 def find_connection(coordinator: str | None, token_file: Path | None = None, scope: Scope = "read") -> Connection:
     """As of `open_view`. Raises CommandError for what is no address, SettingsError for bad settings."""
     check_environment(os.environ)
-    address = coordinator or named_coordinator() or DEFAULT_COORDINATOR
+    address = coordinator or find_setting("coordinator") or DEFAULT_COORDINATOR
     if not address.startswith(("http://", "https://")):
         raise CommandError(f"expected the coordinator's base URL, such as {DEFAULT_COORDINATOR}, not {address!r:.200}")
-    if token_file is None:
-        token_file = path_setting("token_file")
-    if token_file is None and (folder := path_setting("tokens_dir")):
+    token_file = token_file or find_path("token_file")
+    if token_file is None and (folder := find_path("tokens_dir")):
         token_file = folder / scope
-    tls = TlsFiles(*map(path_setting, ("tls_ca", "tls_client_cert", "tls_client_key")))
-    return Connection(address.rstrip("/"), tls, token_file)
-
-
-def named_coordinator() -> str | None:
-    """The address that the environment or the settings file names, if any."""
-    return _setting("coordinator")
-
-
-def path_setting(name: str) -> Path | None:
-    """The file or folder that the environment or the settings file names, if any."""
-    value = _setting(name)
-    return Path(value) if value else None
-
-
-def _setting(name: str) -> str | None:
-    value: str | None = os.environ.get(PREFIX + name.upper()) or read_settings_file(os.environ).get(name)
-    return value
+    return Connection(address.rstrip("/"), client_files(), token_file)
 
 
 def print_status(status: ClusterStatus, *, as_json: bool = False) -> None:

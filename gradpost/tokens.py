@@ -7,11 +7,10 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from ps_config.environment import SettingsError
+from ps_config.environment import SettingsError, find_path
 from ps_config.tokens import PREVIOUS, SCOPES, Scope, TokenPair
 
 from .output import EXIT_FAILED, CommandError, print_line
-from .status import path_setting
 
 RANDOM_BYTES = 32
 
@@ -50,7 +49,7 @@ def show(folder: Path | None, scope: Scope) -> None:
 
 
 def _find_folder(folder: Path | None) -> Path:
-    folder = folder or path_setting("tokens_dir")
+    folder = folder or find_path("tokens_dir")
     if folder is None:
         raise CommandError("which folder? Give --dir, or set GRADPOST_TOKENS_DIR")
     return folder

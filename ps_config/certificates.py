@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .environment import SettingsError
+from .environment import SettingsError, find_path
 
 Build = Callable[[], ssl.SSLContext]
 
@@ -29,6 +29,11 @@ class TlsFiles:
     def paths(self) -> list[Path]:
         """Those that are there."""
         return [path for path in (self.ca, self.cert, self.key) if path is not None]
+
+
+def client_files(environ: Mapping[str, str] = os.environ) -> TlsFiles:
+    """Return the TLS files of a client, as the environment or the settings file name them."""
+    return TlsFiles(*(find_path(name, environ) for name in ("tls_ca", "tls_client_cert", "tls_client_key")))
 
 
 class CertificateError(SettingsError, OSError):

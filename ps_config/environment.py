@@ -1,13 +1,14 @@
-"""Names of all settings, for servers and trainers alike, so that a misspelt one is never silently ignored.
+"""The names of all settings, of services and trainers alike, so that every process refuses a misspelt one.
 
 A setting `round_timeout_seconds` is the variable `GRADPOST_ROUND_TIMEOUT_SECONDS` in the environment and the key
 `round_timeout_seconds` in the TOML file that `GRADPOST_SETTINGS_FILE` names. Both may hold settings of every role,
-so that one environment or file serves a whole cluster; each role reads its own.
+so that one environment or file serves a whole cluster. Each role reads its own.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -16,95 +17,25 @@ from typing import Any
 PREFIX = "GRADPOST_"
 SETTINGS_FILE_VARIABLE = "GRADPOST_SETTINGS_FILE"
 
-_EVERY_SERVICE = {
-    "GRADPOST_HOST",
-    "GRADPOST_PORT",
-    "GRADPOST_ADVERTISE_ADDRESS",
-    "GRADPOST_LEASE_SECONDS",
-    "GRADPOST_EXIT_WHEN_DONE",
-    "GRADPOST_LOG_FORMAT",
-    "GRADPOST_LOG_LEVEL",
-    "GRADPOST_ALLOWED_HOSTS",
-    "GRADPOST_MAX_BODY_BYTES",
-    "GRADPOST_MAX_HEADER_BYTES",
-    "GRADPOST_MAX_TENSORS",
-    "GRADPOST_STATE_DIR",
-    "GRADPOST_CHECKPOINTS",
-    "GRADPOST_FAILPOINTS",
-    "GRADPOST_MAX_REQUESTS",
-    "GRADPOST_MAX_CONNECTIONS",
-    "GRADPOST_HEADER_TIMEOUT_SECONDS",
-    "GRADPOST_BODY_TIMEOUT_SECONDS",
-    "GRADPOST_READY_FD",
-}
-_COORDINATOR = {
-    "GRADPOST_NUM_PSERVERS",
-    "GRADPOST_NUM_TRAINERS",
-    "GRADPOST_MAX_TRAINERS",
-    "GRADPOST_LAST_CALL_SECONDS",
-    "GRADPOST_ROUND_TIMEOUT_SECONDS",
-    "GRADPOST_ON_TRAINER_LOSS",
-    "GRADPOST_MIN_TRAINERS",
-    "GRADPOST_REJOIN_TIMEOUT_SECONDS",
-    "GRADPOST_DURABILITY",
-    "GRADPOST_CHECKPOINT_ROUNDS",
-    "GRADPOST_MAX_LOG_BYTES",
-    "GRADPOST_KEEP_CHECKPOINTS",
-    "GRADPOST_RESUME",
-}
-_PSERVER = {
-    "GRADPOST_HTTP2",
-    "GRADPOST_MAX_INFLIGHT_BYTES",
-    "GRADPOST_PSERVER_INDEX",
-    "GRADPOST_THREADS",
-}
-_TRAINER = {
-    "GRADPOST_ACCUMULATE_STEPS",
-    "GRADPOST_BUCKET_BYTES",
-    "GRADPOST_LOCAL_STEPS",
-    "GRADPOST_MAX_GRAD_NORM",
-    "GRADPOST_ONE_TRAINER_PER_HOST",
-    "GRADPOST_OUTER_LR",
-    "GRADPOST_OUTER_MOMENTUM",
-    "GRADPOST_OUTER_NESTEROV",
-    "GRADPOST_OVERLAP",
-    "GRADPOST_OVERLAP_PULLS",
-    "GRADPOST_RETRY_SECONDS",
-    "GRADPOST_METRICS_HOST",
-    "GRADPOST_METRICS_PORT",
-}
-_SEVERAL_ROLES = {
-    SETTINGS_FILE_VARIABLE,
-    "GRADPOST_COORDINATOR",
-    "GRADPOST_TLS_CERT",
-    "GRADPOST_TLS_KEY",
-    "GRADPOST_TLS_CA",
-    "GRADPOST_TLS_CLIENT_CA",
-    "GRADPOST_TLS_CLIENT_CERT",
-    "GRADPOST_TLS_CLIENT_KEY",
-    "GRADPOST_TOKENS_DIR",
-    "GRADPOST_TOKEN_FILE",
-    "GRADPOST_INSECURE",
-    "GRADPOST_LOCAL_TRANSPORT",
-    "GRADPOST_MODE",
-    "GRADPOST_STRATEGY",
-    "GRADPOST_MAX_DELAY",
-    "GRADPOST_MAX_STALENESS",
-    "GRADPOST_WAIT_FOR_APPLY",
-    "GRADPOST_READ_CONSISTENCY",
-    "GRADPOST_MAX_QUEUED",
-    "GRADPOST_COMPENSATION",
-    "GRADPOST_DC_LAMBDA",
-    "GRADPOST_MIN_BLOCK_SIZE",
-    "GRADPOST_PLACEMENT",
-    "GRADPOST_SLICE_PARAMETERS",
-    "GRADPOST_NONFINITE",
-    "GRADPOST_PUSH_TYPE",
-    "GRADPOST_PULL_TYPE",
-    "GRADPOST_TOPK",
-}
+_NAMES = """
+    coordinator tls_cert tls_key tls_ca tls_client_ca tls_client_cert tls_client_key tokens_dir token_file
 
-KNOWN_VARIABLES: frozenset[str] = frozenset(_EVERY_SERVICE | _COORDINATOR | _PSERVER | _TRAINER | _SEVERAL_ROLES)
+    host port advertise_address lease_seconds exit_when_done log_format log_level insecure allowed_hosts max_body_bytes
+    max_header_bytes max_tensors max_requests max_connections header_timeout_seconds body_timeout_seconds state_dir
+    checkpoints failpoints ready_fd
+
+    num_pservers num_trainers max_trainers last_call_seconds strategy mode max_delay max_staleness wait_for_apply
+    read_consistency max_queued compensation dc_lambda min_block_size placement slice_parameters nonfinite push_type
+    pull_type topk round_timeout_seconds on_trainer_loss min_trainers rejoin_timeout_seconds durability
+    checkpoint_rounds max_log_bytes keep_checkpoints resume
+
+    pserver_index http2 local_transport max_inflight_bytes threads
+
+    one_trainer_per_host max_grad_norm local_steps outer_lr outer_momentum outer_nesterov bucket_bytes overlap
+    overlap_pulls accumulate_steps retry_seconds metrics_host metrics_port
+"""
+_SETTINGS = frozenset(_NAMES.split())
+KNOWN_VARIABLES = frozenset(PREFIX + name.upper() for name in _SETTINGS) | {SETTINGS_FILE_VARIABLE}
 
 
 class SettingsError(ValueError):
@@ -112,14 +43,14 @@ class SettingsError(ValueError):
 
 
 def check_base_url(url: str) -> str:
-    """The base URL of a service without a slash at its end; ValueError if it is none."""
+    """Return the base URL of a service without a slash at its end. Raises ValueError for any other text."""
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"expected a base URL such as http://10.0.0.5:7070, got {url!r}")
     return url.rstrip("/")
 
 
 def check_environment(environ: Mapping[str, str]) -> None:
-    """Raise SettingsError if a variable has our prefix and is no setting of any role, suggesting the nearest one."""
+    """Raise SettingsError if a variable has the prefix and is no setting of any role, suggesting the nearest one."""
     unknown = sorted(
         name for name in environ if name.upper().startswith(PREFIX) and name.upper() not in KNOWN_VARIABLES
     )
@@ -143,14 +74,25 @@ def read_settings_file(environ: Mapping[str, str]) -> dict[str, Any]:
         values = tomllib.loads(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # tomllib's and the decoder's errors are ValueErrors
         raise SettingsError(f"{SETTINGS_FILE_VARIABLE}={name} cannot be read: {error}") from error
-    known = {variable.removeprefix(PREFIX).lower() for variable in KNOWN_VARIABLES - {SETTINGS_FILE_VARIABLE}}
-    if unknown := sorted(set(values) - known):
-        raise SettingsError("; ".join(_complain(key, known, f"key in {name}") for key in unknown))
+    if unknown := sorted(set(values) - _SETTINGS):
+        raise SettingsError("; ".join(_complain(key, _SETTINGS, f"key in {name}") for key in unknown))
     return values
 
 
+def find_setting(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return one setting as text, from the environment or else from the file; None if neither has it."""
+    value = environ.get(PREFIX + name.upper()) or read_settings_file(environ).get(name)
+    return str(value) if value else None
+
+
+def find_path(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return one setting that is a file or folder, as `find_setting` does."""
+    value = find_setting(name, environ)
+    return Path(value) if value else None
+
+
 def _complain(name: str, known: Collection[str], what: str) -> str:
-    """Name the unknown one and its nearest neighbour.
+    """Name the unknown setting and the nearest known one.
 
     >>> _complain("GRADPOST_COORDINATR", KNOWN_VARIABLES, "environment variable")
     'unknown environment variable GRADPOST_COORDINATR; did you mean GRADPOST_COORDINATOR?'

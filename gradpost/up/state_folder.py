@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ps_config.environment import PREFIX, read_settings_file
+from ps_config.environment import find_path
 from services.coordinator.record import RecordFile
 from services.runtime.locks import lock_folder
 
@@ -24,9 +24,8 @@ _PREFIX = "up-"
 
 
 def named_root() -> Path:
-    """The folder that the environment or the settings file names, else `.gradpost`."""
-    name = os.environ.get(f"{PREFIX}STATE_DIR") or read_settings_file(os.environ).get("state_dir")
-    return Path(name) if name else DEFAULT_ROOT
+    """Return the folder that the environment or the settings file names, else `.gradpost`."""
+    return find_path("state_dir") or DEFAULT_ROOT
 
 
 def newest_folder(root: Path) -> Path | None:

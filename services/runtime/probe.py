@@ -1,25 +1,22 @@
 """`python -P -m services.runtime.probe https://localhost:7071/readyz`: exits with 0 if that answers with 200.
 
-For mutual TLS: a kubelet has no certificate to show, but it can run this beside the service, in whose environment it
-finds the files. Imports little, because it is run all the time.
+A kubelet cannot present a certificate where mutual TLS needs one. It runs this command beside the service instead, with
+the TLS files of the service. The module imports little, because a kubelet runs it every few seconds.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import urllib.request
-from pathlib import Path
 
-from ps_config.certificates import TlsFiles, client_context
+from ps_config.certificates import client_context, client_files
 
 TIMEOUT_SECONDS = 5.0
 
 
 def probe(url: str) -> None:
-    """Raises OSError, with the reason, unless the answer is 200."""
-    named = [os.environ.get(f"GRADPOST_TLS_{name}") for name in ("CA", "CLIENT_CERT", "CLIENT_KEY")]
-    context = client_context(TlsFiles(*(Path(name) if name else None for name in named)))
+    """Raise OSError, with the reason, unless the answer is 200."""
+    context = client_context(client_files())
     nothing_between = urllib.request.ProxyHandler({})
     opener = urllib.request.build_opener(nothing_between, urllib.request.HTTPSHandler(context=context))
     opener.open(url, timeout=TIMEOUT_SECONDS).close()

@@ -11,12 +11,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ps_config.certificates import TlsFiles
-from ps_config.environment import PREFIX, read_settings_file
+from ps_config.certificates import client_files
+from ps_config.environment import PREFIX, find_path
 from ps_protocol.messages import ClusterStatus, PserverState, RunSummary
 from ps_protocol.vocabulary import Rank
 
@@ -232,18 +231,11 @@ class LocalCluster:
         """The inspection API of this cluster."""
         with self._lock:
             if self._view is None:
-                tls = TlsFiles(*map(self._path, ("tls_ca", "tls_client_cert", "tls_client_key")))
-                folder = self._path("tokens_dir")
+                environ = {**self._environ, **self._settings}
+                folder = find_path("tokens_dir", environ)
                 token = None if folder is None else folder / "train"  # it also leaves for trainers that are gone
-                self._view = ClusterView(self.address, tls=tls, token_file=token)
+                self._view = ClusterView(self.address, tls=client_files(environ), token_file=token)
             return self._view
-
-    def _path(self, name: str) -> Path | None:
-        variable = PREFIX + name.upper()
-        value = (
-            self._settings.get(variable) or self._environ.get(variable) or read_settings_file(self._environ).get(name)
-        )
-        return Path(value) if value else None
 
     def status(self) -> ClusterStatus:
         """How the cluster stands."""
