@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from ps_config.environment import SettingsError
 from ps_config.tokens import SCOPES, Scope
-from ps_protocol.consistency import Compensation, ReadConsistency
 from ps_protocol.errors import GradpostError
 from ps_protocol.plan import DEFAULT_PLACEMENT
 from ps_protocol.slicing import DEFAULT_MIN_BLOCK_SIZE
-from ps_protocol.vocabulary import Durability, LossPolicy, Mode, NonfinitePolicy, Placement, Strategy
-from ps_protocol.wire_types import PullType, PushType
+from ps_protocol.vocabulary import Placement
 
-from .completion import RoleCommand, complete_parameter
+from .options import SettingsCommand, complete_parameter
 from .output import CommandError, exit_with
 
 app = typer.Typer(
@@ -97,29 +95,33 @@ serve_app = typer.Typer(
     help="Run one service of a cluster in this process.", rich_markup_mode=None, no_args_is_help=True
 )
 app.add_typer(serve_app, name="serve")
-# The flags are the role's settings, which are imported when it is asked for them: `--help` is one of its arguments.
-PASS_ON: dict[str, Any] = {"ignore_unknown_options": True, "help_option_names": [], "allow_interspersed_args": False}
-Arguments = Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS]")]
 
 
-@serve_app.command(cls=RoleCommand, context_settings=PASS_ON)
-def coordinator(arguments: Arguments = None) -> None:
-    """Run the coordinator: who is here, the slice plan, the inspection API."""
+@serve_app.command(cls=SettingsCommand)
+def coordinator(ctx: typer.Context) -> None:
+    """Run the coordinator: membership, the slice plan, the inspection API.
+
+    Settings: option over GRADPOST_* over the file GRADPOST_SETTINGS_FILE over default.
+    """
     from .serve import serve
 
-    serve("coordinator", arguments or [])
+    serve("coordinator", ctx.obj)
 
 
-@serve_app.command(cls=RoleCommand, context_settings=PASS_ON)
-def pserver(arguments: Arguments = None) -> None:
-    """Run a pserver: it holds a shard of the model and steps the optimizer."""
+@serve_app.command(cls=SettingsCommand)
+def pserver(ctx: typer.Context) -> None:
+    """Run a pserver: it holds a shard of the model and steps the optimizer.
+
+    Settings: option over GRADPOST_* over the file GRADPOST_SETTINGS_FILE over default.
+    """
     from .serve import serve
 
-    serve("pserver", arguments or [])
+    serve("pserver", ctx.obj)
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command(cls=SettingsCommand, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def up(
+    ctx: typer.Context,
     command: Annotated[
         list[str], typer.Argument(metavar="COMMAND", help="The training script, as: -- python train.py --epochs 3")
     ],
@@ -135,72 +137,11 @@ def up(
     trainers: Annotated[
         int, typer.Option(metavar="N", min=1, envvar="GRADPOST_NUM_TRAINERS", help="Number of trainers.")
     ] = 2,
-    strategy: Annotated[
-        Strategy | None, typer.Option(help="Who adds gradients up: pservers, or the trainers in a ring.")
-    ] = None,
-    mode: Annotated[Mode | None, typer.Option(help="How trainers wait for each other.")] = None,
-    max_staleness: Annotated[
-        int | None, typer.Option(metavar="S", help="ssp: steps that the fastest trainer may be ahead.")
-    ] = None,
-    max_delay: Annotated[
-        int | None, typer.Option(metavar="K", help="Steps that pushes and pulls may run behind the computation.")
-    ] = None,
-    wait_for_apply: Annotated[
-        bool | None,
-        typer.Option("--wait-for-apply/--no-wait-for-apply", help="async, ssp: a get waits for its trainer's push."),
-    ] = None,
-    read_consistency: Annotated[
-        ReadConsistency | None, typer.Option(help="async, ssp: what no get sees half updated.")
-    ] = None,
-    max_queued: Annotated[
-        int | None, typer.Option(metavar="N", help="async, ssp: gradients a block may queue.")
-    ] = None,
-    compensation: Annotated[Compensation | None, typer.Option(help="async, ssp: what is done about staleness.")] = None,
-    dc_lambda: Annotated[float | None, typer.Option(metavar="X", help="The lambda of --compensation dc.")] = None,
     port: Annotated[int, typer.Option(metavar="N", help="The coordinator's port; 0: a free one.")] = 0,
-    min_block_size: Annotated[int | None, typer.Option(metavar="N", help="Elements of the smallest block.")] = None,
-    placement: Annotated[Placement | None, typer.Option(help="How blocks are placed.")] = None,
     whole: Annotated[bool, typer.Option("--whole", help="Keep each parameter whole, on one pserver.")] = False,
-    nonfinite: Annotated[NonfinitePolicy | None, typer.Option(help="What becomes of a NaN gradient.")] = None,
-    lease: Annotated[
-        float | None, typer.Option("--lease-seconds", metavar="X", help="Silence after which a process is lost.")
-    ] = None,
-    push_type: Annotated[PushType | None, typer.Option(help="What gradients are on the wire.")] = None,
-    pull_type: Annotated[PullType | None, typer.Option(help="What parameters are on the wire.")] = None,
-    topk: Annotated[
-        float | None, typer.Option(metavar="X", help="Share of the elements that --push-type topk pushes.")
-    ] = None,
-    round_timeout: Annotated[
-        float | None,
-        typer.Option("--round-timeout", "--round-timeout-seconds", metavar="X", help="Longest wait for a trainer."),
-    ] = None,
-    on_trainer_loss: Annotated[
-        LossPolicy | None,
-        typer.Option(help="What to do when a trainer dies [default: fail, or wait with --max-restarts]."),
-    ] = None,
-    min_trainers: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="With --on-trainer-loss continue: fewer trainers wait for a lost one."),
-    ] = None,
-    rejoin_timeout: Annotated[
-        float | None,
-        typer.Option("--rejoin-timeout", "--rejoin-timeout-seconds", metavar="X", help="Longest wait for a lost one."),
-    ] = None,
     max_restarts: Annotated[
         int, typer.Option(metavar="N", min=0, help="How often each process that has died is started again.")
     ] = 0,
-    durability: Annotated[Durability | None, typer.Option(help="What a pserver writes before a round counts.")] = None,
-    checkpoint_rounds: Annotated[
-        int | None, typer.Option(metavar="N", help="Rounds between checkpoints, at most.")
-    ] = None,
-    keep_checkpoints: Annotated[int | None, typer.Option(metavar="N", help="Checkpoints that are kept.")] = None,
-    checkpoints: Annotated[
-        str | None, typer.Option(metavar="URL", help="Where they are: a folder, or what fsspec can reach.")
-    ] = None,
-    state_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the services keep their state [default: .gradpost].")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where the newest run has stopped.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all that the services log.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON on stdout, and all else on stderr.")
@@ -214,36 +155,7 @@ def up(
     """
     from .up import run_up
 
-    settings = {
-        "strategy": strategy,
-        "mode": mode,
-        "max_staleness": max_staleness,
-        "max_delay": max_delay,
-        "wait_for_apply": wait_for_apply,
-        "read_consistency": read_consistency,
-        "max_queued": max_queued,
-        "compensation": compensation,
-        "dc_lambda": dc_lambda,
-        "port": port,
-        "min_block_size": min_block_size,
-        "placement": placement,
-        "slice_parameters": False if whole else None,
-        "nonfinite": nonfinite,
-        "push_type": push_type,
-        "pull_type": pull_type,
-        "topk": topk,
-        "lease_seconds": lease,
-        "round_timeout_seconds": round_timeout,
-        "on_trainer_loss": on_trainer_loss,
-        "min_trainers": min_trainers,
-        "rejoin_timeout_seconds": rejoin_timeout,
-        "durability": durability,
-        "checkpoint_rounds": checkpoint_rounds,
-        "keep_checkpoints": keep_checkpoints,
-        "checkpoints": checkpoints,
-        "state_dir": state_dir,
-        "resume": resume or None,
-    }
+    settings = {**ctx.obj, "port": port, **({"slice_parameters": False} if whole else {})}
     sys.exit(run_up(command, pservers, trainers, settings, max_restarts=max_restarts, verbose=verbose, as_json=as_json))
 
 

@@ -1,31 +1,62 @@
-"""Settings on the command line: flag over `GRADPOST_*` over file over default, and errors that name their source."""
+"""Settings as options of commands: option over `GRADPOST_*` over file over default, and errors that name the source."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import os
+import types
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
+import typer
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings, SettingsError
 
+from ps_config.certificates import client_context, server_context
 from ps_config.environment import PREFIX, SETTINGS_FILE_VARIABLE
+from services.runtime.settings import ServiceSettings
 
 from .output import CommandError
 
-S = TypeVar("S", bound=BaseSettings)
+Role = Literal["coordinator", "pserver"]
+S = TypeVar("S", bound=ServiceSettings)
+
+# Settings that are no use as an option: of other roles, or for a program that starts this one.
+_LEFT_OUT = {"coordinator": {"coordinator", "ready_fd"}, "pserver": {"lease_seconds", "ready_fd"}}
+_OF_UP = """
+    strategy mode max_staleness max_delay wait_for_apply read_consistency max_queued compensation dc_lambda
+    min_block_size placement nonfinite lease_seconds push_type pull_type topk round_timeout_seconds on_trainer_loss
+    min_trainers rejoin_timeout_seconds durability checkpoint_rounds keep_checkpoints checkpoints state_dir resume
+"""
+_MORE_NAMES = {"round_timeout_seconds": "--round-timeout", "rejoin_timeout_seconds": "--rejoin-timeout"}
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
-def read_settings(cls: type[S], flags: Mapping[str, Any]) -> S:
-    """Build the settings; a flag that is None was not given. Raises CommandError with one line for each problem."""
-    given = {name: value for name, value in flags.items() if value is not None}
+def settings_class(role: Role) -> type[ServiceSettings]:
+    """Import the settings of a role."""
+    found: type[ServiceSettings] = getattr(
+        importlib.import_module(f"services.{role}.settings"), f"{role.capitalize()}Settings"
+    )
+    return found
+
+
+def read_settings(cls: type[S], options: Mapping[str, Any]) -> S:
+    """Build the settings and check their TLS files; an option that is None was not given.
+
+    Raises CommandError with one line for each problem, or SettingsError.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
     try:
-        return cls(**given)
+        settings = cls(**given)
     except ValidationError as error:
         raise CommandError(*(_describe(problem, given) for problem in error.errors())) from None
-    except SettingsError as error:
-        raise CommandError(str(error)) from None
+    for files, make_context in ((settings.server_tls, server_context), (settings.client_tls, client_context)):
+        if files.paths:
+            make_context(files)
+    return settings
 
 
 def _describe(problem: ErrorDetails, given: Mapping[str, Any]) -> str:
@@ -41,3 +72,47 @@ def _describe(problem: ErrorDetails, given: Mapping[str, Any]) -> str:
     else:
         source = f"{name} in {os.environ.get(SETTINGS_FILE_VARIABLE)}"
     return f"{source}: {message[:1].lower()}{message[1:]}, not {str(problem['input'])!r:.200}"
+
+
+@functools.cache
+def make_options(command: str) -> list[Any]:
+    """Return typer's options for the settings of `up`, or of the role of `serve ROLE`, in their order.
+
+    The values are parsed by the settings, as those of the environment are.
+    """
+    fields = settings_class("pserver" if command == "pserver" else "coordinator").model_fields
+    names = [name for name in fields if (name in _OF_UP.split() if command == "up" else name not in _LEFT_OUT[command])]
+
+    def hold() -> None: ...
+
+    hold.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotate(name, fields))
+            for name in names
+        ]
+    )
+    app = typer.Typer(add_completion=False)
+    app.command()(hold)
+    options: list[Any] = typer.main.get_command(app).params
+    return options
+
+
+def _annotate(name: str, fields: Mapping[str, FieldInfo]) -> Any:
+    field, flag = fields[name], "--" + name.replace("_", "-")
+    text = [(field.description or "").replace("`", "")]  # descriptions are Markdown, for docs/settings.md
+    if field.default is not None and field.default is not False:
+        text.append(f"[default: {field.default}]")
+    help_ = " ".join(text).strip()
+    kind = _without_none(field.annotation)
+    if kind is bool:
+        return Annotated[bool | None, typer.Option(f"{flag}/--no-{flag[2:]}", help=help_, show_default=False)]
+    metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else _METAVARS.get(kind, "FILE")
+    names = [flag, *filter(None, [_MORE_NAMES.get(name)])]
+    return Annotated[str | None, typer.Option(*names, help=help_, metavar=metavar, show_default=False)]
+
+
+def _without_none(annotation: Any) -> Any:
+    """Return the type of a value that is not None, without `Annotated`."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        [annotation] = (part for part in get_args(annotation) if part is not type(None))
+    return annotation.__origin__ if get_origin(annotation) is Annotated else annotation

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ps_config.environment import PREFIX, read_settings_file
+from ps_config.environment import find_setting
 from services.coordinator.settings import CoordinatorSettings
 from services.pserver.settings import PserverSettings
 
@@ -24,19 +23,20 @@ def run_up(
     command: Sequence[str],
     num_pservers: int | None,
     num_trainers: int,
-    settings: dict[str, Any],
+    settings: Mapping[str, Any],
     *,
     max_restarts: int = 0,
     verbose: bool,
     as_json: bool,
 ) -> int:
-    """Run `command` on a cluster of its own and return the exit code; what is None was not given.
+    """Run `command` on a cluster of its own and return the exit code.
+
+    `settings` are those that were given; without `num_pservers` the strategy decides.
 
     Raises CommandError or SettingsError before anything is started.
     """
-    given = {name: value for name, value in settings.items() if value is not None}
-    is_chosen = f"{PREFIX}ON_TRAINER_LOSS" in os.environ or "on_trainer_loss" in read_settings_file(os.environ)
-    if not max_restarts and not is_chosen:
+    given = dict(settings)
+    if not max_restarts and find_setting("on_trainer_loss") is None:
         given.setdefault("on_trainer_loss", "fail")  # no trainer would come back
     # The services would refuse them just the same, but in their own logs.
     pservers = {} if num_pservers is None else {"num_pservers": num_pservers}

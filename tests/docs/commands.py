@@ -20,7 +20,6 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from gradpost.main import app
-from gradpost.serve import make_role_app
 from ps_config.environment import KNOWN_VARIABLES
 
 from .kubectl import check_kubectl
@@ -61,11 +60,10 @@ def check_gradpost(words: list[str]) -> None:
     while hasattr(command, "commands") and words and words[0] in command.commands:
         path.append(words[0])
         command = command.commands[words.pop(0)]
-    if path[:1] == ["serve"] and len(path) == 2:
-        command = typer.main.get_command(make_role_app(path[1]))  # type: ignore[arg-type]
     if hasattr(command, "commands") and words and words[0][0].islower():  # else an option, or ROLE
         raise AssertionError(f"no command {words[0]!r}")
-    known = {"--help", *(name for option in command.params for name in (*option.opts, *option.secondary_opts))}
+    parameters = command.get_params(typer.Context(command))
+    known = {"--help", *(name for option in parameters for name in (*option.opts, *option.secondary_opts))}
     if "--" in words:
         check(shlex.join(words[words.index("--") + 1 :]))
         words = words[: words.index("--")]

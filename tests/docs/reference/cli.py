@@ -24,4 +24,7 @@ def _make_commands() -> str:
         [sys.executable, "-P", "-m", "typer", "gradpost.main", "utils", "docs", "--name", "gradpost"],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
-    return re.sub(r"^#", "###", done.stdout, flags=re.MULTILINE).strip()
+    text = re.sub(r"^#", "###", done.stdout, flags=re.MULTILINE).strip()
+    # The settings are in docs/settings.md.
+    settings = re.compile(r"(##### `gradpost serve .*?\*\*Options\*\*:\n\n).*?(?=\* `--help`)", re.DOTALL)
+    return settings.sub(r"\1* an option for each [setting](settings.md) of the role\n", text)

@@ -4,10 +4,10 @@ import socket
 from dataclasses import fields
 
 import pytest
-from typer.main import get_command
 
 from gradpost import main, output
 from gradpost.output import CommandError
+from gradpost.settings import make_options
 from ps_config.environment import SettingsError
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import BadModel, GradpostError, Unreachable
@@ -59,8 +59,7 @@ def test_a_wrong_usage_is_explained(run_command: RunCommand, arguments: list[str
 
 
 def test_up_has_a_flag_for_everything_about_the_mode() -> None:
-    options = {parameter.name for parameter in get_command(main.app).commands["up"].params}  # type: ignore[attr-defined]
-    assert {field.name for field in fields(Consistency)} <= options
+    assert {field.name for field in fields(Consistency)} <= {option.name for option in make_options("up")}
 
 
 @pytest.mark.parametrize(

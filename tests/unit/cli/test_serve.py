@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gradpost.serve import Role, _settings_class
+from gradpost.settings import Role, settings_class
 from ps_config.environment import PREFIX
 from services.coordinator.settings import CoordinatorSettings
 from services.runtime.settings import ServiceSettings
@@ -81,7 +81,7 @@ def test_every_setting_of_the_role_is_a_flag(run_command: RunCommand, role: Role
     outcome = run_command("serve", role, "--help")
     assert outcome.exit_code == 0
     flags = {flag.replace("-", "_") for flag in re.findall(r"^  --([a-z0-9-]+)", outcome.stdout, re.MULTILINE)}
-    assert flags - {"help"} == set(_settings_class(role).model_fields) - of_no_use
+    assert flags - {"help"} == set(settings_class(role).model_fields) - of_no_use
     assert f"Usage: gradpost serve {role} [OPTIONS]" in outcome.stdout
     assert "[default: 127.0.0.1]" in outcome.stdout
     assert "auto|console|json" in outcome.stdout
