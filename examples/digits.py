@@ -16,7 +16,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from trainer_client import RemoteOptimizer, connect
+import gradpost
 
 
 def make_model() -> nn.Sequential:
@@ -57,7 +57,7 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.set_num_threads(1)  # several trainers share this machine
-    session = connect()  # (1) rank and world size; waits for its place in the run
+    session = gradpost.connect()  # (1) rank and world size; waits for its place in the run
     torch.manual_seed(options.seed)
     device = choose_device(session.rank)
     train, held_out = load_data(device)
@@ -66,7 +66,7 @@ def main() -> None:
 
     model = make_model().to(device)
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=options.lr, weight_decay=0.01)
-    optimizer = RemoteOptimizer(optimizer, model=model)  # (3) step() happens on the pservers
+    optimizer = gradpost.RemoteOptimizer(optimizer, model=model)  # (3) step() happens on the pservers
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.epochs * len(loader))
 
     losses: list[float] = []

@@ -23,7 +23,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from transformers import EvalPrediction, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from trainer_client import RemoteOptimizer, connect
+import gradpost
 
 ACCUMULATED = 2  # batches in a step
 
@@ -52,7 +52,7 @@ class Report(TrainerCallback):
 
     def on_log(self, *_: object, logs: dict[str, float], **__: object) -> None:
         if "loss" in logs:
-            connect().report(loss=logs["loss"])  # the open session
+            gradpost.connect().report(loss=logs["loss"])  # the open session
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--output", help="folder for what the Trainer saves after each epoch; none by default")
     options = parser.parse_args()
 
-    session = connect()
+    session = gradpost.connect()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)  # the Trainer would start torch.distributed, and give each a part of its part
 
@@ -84,7 +84,7 @@ def main() -> None:
     )
     torch.manual_seed(arguments.seed)
     model = make_model()
-    optimizer = RemoteOptimizer(torch.optim.AdamW(model.named_parameters(), lr=options.lr), model=model)
+    optimizer = gradpost.RemoteOptimizer(torch.optim.AdamW(model.named_parameters(), lr=options.lr), model=model)
     num_steps = options.epochs * -(-len(part) // (options.batch_size * ACCUMULATED))
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, num_steps // 10, num_steps)
     trainer = Trainer(

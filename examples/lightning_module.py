@@ -23,7 +23,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from trainer_client import RemoteOptimizer, connect
+import gradpost
 
 
 class Digits(lightning.LightningModule):
@@ -43,7 +43,7 @@ class Digits(lightning.LightningModule):
         return loss
 
     def on_train_epoch_end(self) -> None:
-        session, loss = connect(), self.trainer.callback_metrics["loss"].item()  # the open session
+        session, loss = gradpost.connect(), self.trainer.callback_metrics["loss"].item()  # the open session
         session.report(loss=loss)
         if session.rank == 0:
             print(f"epoch {self.current_epoch + 1:2} of {self.trainer.max_epochs}  loss {loss:.4f}")
@@ -53,7 +53,7 @@ class Digits(lightning.LightningModule):
         self.log("accuracy", (self.layers(inputs).argmax(1) == labels).float().mean())
 
     def configure_optimizers(self) -> dict[str, Any]:
-        optimizer = RemoteOptimizer(torch.optim.AdamW(self.named_parameters(), lr=self.lr), model=self)
+        optimizer = gradpost.RemoteOptimizer(torch.optim.AdamW(self.named_parameters(), lr=self.lr), model=self)
         num_steps = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, total_steps=num_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--output", help="folder for what Lightning saves after each epoch; none by default")
     options = parser.parse_args()
 
-    session = connect()
+    session = gradpost.connect()
     torch.manual_seed(0)
     train, held_out = load_data()
     sampler = DistributedSampler(train, session.world_size, session.rank)

@@ -1,1 +1,87 @@
-"""The command line of Gradpost; each command is a module of this package, imported only when it runs."""
+"""Train a PyTorch model on a parameter server over HTTP. These are the public names for training scripts.
+
+    import gradpost
+
+    session = gradpost.connect()  # rank and world size
+    optimizer = gradpost.RemoteOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model=model)
+
+Every error that Gradpost raises derives from `gradpost.GradpostError` and has a stable `code`. The names that
+need torch are imported on first use, so that the command line starts without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ps_protocol.errors import (
+    BadInput,
+    BadModel,
+    Conflict,
+    ContributionConflict,
+    ContributionMissing,
+    Ended,
+    Forbidden,
+    FutureRound,
+    GradpostError,
+    ModelMismatch,
+    NonFiniteGradient,
+    NormChanged,
+    NotFound,
+    NotReady,
+    RolledBack,
+    RoundPending,
+    RoundTimeout,
+    StalePserver,
+    StaleRound,
+    StaleRun,
+    StorageFailed,
+    TrainerLost,
+    TryAgain,
+    Unauthenticated,
+    Unreachable,
+)
+
+if TYPE_CHECKING:
+    from trainer_client import GradScaler, ParameterClient, RemoteOptimizer, Session, connect
+
+__all__ = [
+    "BadInput",
+    "BadModel",
+    "Conflict",
+    "ContributionConflict",
+    "ContributionMissing",
+    "Ended",
+    "Forbidden",
+    "FutureRound",
+    "GradScaler",
+    "GradpostError",
+    "ModelMismatch",
+    "NonFiniteGradient",
+    "NormChanged",
+    "NotFound",
+    "NotReady",
+    "ParameterClient",
+    "RemoteOptimizer",
+    "RolledBack",
+    "RoundPending",
+    "RoundTimeout",
+    "Session",
+    "StalePserver",
+    "StaleRound",
+    "StaleRun",
+    "StorageFailed",
+    "TrainerLost",
+    "TryAgain",
+    "Unauthenticated",
+    "Unreachable",
+    "connect",
+]
+
+_LAZY = frozenset({"GradScaler", "ParameterClient", "RemoteOptimizer", "Session", "connect"})
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("trainer_client"), name)

@@ -1,10 +1,4 @@
-"""Train a PyTorch model on a Gradpost cluster.
-
-from trainer_client import RemoteOptimizer, connect
-
-session = connect()                                                  # rank and world size
-optimizer = RemoteOptimizer(torch.optim.AdamW(model.named_parameters(), lr=1e-3))
-"""
+"""The trainer's side of Gradpost. Training scripts import its public names from `gradpost`."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-import trainer_client
-from trainer_client import RemoteOptimizer
+import gradpost
+from gradpost import RemoteOptimizer
 
 optimizers: list[torch.optim.Optimizer] = []
 
@@ -46,10 +46,10 @@ def step_here(optimizer: torch.optim.Optimizer, **arguments: Any) -> torch.optim
 def main(folder: Path, script: str, *arguments: str) -> None:
     rank = os.environ.get("RANK", "0")
     if "ALONE" in os.environ:
-        trainer_client.connect = Alone
-        trainer_client.RemoteOptimizer = step_here
+        gradpost.connect = Alone
+        gradpost.RemoteOptimizer = step_here
     else:
-        trainer_client.RemoteOptimizer = Recorded
+        gradpost.RemoteOptimizer = Recorded
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
     [optimizer] = optimizers

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.run import get_args_parser
 
+import gradpost
 from services.pserver.async_run import HOLD_SECONDS
 from trainer_client import RemoteOptimizer, Session, connect
 from trainer_client.testing import LocalCluster
@@ -34,7 +35,7 @@ def test_how_long_a_push_waits_for_room_in_a_queue() -> None:
 def test_local_steps_with_an_outer_optimizer_and_a_schedule() -> None:
     model = torch.nn.Linear(4, 2)
     before = model.weight.detach().clone()
-    names: dict[str, Any] = {"torch": torch, "RemoteOptimizer": RemoteOptimizer, "model": model}
+    names: dict[str, Any] = {"torch": torch, "gradpost": gradpost, "model": model}
     with LocalCluster(pservers=1, trainers=1) as cluster, connect(cluster.address):
         exec(DILOCO, names)
         optimizer = names["optimizer"]
@@ -59,7 +60,8 @@ def test_the_loop_with_a_scaler() -> None:
         Session(coordinator=cluster.address) as session,
     ):
         optimizer = RemoteOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1), session=session)
-        names: dict[str, Any] = {"torch": torch, "optimizer": optimizer, "model": model, "device": "cpu"}
+        names: dict[str, Any] = {"gradpost": gradpost, "torch": torch, "optimizer": optimizer}
+        names |= {"model": model, "device": "cpu"}
         exec(SCALER, names | {"loader": [(torch.ones(3, 4), torch.zeros(3, dtype=torch.int64))] * 2})
         assert optimizer.round == 2
     assert not torch.equal(model.weight, before)

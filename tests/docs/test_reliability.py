@@ -8,6 +8,7 @@ import socket
 from functools import partial
 from pathlib import Path
 from signal import SIGINT
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -36,10 +37,9 @@ TEXT = read("reliability.md")
 SAVE, GO_ON = examples(section(TEXT, "A script's own checkpoints"), "python")
 
 BEFORE = """
-import os, pathlib, time, torch
-from trainer_client import RemoteOptimizer, connect
+import os, pathlib, time, gradpost, torch
 torch.set_num_threads(1)
-session, total_rounds = connect(), 1_000_000
+session, total_rounds = gradpost.connect(), 1_000_000
 model = torch.nn.Linear(8, 3)
 def batch_of(rank, round_):
     generator = torch.Generator().manual_seed(1000 * round_ + rank)
@@ -107,7 +107,7 @@ def test_a_checkpoint_of_the_script(cluster: LocalCluster, tmp_path: Path, monke
         names: dict[str, Any] = {
             "torch": torch,
             "model": model,
-            "RemoteOptimizer": partial(RemoteOptimizer, session=session),
+            "gradpost": SimpleNamespace(RemoteOptimizer=partial(RemoteOptimizer, session=session)),
         }
         exec(GO_ON.text, names)
         return take_steps(names["optimizer"], model, session.rank)

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import gradpost
+from ps_protocol.errors import ERRORS
+
 pytest.importorskip("importlinter")
 
 ROOT = Path(__file__).parents[2]
@@ -59,3 +62,15 @@ def test_a_broken_contract_is_noticed(tmp_path: Path) -> None:
             file.write(f"\n{line}\n")
     status, verdicts, said = run_lint(tmp_path)
     assert (status, verdicts) == (1, dict.fromkeys(CONTRACTS, "BROKEN")), said
+
+
+def test_the_public_names_are_imported_without_torch_until_one_needs_it() -> None:
+    program = (
+        "import sys, gradpost\n"
+        "assert 'torch' not in sys.modules and 'pydantic' not in sys.modules\n"
+        "print([name for name in gradpost.__all__ if getattr(gradpost, name).__name__ != name])\n"
+        "assert 'torch' in sys.modules\n"
+    )
+    assert subprocess.check_output([sys.executable, "-P", "-c", program], text=True) == "[]\n"
+    errors = {error.family for error in ERRORS.values()}
+    assert errors <= {getattr(gradpost, name) for name in gradpost.__all__}

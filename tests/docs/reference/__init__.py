@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import cli, errors, metrics, settings
+from . import cli, metrics, protocol, settings
 
 # Each returns the text of its document with these parts as they are in the code.
 DOCUMENTS: dict[str, Callable[[str], str]] = {
     "cli.md": cli.renew,
     "metrics.md": metrics.renew,
-    "protocol.md": errors.renew,
+    "protocol-reference.md": protocol.renew,
     "settings.md": settings.renew,
 }
