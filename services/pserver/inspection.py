@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from ps_protocol.statistics import Statistics
 from ps_protocol.vocabulary import Round
 from services.runtime.compute import ComputeExecutor
+from services.runtime.statistics import Statistics
 
 from .copies import Copies
 from .run import Look, PserverRun

@@ -10,9 +10,9 @@ from fastapi import FastAPI, Query, Response
 from ps_protocol import routes
 from ps_protocol.fields import MAX_TENSORS, Name, OrdinalText
 from ps_protocol.frames import CONTENT_TYPE
-from ps_protocol.statistics import Statistics
 from services.runtime.compute import ComputeExecutor
 from services.runtime.large_replies import LargeReplies, LargeReply
+from services.runtime.statistics import Statistics
 
 from .copies import Copies
 from .inspection import describe_blocks, read_blocks, read_shard, read_slots

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from ps_protocol.statistics import MAX_BINS, Histogram, Statistics
 from ps_protocol.vocabulary import Round
+from services.runtime.statistics import MAX_BINS, Histogram, Statistics
 
 PIECE = 1 << 16  # elements, which stay in the cache
 MIN_EXPONENT = -149  # of the smallest float32 above zero

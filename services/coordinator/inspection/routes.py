@@ -11,8 +11,8 @@ from ps_protocol import routes
 from ps_protocol.fields import Name, OrdinalText, Round
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import ClusterStatus
-from ps_protocol.statistics import ParameterStatistics
 from services.runtime.large_replies import LargeReplies, StreamedReply
+from services.runtime.statistics import ParameterStatistics
 
 from ..coordinator import Coordinator
 from ..curves import MAX_POINTS, CurveList

@@ -11,8 +11,8 @@ from pydantic import TypeAdapter
 from ps_protocol.errors import TryAgain
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import BLOCK_STATISTICS
-from ps_protocol.statistics import ParameterStatistics, Statistics
 from ps_protocol.vocabulary import Block, ParameterSpec, PserverIndex, Round
+from services.runtime.statistics import ParameterStatistics, Statistics
 
 from ..coordinator import Coordinator
 from ..run import Run

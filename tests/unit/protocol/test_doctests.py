@@ -19,6 +19,7 @@ MODULES = [
     ),
     "services.pserver.history",
     "services.runtime.scopes",
+    "services.runtime.statistics",
     "gradpost.output",
     "gradpost.plan",
     "benchmarks.wire.strategies",

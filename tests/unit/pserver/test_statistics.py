@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_protocol.statistics import MAX_BINS, Histogram, Statistics
 from services.pserver import statistics
 from services.pserver.statistics import describe_values
+from services.runtime.statistics import MAX_BINS, Histogram, Statistics
 
 FLOATS = st.floats(width=32)  # NaN, infinities and what is below the normal numbers included
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .messages import Message
-from .vocabulary import Round
+from ps_protocol.messages import Message
+from ps_protocol.vocabulary import Round
 
 MAX_BINS = 64
 
