@@ -1,13 +1,13 @@
-"""What an optimizer remembers of a block: its slots by torch's name, and how often it was stepped.
+"""The optimizer state of a block: its slots by torch's name, and how often it was stepped.
 
-Both sides have to know which slots there are: pservers keep them, and a trainer's `state_dict` is made of them.
+Pservers hold the slots, and a trainer's `state_dict` consists of them.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .errors import BadInput
@@ -20,9 +20,9 @@ MASTER = "master"  # stands for a slot where a trainer brings the float32 values
 
 
 class StepState(NamedTuple):
-    """What a rule remembers of a block besides its slots. Blocks of equal state are stepped together."""
+    """The state of a block beside its slots. An update rule steps blocks of equal state together."""
 
-    steps: int = 0  # how often the block was stepped; not counted by SGD, which does not want to know
+    steps: int = 0  # how often the block was stepped; SGD, which does not need the number, does not count
     has_momentum: bool = False  # SGD: the momentum buffer holds something
     mu_product: float = 1.0  # NAdam: product of its momenta so far, rounded to float32 as torch keeps it
 
@@ -30,57 +30,38 @@ class StepState(NamedTuple):
 FRESH = StepState()
 
 
-def _sgd(options: Options) -> tuple[str, ...]:
-    return ("momentum_buffer",) if options["momentum"] != 0 else ()
-
-
-def _adam(options: Options) -> tuple[str, ...]:
-    return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if options["amsgrad"] else ()))
-
-
-def _rmsprop(options: Options) -> tuple[str, ...]:
-    centered = ("grad_avg",) if options["centered"] else ()
-    momentum = ("momentum_buffer",) if options["momentum"] > 0 else ()
-    return ("square_avg", *centered, *momentum)
-
-
-def _always(*names: str) -> Callable[[Options], tuple[str, ...]]:
-    return lambda options: names
-
-
-# The slots that an optimizer needs under these options.
-SLOTS: Mapping[str, Callable[[Options], tuple[str, ...]]] = {
-    MEAN: _always(),
-    "SGD": _sgd,
-    "Adam": _adam,
-    "AdamW": _adam,
-    "Adagrad": _always("sum"),
-    "RMSprop": _rmsprop,
-    "Adadelta": _always("square_avg", "acc_delta"),
-    "Adamax": _always("exp_avg", "exp_inf"),
-    "NAdam": _always("exp_avg", "exp_avg_sq"),
-    "RAdam": _always("exp_avg", "exp_avg_sq"),
+# The slots that an optimizer may have, and the options without which a parameter group does not have a slot.
+SLOTS: Mapping[str, tuple[str, ...]] = {
+    MEAN: (),
+    "SGD": ("momentum_buffer",),
+    "Adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "AdamW": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "Adagrad": ("sum",),
+    "RMSprop": ("square_avg", "grad_avg", "momentum_buffer"),
+    "Adadelta": ("square_avg", "acc_delta"),
+    "Adamax": ("exp_avg", "exp_inf"),
+    "NAdam": ("exp_avg", "exp_avg_sq"),
+    "RAdam": ("exp_avg", "exp_avg_sq"),
 }
+_NEEDED_OPTIONS = {"momentum_buffer": "momentum", "max_exp_avg_sq": "amsgrad", "grad_avg": "centered"}
 
-_EVERYTHING: Options = {"momentum": 1.0, "amsgrad": True, "centered": True}
 
+def slots_under(optimizer: str, options: Options) -> tuple[str, ...]:
+    """Return the slots that an optimizer has under these options.
 
-def possible_slots(optimizer: str) -> tuple[str, ...]:
-    """The slots that it may have under any options.
-
-    >>> possible_slots("RMSprop")
-    ('square_avg', 'grad_avg', 'momentum_buffer')
+    >>> slots_under("RMSprop", {"centered": True, "momentum": 0.0})
+    ('square_avg', 'grad_avg')
     """
-    return SLOTS[optimizer](_EVERYTHING)
+    return tuple(slot for slot in SLOTS[optimizer] if slot not in _NEEDED_OPTIONS or options[_NEEDED_OPTIONS[slot]])
 
 
 def slot_key(slot: str, block: str) -> str:
-    """A slot of a block, as it is called in frames. No slot's name has a slash in it, whatever a parameter's has."""
+    """Return the name of a slot of a block in frames. The name of a slot contains no slash."""
     return f"{slot}/{block}"
 
 
 def split_key(key: str) -> tuple[str, str]:
-    """The inverse.
+    """Return the slot and the block of a `slot_key`.
 
     >>> split_key(slot_key("exp_avg", "a/b.block0"))
     ('exp_avg', 'a/b.block0')
@@ -90,7 +71,7 @@ def split_key(key: str) -> tuple[str, str]:
 
 
 def write_states(states: Mapping[str, StepState]) -> str:
-    """Step states by block, as the metadata of a frame has them.
+    """Encode the step states of blocks for the metadata of a frame.
 
     >>> write_states({"w.block0": StepState(steps=3)})
     '{"w.block0":[3,false,1.0]}'
@@ -99,7 +80,7 @@ def write_states(states: Mapping[str, StepState]) -> str:
 
 
 def read_states(text: str) -> dict[str, StepState]:
-    """The inverse of `write_states`, of what another process sent. Raises BadInput."""
+    """Decode the result of `write_states` from another process. Raises BadInput."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:

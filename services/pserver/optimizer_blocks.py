@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec
-from ps_protocol.slots import FRESH, SLOTS, StepState, split_key
+from ps_protocol.slots import FRESH, StepState, slots_under, split_key
 from ps_protocol.vocabulary import Rank
 
 from .layout import ShardLayout
@@ -69,7 +69,7 @@ class OptimizerBlocks:
                 gradients=[gradient[begin:end] for begin, end in pieces],
                 slots={
                     slot_name: [slot[begin:end] for begin, end in pieces]
-                    for slot_name in SLOTS[name](options)
+                    for slot_name in slots_under(name, options)
                     for slot in (self._slot(slot_name),)
                 },
                 state=state,

@@ -9,7 +9,7 @@ from ps_protocol.errors import BadInput
 from ps_protocol.frames import TensorEntry
 from ps_protocol.optimizers import HyperParameters, OptimizerSpec, check_hyper_parameters
 from ps_protocol.routes import COMPUTED_ON_KEY, HYPER_PARAMETERS_KEY, NUM_BLOCKS_KEY, NUM_SLOTS_KEY, STATES_KEY
-from ps_protocol.slots import MASTER, StepState, possible_slots, read_states, slot_key, split_key
+from ps_protocol.slots import MASTER, SLOTS, StepState, read_states, slot_key, split_key
 from ps_protocol.vocabulary import BufferSpec, Round
 from ps_protocol.wire_types import INDICES, SCALES, WireTensor
 
@@ -41,7 +41,7 @@ def read_slots(body: Body, layout: ShardLayout, optimizer: OptimizerSpec) -> dic
     for key in entries:
         slot, name = split_key(key)
         place = layout.place.get(name)
-        if place is None or slot not in (MASTER, *possible_slots(optimizer.name)):
+        if place is None or slot not in (MASTER, *SLOTS[optimizer.name]):
             raise BadInput(f"slot {key!r} is not on this pserver", code="unknown_block")
         size = place.block.num_elements
         slots[key] = _read_block(body, ((key, "F32", (size,)),), entries, size)

@@ -39,7 +39,7 @@ from ps_protocol.messages import (
 )
 from ps_protocol.norms import AgreedNorm
 from ps_protocol.plan import SlicePlan
-from ps_protocol.slots import StepState, possible_slots
+from ps_protocol.slots import SLOTS, StepState
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.logs import get_logger
@@ -90,7 +90,7 @@ class PserverRun(ABC):
         self._buffers = {spec.name: spec for spec in self.plan.buffers if spec.pserver == index}
         # Of all that lives here, on the wire.
         own = self.plan.shard_bytes(index) + sum(spec.num_bytes for spec in self._buffers.values())
-        num_kinds = len(possible_slots(self._optimizer.name)) + 1  # slots and masters
+        num_kinds = len(SLOTS[self._optimizer.name]) + 1  # slots and masters
         slots = num_kinds * MASTER_BYTES * sum(block.num_elements for block in self.plan.shards[index])
         self.num_bytes = max(own, self.plan.pushed_bytes(index), slots)
         pushed = sum(len(place.pushed) for place in self.shard.layout.places)

@@ -11,7 +11,7 @@ import torch
 
 from ps_protocol.optimizers import RULES
 from ps_protocol.plan import make_plan
-from ps_protocol.slots import SLOTS
+from ps_protocol.slots import slots_under
 from ps_protocol.vocabulary import ParameterSpec
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.pserver_client import WAIT_SECONDS
@@ -117,7 +117,7 @@ def test_the_slots_of_each_optimizer(name: str, options: dict[str, float], num_s
     rows = table(section(TEXT, "What a step costs"), "how much")
     [row] = [row for row in rows if row["what"] == "pserver memory: optimizer state"]
     defaults = dict.fromkeys([*RULES[name].numbers, *RULES[name].flags], 0)
-    assert len(SLOTS[name]({**defaults, **options})) == num_slots
+    assert len(slots_under(name, {**defaults, **options})) == num_slots
     word = next((option for option in ("amsgrad", "momentum") if option in options), name)
     [group] = [group for group in re.findall(r"(\d) \(([^)]+)\)", row["how much"]) if int(group[0]) == num_slots]
     assert re.search(rf"\b{word}\b", group[1])

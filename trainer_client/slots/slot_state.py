@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ps_protocol.errors import BadModel
 from ps_protocol.optimizers import RULES, OptimizerSpec, check_hyper_parameters
-from ps_protocol.slots import FRESH, MASTER, MAX_STEPS, SLOTS, StepState, possible_slots
+from ps_protocol.slots import FRESH, MASTER, MAX_STEPS, SLOTS, StepState, slots_under
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -43,7 +43,7 @@ def needed_slots(
     master = () if dtype == torch.float32 else (MASTER,)
     if optimizer == "SGD":
         return (MOMENTUM, *master) if state.has_momentum else master
-    return (*SLOTS[optimizer](dict(group)), *master)
+    return (*slots_under(optimizer, dict(group)), *master)
 
 
 # ---------------------------------------------------------------------- to torch
@@ -182,7 +182,7 @@ def _read_optimizer_slots(
 ) -> ParameterSlots | None:
     counts = {} if optimizer == "SGD" else {"step"} if optimizer != "NAdam" else {"step", "mu_product"}
     given = {key: value for key, value in entry.items() if key not in counts and value is not None}
-    if unknown := given.keys() - set(possible_slots(optimizer)):
+    if unknown := given.keys() - set(SLOTS[optimizer]):
         raise BadModel(f"the state of {name!r} has {min(map(str, unknown))!r}, which {optimizer} does not keep")
     slots = {key: _read_slot(name, key, parameter, value) for key, value in given.items()}
     if optimizer == "SGD":
