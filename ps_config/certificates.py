@@ -1,4 +1,4 @@
-"""TLS contexts that follow their files: a certificate is renewed by replacing the file, and nothing is restarted."""
+"""TLS contexts that follow their files: replacing a file renews a certificate without a restart."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Build = Callable[[], ssl.SSLContext]
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files of one side of a connection: whom it trusts (None: see there), and who it says it is."""
+    """PEM files of one side of a connection: the authority that it trusts, its certificate and the private key."""
 
     ca: Path | None = None
     cert: Path | None = None
@@ -27,7 +27,7 @@ class TlsFiles:
 
     @property
     def paths(self) -> list[Path]:
-        """Those that are there."""
+        """The files that are given."""
         return [path for path in (self.ca, self.cert, self.key) if path is not None]
 
 
@@ -37,39 +37,39 @@ def client_files(environ: Mapping[str, str] = os.environ) -> TlsFiles:
 
 
 class CertificateError(SettingsError, OSError):
-    """TLS files that cannot be used; the message names the file and the reason."""
+    """A TLS file cannot be used; the message names the file and the reason."""
 
 
 class WatchedFiles:
-    """Tells whether any of some files has been replaced or written since the last time that somebody asked."""
+    """Detects that a file was replaced or written."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._paths = list(paths)
-        self._stamp: list[tuple[int, ...]] | None = self._look()
+        self._stamp: list[tuple[int, ...]] | None = self._stamps()
 
     def have_changed(self) -> bool:
-        """True once after each change. A file that is gone for a moment is one, too."""
-        seen, self._stamp = self._stamp, self._look()
+        """Return whether a file has changed since the last call. Removing a file is a change."""
+        seen, self._stamp = self._stamp, self._stamps()
         return seen != self._stamp
 
     def forget(self) -> None:
-        """Count as changed when next asked: what was made of the files did not work out."""
+        """Report a change at the next call, because the files could not be used."""
         self._stamp = None
 
-    def _look(self) -> list[tuple[int, ...]]:
+    def _stamps(self) -> list[tuple[int, ...]]:
         return [_stamp(path) for path in self._paths]
 
 
 ALERT_SECONDS = 1.0  # for the other end of a failed handshake to read the alert, if there is one
-# Closes the connection whose handshake runs in this context, if its server has set it.
+# Closes the connection whose handshake runs in this context, if the server has set it.
 close_handshake: ContextVar[Callable[[], object] | None] = ContextVar("close_handshake", default=None)
 
 
-class _SaysWhyNot(ssl.SSLObject):
-    """Sends the alert of a failed handshake: asyncio closes the connection before the alert has been sent.
+class _AlertingObject(ssl.SSLObject):
+    """Sends the alert of a failed handshake, before which asyncio would close the connection.
 
-    So the error is held back once. The connection ends when the other end closes it or sends more, or a second later
-    by `close_handshake`.
+    The first call does not raise the error. The connection ends when the other end closes it or sends more, or a
+    second later through `close_handshake`.
     """
 
     _refused: ssl.SSLError | None = None
@@ -90,15 +90,15 @@ class _SaysWhyNot(ssl.SSLObject):
 
 
 class FreshContext(ssl.SSLContext):
-    """A context whose every new connection uses the files as they are then; those that exist keep what they have.
+    """A context that uses the current files for each new connection.
 
-    It builds a new context when a file has changed and passes connections on to it. While the files do not fit each
-    other (the certificate is replaced, its key not yet) it stays with the one before.
+    It builds an inner context when a file has changed. While the files do not fit each other, because the certificate
+    is replaced and its key not yet, it continues with the inner context before.
     """
 
     def __new__(cls, files: TlsFiles, build: Build) -> FreshContext:
-        """`build` makes the context from the files; what it raises now, it raises here."""
-        return super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)  # what it is itself does not matter
+        """`build` makes the inner context; what it raises at first, the constructor raises."""
+        return super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)  # the inner context's protocol counts
 
     def __init__(self, files: TlsFiles, build: Build) -> None:
         self._build = build
@@ -107,7 +107,7 @@ class FreshContext(ssl.SSLContext):
         self._context = build()
 
     def set_alpn_protocols(self, alpn_protocols: Iterable[str]) -> None:
-        """Offer these on every connection from now on."""
+        """See ssl.SSLContext. Holds for inner contexts that are built later, too."""
         self._alpn = list(alpn_protocols)
 
     def wrap_socket(self, *args: Any, **kwargs: Any) -> ssl.SSLSocket:
@@ -130,9 +130,9 @@ class FreshContext(ssl.SSLContext):
 
 
 def client_context(files: TlsFiles, *, with_system: bool = False) -> ssl.SSLContext:
-    """A context for calling others: trusts `files.ca`, presents `files.cert` if there is one.
+    """Return a context that trusts `files.ca` and presents `files.cert` if there is one. Raises CertificateError.
 
-    Without a `ca` it trusts the system's authorities, with `with_system` in any case. Raises CertificateError.
+    It trusts the system's authorities if there is no `files.ca`, or with `with_system`.
     """
 
     def build() -> ssl.SSLContext:
@@ -149,15 +149,15 @@ def client_context(files: TlsFiles, *, with_system: bool = False) -> ssl.SSLCont
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """A context for being called: presents `files.cert`, and with a `ca` demands certificates that this one signed.
+    """Return a context that presents `files.cert`. Raises CertificateError.
 
-    Raises CertificateError.
+    With `files.ca` it refuses clients without a certificate of this authority.
     """
 
     def build() -> ssl.SSLContext:
         _check_readable(files)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.sslobject_class = _SaysWhyNot
+        context.sslobject_class = _AlertingObject
         _load_chain(context, files)
         if files.ca is not None:
             with _naming(files.ca):
@@ -173,7 +173,7 @@ def hint_at_tls(address: str, error: Exception) -> str:
 
     A port that serves TLS accepts the connection and closes it without an answer to plain HTTP.
     """
-    # Of httpx, which is not imported here.
+    # These are errors of httpx, which is not imported here.
     is_unanswered = type(error).__name__ in ("ReadTimeout", "ReadError", "RemoteProtocolError")
     may_be_tls = address.startswith("http:") and is_unanswered
     return "; if it serves TLS, its address begins with https:" if may_be_tls else ""

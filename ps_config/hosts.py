@@ -1,4 +1,4 @@
-"""Host names and addresses: what is loopback, what a browser can be tricked with, and who may listen where."""
+"""Host names and addresses: loopback, Host headers, and the hosts that a service may listen on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LOOPBACK_NAMES = frozenset({"localhost", "localhost.localdomain", "ip6-localhost
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens on `host`; a name that we do not know counts as reachable.
+    """Return whether only this machine can reach a service that listens on `host`. Other names count as reachable.
 
     >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "")]
     [True, True, True, False, False]
@@ -19,7 +19,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_ip_literal(host: str) -> bool:
-    """Whether it is an address, not a name that somebody's DNS server answers for."""
+    """Return whether the host is an address. A name could be pointed at any address by a DNS server."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -28,7 +28,7 @@ def is_ip_literal(host: str) -> bool:
 
 
 def split_port(authority: str) -> tuple[str, str]:
-    """Host, in lower case and without brackets, and port of what stands in a Host header.
+    """Return the host, in lower case and without brackets, and the port of a Host header.
 
     >>> split_port("PS-0.example:7070"), split_port("[::1]:80"), split_port("10.0.0.5")
     (('ps-0.example', '7070'), ('::1', '80'), ('10.0.0.5', ''))
@@ -42,7 +42,7 @@ def split_port(authority: str) -> tuple[str, str]:
 
 
 def authority(host: str, port: int) -> str:
-    """What stands between `//` and the path of a URL.
+    """Return the part of a URL between `//` and the path.
 
     >>> authority("10.0.0.5", 80), authority("::1", 80)
     ('10.0.0.5:80', '[::1]:80')
@@ -51,9 +51,10 @@ def authority(host: str, port: int) -> str:
 
 
 def reachable_host(host: str) -> str:
-    """What others reach that listens on `host`; for every interface the address with which this machine goes out.
+    """Return the host under which others reach a service that listens on `host`.
 
-    Its name, if it reaches no other network. Sends nothing.
+    For every interface it is the address from which this machine reaches other networks, or the name of the machine if
+    it reaches none. Sends nothing.
     """
     if host not in ("0.0.0.0", "::"):
         return host
@@ -66,10 +67,10 @@ def reachable_host(host: str) -> str:
 
 
 def check_listening(host: str, *, has_tokens: bool, insecure: bool) -> None:
-    """Raise ValueError if `host` can be reached from elsewhere and nothing protects what is there."""
+    """Raise ValueError if other machines can reach `host` and nothing protects the service."""
     if not (is_loopback(host) or has_tokens or insecure):
         raise ValueError(
             f"host {host or 'of every interface'} can be reached from elsewhere, and there are no tokens: create "
             "some with `gradpost token create --dir DIR` and set tokens_dir (--tokens-dir, GRADPOST_TOKENS_DIR), or "
-            "let everybody who reaches the port do everything with insecure (--insecure, GRADPOST_INSECURE=true)"
+            "set insecure (--insecure, GRADPOST_INSECURE=true) to accept all requests that reach the port"
         )

@@ -1,10 +1,10 @@
-"""Bearer tokens: which scopes there are, and the files that tokens live in.
+"""Bearer tokens: their scopes, and the files that hold them.
 
 A folder of tokens has one file for each scope, `read`, `train` and `admin`, each with one token on one line. While a
-token is being replaced, the older one is valid beside it and stands in `read.previous` (and so on): so `read` is at
-any time what a program can send that knows nothing of this, such as Prometheus with its `credentials_file`.
+token is being replaced, the older one stays valid in `read.previous`, `train.previous` or `admin.previous`. Other
+programs, such as Prometheus with its `credentials_file`, can always send the token in `read`.
 
-Files are read again when they change, so that nothing has to be restarted. No token is ever part of a message.
+Files are read again when they change, without a restart. No message or log contains a token.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .environment import SettingsError
 
 Scope = Literal["read", "train", "admin"]
 
-SCOPES: tuple[Scope, ...] = ("read", "train", "admin")  # each may do what those before it may
+SCOPES: tuple[Scope, ...] = ("read", "train", "admin")  # each scope includes those before it
 PREVIOUS = ".previous"
 MIN_LENGTH, MAX_LENGTH = 20, 1000
-CHECK_SECONDS = 1.0  # a file that changed is noticed so soon; a token that is not known makes us look at once
+CHECK_SECONDS = 1.0  # until a changed file is read; a token that is not known makes the service read it at once
 _POLL_SECONDS = 0.2
 
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # token68 of RFC 9110, which is what may follow `Bearer`
@@ -34,7 +34,7 @@ Warn = Callable[[str], None]
 
 
 def includes(given: Scope, needed: Scope) -> bool:
-    """Whether a token of scope `given` may do what needs scope `needed`.
+    """Return whether a token of scope `given` is sufficient where scope `needed` is required.
 
     >>> includes("admin", "train"), includes("read", "train")
     (True, False)
@@ -43,7 +43,7 @@ def includes(given: Scope, needed: Scope) -> bool:
 
 
 def parse_authorization(header: str) -> str | None:
-    """The token of an Authorization header; None if it is of another scheme.
+    """Return the token of an Authorization header; None for another scheme.
 
     >>> parse_authorization("bearer abc")
     'abc'
@@ -53,11 +53,11 @@ def parse_authorization(header: str) -> str | None:
 
 
 class TokenFile:
-    """One file with one token, read again when it changes. `warn` gets a line about each new problem with it."""
+    """A file with one token, read again when it changes. Calls `warn` with a line about each new problem."""
 
     def __init__(self, path: Path, warn: Warn = lambda _: None) -> None:
         self.path = path
-        self.problem = ""  # why it holds no token, or only what it held before
+        self.problem = ""  # why there is no token, or only an older one
         self._warn = warn
         self._token: str | None = None
         self._stamp: tuple[int, ...] | None = None
@@ -66,9 +66,10 @@ class TokenFile:
         return f"<TokenFile {self.path}>"  # never what it holds
 
     def read(self) -> str | None:
-        """The token; None if there is no such file. What was read before stays if the file holds something else.
+        """Return the token; None if there is no such file.
 
-        So a slip of whoever edits it stops nothing that runs; removing the file takes the token back.
+        If the file holds no token, the token before stays valid: an error in editing must not stop a run. Removing the
+        file revokes the token.
         """
         try:
             status = self.path.stat()
@@ -89,8 +90,8 @@ class TokenFile:
     def _mode_problem(self, status: os.stat_result) -> str:
         if os.name != "posix":
             return ""
-        # Kubernetes gives a Secret's files to root and to the pod's group (fsGroup), and lets that read them whatever
-        # `defaultMode` says: such a process reads them as one of the group or not at all.
+        # In Kubernetes the files of a Secret belong to root and to the pod's group (fsGroup), which may read them
+        # whatever `defaultMode` says. A process can only read them as a member of the group.
         through_group = status.st_uid != os.geteuid() and status.st_gid in (os.getegid(), *os.getgroups())
         if not status.st_mode & (0o037 if through_group else 0o077):
             return ""
@@ -106,7 +107,7 @@ class TokenFile:
 
 
 class TokenPair:
-    """What a caller sends: the token of a file, and the one that it replaced, as long as that is there."""
+    """The tokens that a client sends: the token of a file, and the token that it replaced, while its file exists."""
 
     def __init__(self, path: Path, warn: Warn = lambda _: None) -> None:
         self.path = path
@@ -114,7 +115,10 @@ class TokenPair:
         self._last: list[str] = []
 
     def read(self) -> list[str]:
-        """Newest first; what was read before if the file is gone. Raises SettingsError if there never was a token."""
+        """Return the tokens, newest first, or the last known ones if the file is gone.
+
+        Raises SettingsError if there never was a token.
+        """
         newest, previous = (file.read() for file in self._files)
         if newest is not None:
             self._last = [newest] if previous is None else [newest, previous]
@@ -124,9 +128,9 @@ class TokenPair:
         return self._last
 
     async def wait(self, seconds: float, say: Warn, give_up: Callable[[], bool] = lambda: False) -> bool:
-        """Wait for a token, so that whoever writes it may start later; `say` hears of it once.
+        """Wait until there is a token, and call `say` once about it. Services may start before the file is written.
 
-        False if `give_up` said so before it came. Raises SettingsError after so many `seconds`.
+        Return False if `give_up` returns True before that. Raises SettingsError after `seconds`.
         """
         deadline = time.monotonic() + seconds
         is_said = False
@@ -146,7 +150,7 @@ class TokenPair:
 
 
 class TokenFolder:
-    """What a service accepts: for each scope the newest token and the one before it."""
+    """The tokens that a service accepts: for each scope the newest one and the one before it."""
 
     def __init__(self, folder: Path, warn: Warn = lambda _: None) -> None:
         self.folder = folder
@@ -159,13 +163,13 @@ class TokenFolder:
         self._next_check = 0.0
 
     def scope_of(self, token: str) -> Scope | None:
-        """The widest scope of a token, or None. Takes as long for a token that is nearly right as for any other."""
+        """Return the widest scope of a token, or None. The time does not depend on how much of the token is right."""
         now = time.monotonic()
         if now >= self._next_check:
             self._read(now)
         candidate = token.encode()
         found = self._find(candidate)
-        if found is None:  # it may be newer than what we have read
+        if found is None:  # it may be newer than the files that were read
             self._read(now)
             found = self._find(candidate)
         return found
