@@ -1,12 +1,11 @@
-"""How far trainers may be apart: the mode of a run and its bounds, chosen once for the whole run.
+"""The mode of a run and its bounds on the distance between trainers, chosen once for the whole run.
 
-    sync    rounds: nobody gets version r before everybody's gradient of round r is in it
-    async   each contribution is applied by itself, as soon as it is there; gets are served beside the updates
-    ssp     asynchronous, but a get waits as long as the slowest trainer is more than `max_staleness` steps behind
+    sync    rounds: a get of version r waits until the gradients of round r of all trainers are applied
+    async   each contribution is applied by itself when it arrives; gets are served beside the updates
+    ssp     asynchronous, but a get waits while the slowest trainer is more than `max_staleness` steps behind
 
-`max_delay` bounds something else, and goes with every mode: how far a trainer's own pushes and pulls may run behind
-its computation. The strategy says who adds gradients up: pservers (`ps`), or the trainers among themselves (`ring`),
-which are synchronous.
+In every mode, `max_delay` bounds how far a trainer's own pushes and pulls may run behind its computation. With the
+strategy `ps` pservers aggregate the gradients; with `ring`, which is synchronous, the trainers do.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ class Consistency:
     Attributes:
         mode: see above.
         strategy: see above.
-        max_delay: k; iteration t may start on parameters of iteration t - 1 - k at the oldest. 0: no pipelining.
+        max_delay: k; iteration t starts on parameters of iteration t - 1 - k or newer. 0: no pipelining.
         max_staleness: s, ssp only (None there: 4).
         wait_for_apply: a get waits until the trainer's own pushes are applied; else it takes what is there.
-        read_consistency: what a get may see half updated: a block (none), a shard (block), or nothing (shard).
+        read_consistency: what a get sees whole: nothing (none), each block (block) or the shard (shard).
         max_queued: contributions that one block's queue holds; a full queue holds pushes back.
-        compensation: of staleness, none, `divide` the rate by it, or `dc` (DC-ASGD).
+        compensation: for staleness: none, `divide` the rate by it, or `dc` (DC-ASGD).
         dc_lambda: λ of DC-ASGD.
 
     """
@@ -79,22 +78,22 @@ class Consistency:
 
     @property
     def is_ring(self) -> bool:
-        """Whether trainers add gradients up among themselves, without pservers."""
+        """Whether the trainers aggregate gradients themselves, without pservers."""
         return self.strategy == "ring"
 
     @property
     def has_common_versions(self) -> bool:
-        """Whether all pservers go through the same versions in step."""
+        """Whether all pservers have the same versions in the same order."""
         return self.mode == "sync" and self.max_delay == 0
 
     def difference(self, expected: Mapping[str, Any]) -> dict[str, Any]:
-        """Those expectations (name -> value) that this does not meet."""
+        """Return the expectations (name -> value) that the run does not meet."""
         mine = asdict(self)
         return {name: value for name, value in expected.items() if mine.get(name) != value}
 
 
 def oldest_start(step: Round, max_delay: int) -> Round:
-    """The oldest version on which the gradient of `step` may have been computed.
+    """Return the oldest version on which the gradient of `step` may have been computed.
 
     >>> oldest_start(12, 0), oldest_start(12, 2), oldest_start(1, 2)
     (11, 9, 0)
@@ -103,7 +102,7 @@ def oldest_start(step: Round, max_delay: int) -> Round:
 
 
 def needed_clock(step: Round, max_staleness: int) -> Round:
-    """How many steps the slowest trainer must have completed before a get after `step` may be answered.
+    """Return how many steps the slowest trainer must have completed before a get after `step` is answered.
 
     >>> needed_clock(12, 0), needed_clock(12, 4), needed_clock(3, 4)
     (12, 8, 0)

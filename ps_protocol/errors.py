@@ -4,10 +4,10 @@
     ├── BadInput            the request is wrong and changed nothing; sending it again will not help
     ├── Conflict            the request is stale or at odds with the run; `current` says what holds now
     ├── TryAgain            nothing is wrong; the same request again may succeed
-    └── Ended               what the caller waits for will not come; the message names who is to blame
+    └── Ended               the awaited round, trainer or service will not come; the message names the cause
 
-An error is raised as its family with a code, `BadInput("no JSON", code="malformed_frame")`. The codes that a program
-handles by themselves have a class of their own. A service answers an error as an RFC 9457 problem document; the client
+An error is raised as its family with a code, `BadInput("no JSON", code="malformed_frame")`. A code that a program
+handles separately has a class of its own. A service answers an error as an RFC 9457 problem document; the client
 rebuilds the same exception from it with `error_from_problem`.
 """
 

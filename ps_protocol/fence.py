@@ -1,6 +1,6 @@
-"""The fence: what every data request carries so that nothing stale is ever counted.
+"""The fence: headers of every data request, by which a pserver refuses stale requests.
 
-A request is checked at its headers and again after its last byte, because the world may have moved on meanwhile.
+A request is checked at its headers and again after its last byte, because the run may have changed in between.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from .errors import BadInput, Conflict, StalePserver, StaleRun
 from .vocabulary import PROTOCOL_VERSION, Incarnation, PserverIndex, Rank, Round
 
-MAX_DIGITS = 18  # of a number, which so fits into 63 bits
+MAX_DIGITS = 18  # of a number, which then fits into 63 bits
 MAX_TEXT = 128  # characters of a run's name or of a plan's digest
 
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Identity of one data request; each field is the header `gradpost-<field with dashes>`."""
+    """The identity of one data request; each field is the header `gradpost-<field with dashes>`."""
 
     protocol: int
     run: str
@@ -31,16 +31,16 @@ class Fence:
     round: Round
 
     def at_round(self, round_: Round) -> Fence:
-        """The same identity in another round."""
+        """Return the same identity in another round."""
         return replace(self, round=round_)
 
     def to_headers(self) -> dict[str, str]:
-        """HTTP headers, lower case as HTTP/2 wants them."""
+        """Return the HTTP headers, in lower case as HTTP/2 requires."""
         return {header: str(getattr(self, name)) for name, header, _ in _HEADERS}
 
     @classmethod
     def from_headers(cls, headers: Mapping[str, str]) -> Fence:
-        """Parse lower-case headers; raises BadInput, naming the header."""
+        """Parse lower-case headers. Raises BadInput, which names the header."""
         values: dict[str, Any] = {}
         for name, header, is_number in _HEADERS:
             text = headers.get(header)
@@ -68,7 +68,7 @@ class Fence:
     def check_addressee(
         self, *, run: str, attempt: int, plan: str, pserver: PserverIndex, pserver_incarnation: Incarnation
     ) -> None:
-        """Raise what is stale about the addressee; the trainer's part is checked against the members."""
+        """Raise a Conflict if the request was meant for another run, plan or pserver."""
         if (self.run, self.attempt) != (run, attempt):
             raise StaleRun(
                 "this request belongs to another run",
@@ -81,7 +81,7 @@ class Fence:
             )
         if (self.pserver, self.pserver_incarnation) != (pserver, pserver_incarnation):
             raise StalePserver(
-                "this request was meant for another pserver, or another life of this one",
+                "this request was meant for another pserver, or another incarnation of this one",
                 expected=f"pserver {pserver} incarnation {pserver_incarnation}",
                 actual=f"pserver {self.pserver} incarnation {self.pserver_incarnation}",
             )

@@ -4,7 +4,7 @@
     header    JSON: {"w.block0": {"dtype": "F32", "shape": [5000], "data_offsets": [0, 20000]}, "__metadata__": {…}}
     data      the tensors, one after another, without holes
 
-Parsing copies nothing: an entry is an offset into the caller's buffer. Limits are checked before anything is built.
+Parsing copies no data: an entry is an offset into the caller's buffer. Limits are checked before objects are built.
 The format is https://huggingface.co/docs/safetensors/index#format; `safetensors.torch.load` reads our replies.
 """
 
@@ -26,7 +26,7 @@ ALIGNMENT = 64  # our own frames start their data on it, for aligned loads
 
 @dataclass(frozen=True, slots=True)
 class FrameLimits:
-    """What a receiver accepts; a larger frame is refused with `body_too_large`."""
+    """The limits of a receiver, which refuses a larger frame with `body_too_large`."""
 
     max_body_bytes: int = 256 * 1024 * 1024
     max_header_bytes: int = 1024 * 1024
@@ -49,7 +49,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A parsed header: where the data section begins in the buffer, and what lies in it, in order of offset."""
+    """A parsed header: where the data section begins in the buffer, and its tensors in the order of their offsets."""
 
     tensors: tuple[TensorEntry, ...]
     metadata: Mapping[str, str]
@@ -63,11 +63,11 @@ def encode_header(
     *,
     min_bytes: int = 0,
 ) -> bytes:
-    """Length and header of a frame whose data follows in the given order of (name, dtype, shape).
+    """Encode the length and header of a frame whose tensors (name, dtype, shape) follow in the given order.
 
-    Padded with spaces so that the data starts on a multiple of 64 bytes, and to `min_bytes` at least, so that a
-    kept buffer can take another header of the same size. What follows is the caller's: little-endian elements.
-    Raises ValueError for a name that stands twice or that JSON or the format cannot hold.
+    Spaces pad it so that the data starts on a multiple of 64 bytes, and to `min_bytes` at least, so that a reused
+    buffer has room for another header of the same size. The caller appends the data as little-endian elements.
+    Raises ValueError for a name that occurs twice or that the format cannot hold.
 
     >>> header = encode_header([("w", "F32", (2,)), ("b", "F32", (1,))])
     >>> int.from_bytes(header[:8], "little"), len(header)
@@ -92,7 +92,7 @@ def encode_header(
 def parse_frame(body: memoryview | bytes | bytearray, limits: FrameLimits = DEFAULT_LIMITS) -> Frame:
     """Parse and check a whole frame, at least as strictly as the reference parser: no holes, no overlaps, no rest.
 
-    Raises BadInput (`malformed_frame`, `body_too_large`), and nothing else whatever the bytes are.
+    Raises BadInput (`malformed_frame`, `body_too_large`) for any bytes that are no frame.
 
     >>> frame = parse_frame(encode_header([("w.block0", "F32", (2,))], {"num_blocks": "1"}) + bytes(8))
     >>> frame.tensors
@@ -120,7 +120,7 @@ def parse_frame(body: memoryview | bytes | bytearray, limits: FrameLimits = DEFA
 
 
 def parse_length(start: memoryview | bytes | bytearray, limits: FrameLimits) -> int:
-    """Where the data begins, from a frame's first eight bytes."""
+    """Return the offset of the data, from the first eight bytes of a frame."""
     if len(start) < LENGTH_BYTES:
         raise BadInput(
             "a frame starts with the header's length", code="malformed_frame", expected="8 bytes", actual=len(start)
@@ -138,13 +138,13 @@ def parse_header(header: bytes, limits: FrameLimits) -> Frame:
     """Parse the JSON header of a frame and check that its tensors tile the data section."""
     if not header.startswith(b"{"):
         raise BadInput("the frame's header must begin with {", code="malformed_frame", actual=f"{header[:8]!r}")
-    # Counted before JSON builds an object for each. Escapes could hide some, hence the second look below.
+    # Counted before JSON builds an object for each. Escapes could hide some, hence the second check below.
     if (num_tensors := header.count(b'"data_offsets"')) > limits.max_tensors:
         raise _too_many_tensors(num_tensors, limits)
     try:
         text = header.decode()
         parsed: dict[str, Any] = json.loads(text, object_pairs_hook=_object_without_duplicates)
-        if "\\u" in text:  # half of a surrogate pair is valid JSON, but no text: nobody could print or send it on
+        if "\\u" in text:  # half of a surrogate pair is valid JSON, but cannot be printed or encoded
             json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise BadInput(f"the frame's header is not JSON: {error}", code="malformed_frame") from None
@@ -208,5 +208,5 @@ def _too_many_tensors(num_tensors: int, limits: FrameLimits) -> BadInput:
 
 
 def _shown(value: object) -> str:
-    """What a stranger sent, cut to what an error message can bear."""
+    """Return the repr of a received value, cut for an error message."""
     return f"{value!r:.200}"

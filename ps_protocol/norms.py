@@ -1,9 +1,9 @@
-"""The global norm of a round's aggregated gradient, which no pserver can know alone, and how it clips.
+"""The global norm of a round's aggregated gradient, of which each pserver knows a part, and how it clips.
 
-    trainer ── norm(r), the batch barrier rides on it ──► every pserver: its sum of squares, and of whose gradients
-    trainer ── get(r) with the sum over all of them ────► the first one that matches lets the pserver step
+    trainer ── norm(r), with the batch barrier ─────────► every pserver: its sum of squares, and of which trainers
+    trainer ── get(r) with the sum over all pservers ───► the first sum that matches lets the pserver step
 
-Every trainer adds up the same numbers, so any of them can finish the round.
+All trainers add the same numbers, so any of them can finish the round.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ MAX_TEXT = 128  # characters of the header
 
 
 class ShardNorm(NamedTuple):
-    """Of one pserver's part of a round's aggregate. `contributions` is a digest of whose they are."""
+    """The norm of one pserver's part of an aggregate. `contributions` is a digest of the trainers in it."""
 
     contributions: str
     sum_of_squares: float
 
     def is_same(self, other: ShardNorm) -> bool:
-        """Whether both were taken of the same; a NaN is one."""
+        """Return whether both are of the same aggregate, where NaN equals NaN."""
         return self.contributions == other.contributions and repr(self.sum_of_squares) == repr(other.sum_of_squares)
 
 
 @dataclass(frozen=True, slots=True)
 class AgreedNorm:
-    """What a get tells one pserver: its own norm, as it was answered, and the sum over all pservers."""
+    """The norm in a get to one pserver: the pserver's own norm, and the sum over all pservers."""
 
     own: ShardNorm
     total: float  # sum of squares
@@ -43,7 +43,7 @@ class AgreedNorm:
         return math.sqrt(self.total)
 
     def to_header(self) -> str:
-        """Three words; numbers so that they come back exactly.
+        """Return three words, from which `from_header` reads exactly the same numbers.
 
         >>> AgreedNorm(ShardNorm("5f0c", 0.1), 25.0).to_header()
         '5f0c 0.1 25.0'
@@ -52,7 +52,7 @@ class AgreedNorm:
 
     @classmethod
     def from_header(cls, text: str) -> AgreedNorm:
-        """The same back. Raises BadInput."""
+        """Parse the header. Raises BadInput."""
         match text.split(" ") if len(text) <= MAX_TEXT and text.isascii() else ():
             case [contributions, own, total] if contributions.isalnum():
                 try:
@@ -69,7 +69,7 @@ class AgreedNorm:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """What every gradient is multiplied by, as `torch.nn.utils.clip_grad_norm_` does; NaN if the norm is.
+    """Return the factor for every gradient, as `torch.nn.utils.clip_grad_norm_` computes it; NaN if the norm is NaN.
 
     >>> clip_coefficient(5.0, 10.0)
     1.0
@@ -81,14 +81,14 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 
 
 def _is_sum(total: float, part: float) -> bool:
-    """Whether it can be the sum of this and other squares; if one of them is NaN, so is the sum."""
+    """Return whether `total` can be the sum of `part` and other squares. A NaN makes the sum NaN."""
     return math.isnan(total) if math.isnan(part) else part >= 0 and (total >= part or math.isnan(total))
 
 
 def agree(norms: Sequence[ShardNorm]) -> list[AgreedNorm] | None:
-    """For each pserver what to tell it; None if their norms are not all of the same contributions.
+    """Return the norm to send to each pserver; None if their norms are not all of the same contributions.
 
-    The total is rounded once, so that it does not depend on who adds it up.
+    The total is rounded once, so that it is the same on all trainers.
     """
     if len({norm.contributions for norm in norms}) > 1:
         return None

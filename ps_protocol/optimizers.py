@@ -1,8 +1,8 @@
-"""Which optimizers may run on a pserver, and what they are told.
+"""The optimizers that run on a pserver, with their flags and numbers.
 
-An optimizer travels as a class name, flags and numbers, checked against this list; nothing is unpickled.
-All of them are element-wise, so that a block can be stepped without the rest of its parameter.
-Flags shape the slots and are fixed for a run (they are part of the plan's digest); numbers may change per push.
+A message contains an optimizer as a class name, flags and numbers, which are checked against this list. All of them
+are element-wise, so that a pserver can step a block without the rest of its parameter. Flags determine the slots and
+are fixed for a run, as part of the plan's digest. Numbers may change with every push.
 Names and defaults are those of https://docs.pytorch.org/docs/stable/optim.html.
 """
 
@@ -20,7 +20,7 @@ HyperParameters = dict[str, float | list[float]]  # the numbers of one parameter
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRule:
-    """What one update rule of `torch.optim` wants to know."""
+    """The names of the numbers and flags of one update rule of `torch.optim`."""
 
     numbers: tuple[str, ...]
     flags: tuple[str, ...]
@@ -48,7 +48,7 @@ class OptimizerSpec:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> OptimizerSpec:
-        """Checked; raises BadInput."""
+        """Read and check the result of `asdict`. Raises BadInput."""
         match value:
             case {"name": str(name), "group_flags": [*group_flags], **rest} if not rest:
                 return check_optimizer(name, group_flags)
@@ -81,7 +81,7 @@ RULES: Mapping[str, OptimizerRule] = {
     "RAdam": OptimizerRule(("lr", "betas", "eps", "weight_decay"), ("decoupled_weight_decay", "maximize")),
 }
 
-# Known, and refused for a reason that a person can act on.
+# Optimizers of torch that are refused, with the reason.
 REFUSED: Mapping[str, str] = {
     "LBFGS": "it evaluates a closure several times a step and mixes all elements in its line search",
     "SparseAdam": "its gradients are sparse",

@@ -1,4 +1,4 @@
-"""Which pserver owns a block: three pure functions from sized names to pserver indices."""
+"""The placement of blocks on pservers: three pure functions from sized names to pserver indices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SizedName = tuple[str, int]  # a block's name and its size in bytes
 
 
 def place_round_robin(blocks: Sequence[SizedName], num_pservers: int) -> list[PserverIndex]:
-    """One cursor over all blocks of all parameters.
+    """Deal all blocks of all parameters in turn.
 
     >>> place_round_robin([("w.block0", 8), ("w.block1", 8), ("b.block0", 4)], 2)
     [0, 1, 0]
@@ -21,13 +21,15 @@ def place_round_robin(blocks: Sequence[SizedName], num_pservers: int) -> list[Ps
 
 
 def place_hash(blocks: Sequence[SizedName], num_pservers: int) -> list[PserverIndex]:
-    """SHA-256 of the block's name modulo M: stable across processes and machines, unlike Python's `hash()`."""
+    """Place by SHA-256 of the block's name modulo M, which is the same in all processes, unlike Python's `hash()`."""
     digests = (hashlib.sha256(name.encode()).digest() for name, _ in blocks)
     return [int.from_bytes(digest[:8], "big") % num_pservers for digest in digests]
 
 
 def place_balanced(blocks: Sequence[SizedName], num_pservers: int) -> list[PserverIndex]:
-    """Largest first onto the least loaded (Graham's LPT rule); ties by the blocks' order, then the lowest index.
+    """Place the largest block first, on the least loaded pserver (Graham's LPT rule).
+
+    The order of the blocks, then the lowest index decide between equals.
 
     >>> place_balanced([("a.block0", 4), ("b.block0", 16), ("c.block0", 8)], 2)
     [1, 0, 1]

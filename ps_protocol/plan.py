@@ -1,4 +1,4 @@
-"""The slice plan: made once when a run starts, the same on every machine, known by its digest."""
+"""The slice plan: made once when a run starts, the same on every machine, identified by its digest."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ MAX_PSERVERS = 1 << 16
 
 @dataclass(frozen=True)
 class SlicePlan:
-    """Blocks in the order of the parameters, their owners, and what the optimizer must agree on.
+    """Parameters, blocks in the order of the parameters, their owners, the optimizer and the wire types.
 
-    Two plans are the same exactly if their digests are.
+    Two plans are equal exactly if their digests are.
     """
 
     parameters: tuple[ParameterSpec, ...]
     blocks: tuple[Block, ...]
     num_pservers: int
     buffers: tuple[BufferSpec, ...] = ()
-    optimizer: OptimizerSpec | None = None  # None in a plan that is only looked at
+    optimizer: OptimizerSpec | None = None  # None in a plan that is only shown
     wire: WireTypes = AS_THEY_ARE
     digest: str = field(init=False, compare=False)
 
@@ -54,12 +54,12 @@ class SlicePlan:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all parameters in their own dtypes."""
+        """The size of all parameters in their own dtypes."""
         return sum(spec.num_elements * DTYPE_BYTES[spec.dtype] for spec in self.parameters)
 
     @cached_property
     def parameter(self) -> dict[str, ParameterSpec]:
-        """By name."""
+        """The parameters by name."""
         return {spec.name: spec for spec in self.parameters}
 
     @cached_property
@@ -80,35 +80,35 @@ class SlicePlan:
 
     @cached_property
     def blocks_of(self) -> dict[str, tuple[Block, ...]]:
-        """The blocks of each parameter, by its name, in order; none of one without elements."""
+        """The blocks of each parameter, by its name, in order. A parameter without elements has no blocks."""
         blocks: dict[str, list[Block]] = {spec.name: [] for spec in self.parameters}
         for block in self.blocks:
             blocks[block.parameter].append(block)
         return {name: tuple(its) for name, its in blocks.items()}
 
     def pushed(self, block: Block) -> list[WireTensor]:
-        """The tensors that the push of this block consists of."""
+        """Return the tensors that a push of this block consists of."""
         dtype = self.parameter[block.parameter].dtype
         return self._wire_of(block.parameter).pushed(block.name, dtype, block.num_elements)
 
     def pulled(self, parameter: str) -> str:
-        """The dtype of a parameter's values on the wire, when trainers pull them."""
+        """Return the dtype of a parameter's values on the wire, when trainers pull them."""
         return self._wire_of(parameter).pulled(self.parameter[parameter].dtype)
 
     def _wire_of(self, parameter: str) -> WireTypes:
         return AS_THEY_ARE if parameter in self.means else self.wire
 
     def block_bytes(self, block: Block) -> int:
-        """Size of a block's values in the parameter's dtype."""
+        """Return the size of a block's values in the parameter's dtype."""
         return block.num_elements * DTYPE_BYTES[self.parameter[block.parameter].dtype]
 
     def pushed_bytes(self, pserver: PserverIndex) -> int:
-        """Size of a whole gradient of a shard on the wire."""
+        """Return the size of a whole gradient of a shard on the wire."""
         tensors = (tensor for block in self.shards[pserver] for tensor in self.pushed(block))
         return sum(DTYPE_BYTES[dtype] * math.prod(shape) for _, dtype, shape in tensors)
 
     def shard_bytes(self, pserver: PserverIndex) -> int:
-        """Size of a shard's values in the parameters' dtypes."""
+        """Return the size of a shard's values in the parameters' dtypes."""
         return sum(self.block_bytes(b) for b in self.shards[pserver])
 
     @cached_property
@@ -117,7 +117,7 @@ class SlicePlan:
         return self.to_json()
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the digest, as plain JSON values."""
+        """Return all but the digest, as plain JSON values."""
         return {
             "parameters": [[p.name, list(p.shape), p.dtype, p.group] for p in self.parameters],
             "blocks": [[b.parameter, b.index, b.begin, b.end, b.pserver] for b in self.blocks],
@@ -129,10 +129,9 @@ class SlicePlan:
 
     @classmethod
     def from_json(cls, value: Any) -> SlicePlan:
-        """The inverse of `to_json`, for what another process sent.
+        """Read the result of `to_json` from another process, and compute the digest again.
 
-        The digest is computed again, never believed. Raises BadInput unless the blocks
-        tile every parameter, everything has an owner, and all else is as `make_plan` would have it.
+        Raises BadInput unless the blocks tile every parameter and the rest is as `make_plan` would make it.
         """
         match value:
             case {
@@ -171,8 +170,8 @@ def make_plan(
 ) -> SlicePlan:
     """Cut and place a model: a pure function of its arguments, the same in every process.
 
-    `buffers` are (name, shape, dtype) and stay whole; they go round the pservers.
-    Raises BadModel for a name that stands twice, a dtype that is not supported or a setting out of range.
+    `buffers` are (name, shape, dtype) and stay whole; they are dealt to the pservers in turn.
+    Raises BadModel for a name that occurs twice, a dtype that is not supported or a setting out of range.
 
     >>> [(block.name, block.pserver) for block in make_plan([ParameterSpec("w1", (10, 1000))], 3).blocks]
     [('w1.block0', 0), ('w1.block1', 1)]
@@ -231,9 +230,9 @@ def _write_canonical(value: Any) -> str:
 def make_ring_plan(
     parameters: Sequence[ParameterSpec], buffers: Sequence[tuple[str, tuple[int, ...], str]] = ()
 ) -> SlicePlan:
-    """What is trained without pservers: no blocks, and no optimizer but the trainers' own. Raises BadModel.
+    """Return the plan of a ring, without pservers, blocks or an optimizer. Raises BadModel.
 
-    Buffers have to be somewhere in a plan; there it says pserver 0, which means nothing.
+    The format has a pserver for each buffer, which is 0 here and has no meaning.
     """
     _check_model(parameters, buffers, None)
     return SlicePlan(
@@ -296,7 +295,7 @@ def _check_tensor(
 
 
 def _check_placed(plan: SlicePlan) -> None:
-    """Check that the blocks tile the parameters, in order, and that everything has an owner, if there are pservers."""
+    """Check that the blocks tile the parameters, in order, and that all owners exist, if there are pservers."""
     if plan.num_pservers == 0 and not plan.blocks:
         return
     blocks = iter(plan.blocks)

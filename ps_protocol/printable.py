@@ -1,4 +1,4 @@
-"""Text of other processes, made safe for a terminal and for logs that people read."""
+"""Text of other processes, made safe for terminals and logs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def printable(text: str) -> str:
-    r"""Escape what would break a line or command the terminal; a parameter may be called anything.
+    r"""Escape characters that would break a line or control the terminal; the name of a parameter may have any.
 
     >>> print(printable("naïve \x1b[31m\n"))
     naïve \x1b[31m\n
@@ -18,7 +18,7 @@ def printable(text: str) -> str:
 
 
 def escape_event(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    r"""Escape every text of a log entry, in front of a renderer that shows it as it is: a processor of structlog.
+    r"""Escape every text of a log entry: a processor of structlog for renderers that do not.
 
     >>> escape_event(None, "info", {"event": "trainer 1 failed:\nforged", "round": 3})
     {'event': 'trainer 1 failed:\\nforged', 'round': 3}

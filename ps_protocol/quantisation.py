@@ -1,7 +1,7 @@
-"""Eight bits an element and one float32 scale for each group: the arithmetic that both ends of the wire share.
+"""Quantisation to eight bits an element and one float32 scale for each group, as both ends of the wire compute it.
 
-Trainers and pservers that add the same difference to the same values hold the same bits afterwards. So a product is
-rounded before it is added: a fused operation would round once, where the compiler happens to have one.
+Trainers and pservers that add the same delta to the same values must hold the same bits afterwards. So a product is
+rounded before it is added; a fused multiply-add, which not every machine has, would round once.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from .wire_types import GROUP
 
-PIECE = 1 << 18  # elements: what is worked on at once, so that it is still in the cache; a multiple of GROUP
+PIECE = 1 << 18  # elements that are processed together, so that they stay in the cache; a multiple of GROUP
 INTEGERS = 127  # on each side of 0
 
 
 def pieces(num_elements: int) -> Iterator[tuple[slice, slice]]:
-    """Ranges of elements, each with that of their scales.
+    """Yield ranges of elements, each with the range of their scales.
 
     >>> [(elements.stop, scales.stop) for elements, scales in pieces(PIECE + 1)]
     [(262144, 1024), (262145, 1025)]
@@ -29,10 +29,10 @@ def pieces(num_elements: int) -> Iterator[tuple[slice, slice]]:
 
 
 def quantise(values: Tensor, integers: Tensor, scales: Tensor) -> None:
-    """Write flat float32 values as integers and scales; `values` hold afterwards what these lack.
+    """Quantise flat float32 values into integers and scales, and leave the quantisation error in `values`.
 
-    Where a value is not finite, its group's scale is neither. What no scale can express is lacking: a group whose
-    largest element is below some 4e-37.
+    The scale of a group with a value that is not finite is not finite either. A group whose largest element is below
+    about 4e-37, which no scale can express, becomes 0.
     """
     whole = len(values) // GROUP * GROUP
     if whole:
@@ -56,7 +56,7 @@ def _quantise_groups(values: Tensor, integers: Tensor, scales: Tensor) -> None:
 
 
 def dequantise(integers: Tensor, scales: Tensor) -> Tensor:
-    """The float32 products; the first element begins a group."""
+    """Return the float32 products; the first element begins a group."""
     values = integers.float()
     whole = len(values) // GROUP * GROUP
     values[:whole].view(-1, GROUP).mul_(scales[: whole // GROUP, None])
@@ -66,6 +66,6 @@ def dequantise(integers: Tensor, scales: Tensor) -> Tensor:
 
 
 def add_difference(values: Tensor, integers: Tensor, scales: Tensor) -> None:
-    """Add a quantised difference to flat float32 values: the same bits wherever it is done."""
+    """Add a quantised delta to flat float32 values, with the same bits on every machine."""
     for elements, groups in pieces(len(values)):
         values[elements].add_(dequantise(integers[elements], scales[groups]))

@@ -1,4 +1,4 @@
-"""How a parameter is cut into blocks (the seed's rule)."""
+"""The rule by which a parameter is cut into blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def slice_parameter(
     """Cut `num_elements` into contiguous half-open ranges that differ by one element at most, larger ones first.
 
     There are `min(ceil(num_elements / min_block_size), num_pservers)` of them; one if `whole`; none for an
-    empty parameter. The seed's example, shape (10, 1000) on three pservers:
+    empty parameter. For example, shape (10, 1000) on three pservers:
 
     >>> slice_parameter(10 * 1000, 3)
     [(0, 5000), (5000, 10000)]

@@ -6,7 +6,7 @@
     slice plan  blocks + placement + digest
     round       one synchronous cycle; round r produces version r, version 0 holds the initial values
 
-Everything here is a frozen value or a pure test of one; nothing needs more than itself.
+The module has frozen values and pure tests of them, and imports no other module of the package.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Literal, TypeAlias, TypeGuard, get_args
 
 PROTOCOL_VERSION = 1
 
-Rank: TypeAlias = int  # which trainer, from 0
+Rank: TypeAlias = int  # of a trainer, from 0
 Round: TypeAlias = int  # synchronous cycle, from 1; 0 means the initial values
-Incarnation: TypeAlias = int  # which life of the same trainer rank or pserver index, from 1
+Incarnation: TypeAlias = int  # counts the processes of one trainer rank or pserver index, from 1
 PserverIndex: TypeAlias = int  # from 0
 
 Mode: TypeAlias = Literal["sync", "async", "ssp"]
@@ -44,12 +44,15 @@ MAX_DIMENSIONS = 64  # torch's own limit
 
 
 def is_size(value: object) -> TypeGuard[int]:
-    """Whether this counts elements, bytes or pservers: an integer (`True` is none) from 0 that fits into 63 bits."""
+    """Return whether the value is a number of elements, bytes or pservers: an integer from 0 that fits into 63 bits.
+
+    `True` is not an integer here.
+    """
     return type(value) is int and 0 <= value < 1 << 63
 
 
 def is_shape(value: object) -> TypeGuard[tuple[int, ...]]:
-    """Whether these are the sizes of a tensor that could exist.
+    """Return whether the value is the shape of a tensor that could exist.
 
     >>> is_shape((10, 1000)), is_shape(()), is_shape((0, -1)), is_shape((2,) * 65)
     (True, True, False, False)
@@ -58,7 +61,9 @@ def is_shape(value: object) -> TypeGuard[tuple[int, ...]]:
 
 
 def is_name(value: object) -> TypeGuard[str]:
-    """Whether a tensor can be called so on the wire: any text but the empty one, a lone surrogate, `__metadata__`.
+    """Return whether a tensor can have this name on the wire.
+
+    It can be any text except the empty one, `__metadata__` and text with a lone surrogate.
 
     >>> is_name("layers.0.weight"), is_name(""), is_name("__metadata__"), is_name("\\ud800")
     (True, False, False, False)
@@ -70,7 +75,7 @@ def is_name(value: object) -> TypeGuard[str]:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """What a plan knows of one parameter; `group` is the index of its optimizer parameter group."""
+    """One parameter of a plan; `group` is the index of its optimizer parameter group."""
 
     name: str
     shape: tuple[int, ...]
@@ -79,13 +84,13 @@ class ParameterSpec:
 
     @property
     def num_elements(self) -> int:
-        """1 for a scalar, whose shape is empty."""
+        """The number of elements; 1 for a scalar, whose shape is empty."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """A tensor that is stored and handed out but never stepped (batch norm statistics), whole on one pserver."""
+    """A tensor, such as an integer counter, that is stored whole on one pserver and never stepped."""
 
     name: str
     shape: tuple[int, ...]
@@ -94,7 +99,7 @@ class BufferSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor's data."""
+        """The size of the tensor's data."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
@@ -113,10 +118,10 @@ class Block:
 
     @property
     def name(self) -> str:
-        """`{parameter}.block{index}`; unique, since only the last suffix is ours."""
+        """The name `{parameter}.block{index}`, which is unique because the last suffix alone is added."""
         return f"{self.parameter}.block{self.index}"
 
     @property
     def num_elements(self) -> int:
-        """Never zero."""
+        """The number of elements, which is never zero."""
         return self.end - self.begin

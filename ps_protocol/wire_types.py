@@ -1,14 +1,14 @@
-"""What gradients and parameters are on the wire: as they are, rounded, quantised, or only the largest of them.
+"""The types of gradients and parameters on the wire: unchanged, rounded, quantised, or the largest elements alone.
 
-Only float32 parameters are made smaller. A block called `w.block0` with n elements is, by type:
+Only float32 parameters are made smaller. A block called `w.block0` with n elements is sent as, by type:
 
     float32    w.block0 (n,) F32
     bfloat16   w.block0 (n,) BF16             float16 likewise
     int8       w.block0 (n,) I8,              and w.block0.scales (ceil(n / 256),) F32: I8[i] * scales[i // 256]
     topk       w.block0 (k,) F32,             and w.block0.indices (k,) I32, increasing: all other elements are 0
 
-What is pulled in int8 is the difference to the values of the round before, for trainers that have these; pservers keep
-what it lacks, which is in the next one. To all others it is float32.
+A pull in int8 is the delta to the round before, for trainers that have its values. Pservers add the quantisation error
+to the next delta. Other trainers pull float32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WireTensor: TypeAlias = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 
 
 def quantised(name: str, num_elements: int) -> list[WireTensor]:
-    """The tensors that a block is as int8.
+    """Return the tensors of a block in int8.
 
     >>> quantised("w.block0", 1000)
     [('w.block0', 'I8', (1000,)), ('w.block0.scales', 'F32', (4,))]
@@ -43,7 +43,7 @@ def quantised(name: str, num_elements: int) -> list[WireTensor]:
 
 @dataclass(frozen=True, slots=True)
 class WireTypes:
-    """Of a run; the same for all of its trainers."""
+    """The wire types of a run, the same for all trainers."""
 
     push: PushType = "float32"
     pull: PullType = "float32"
@@ -51,7 +51,7 @@ class WireTypes:
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
-        """What another process sent. Raises BadModel."""
+        """Read the result of `to_json` from another process. Raises BadModel."""
         match value:
             case {"push": push, "pull": pull, "topk": float() | int() as topk, **rest} if not rest:
                 types = cls(push, pull, float(topk))
@@ -61,11 +61,11 @@ class WireTypes:
         return types
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Return plain JSON values."""
         return asdict(self)
 
     def check(self) -> None:
-        """Raise BadModel for what there is not."""
+        """Raise BadModel for an unknown type or a wrong `topk`."""
         for name, kind, kinds in (("push", self.push, get_args(PushType)), ("pull", self.pull, get_args(PullType))):
             if kind not in kinds:
                 raise BadModel(f"there is no such {name} type", expected=", ".join(kinds), actual=f"{kind!r:.80}")
@@ -73,7 +73,7 @@ class WireTypes:
             raise BadModel("topk is a share of a block's elements", expected="above 0, up to 1", actual=self.topk)
 
     def pushed(self, name: str, dtype: str, num_elements: int) -> list[WireTensor]:
-        """The tensors that a gradient of this block is on the wire, `dtype` being the parameter's.
+        """Return the tensors of a gradient of this block on the wire; `dtype` is the parameter's.
 
         >>> WireTypes(push="int8").pushed("w.block0", "F32", 1000)
         [('w.block0', 'I8', (1000,)), ('w.block0.scales', 'F32', (4,))]
@@ -88,19 +88,19 @@ class WireTypes:
         return [(name, _FLOATS[self.push], (num_elements,))]
 
     def pulled(self, dtype: str) -> str:
-        """The dtype in which a parameter's values are on the wire, `dtype` being its own.
+        """Return the dtype of a parameter's values on the wire; `dtype` is the parameter's own.
 
-        With `int8` it is that of those who have no values yet to which a difference could be added.
+        With `int8` it is the dtype for trainers that have no values to which a delta could be added.
         """
         return _FLOATS.get(self.pull, "F32") if dtype == "F32" else dtype
 
     @property
     def pulls_differences(self) -> bool:
-        """Whether pservers keep what trainers have, beside the values, and send the difference."""
+        """Whether pservers hold the values that trainers have, beside their own, and send deltas."""
         return self.pull == "int8"
 
     def check_mode(self, consistency: Consistency) -> None:
-        """Raise BadModel for what a run of this mode cannot have."""
+        """Raise BadModel for wire types that a run of this mode cannot have."""
         if self.pulls_differences and (consistency.is_async or consistency.max_delay):
             raise BadModel(
                 "pull_type int8 belongs to the synchronous mode without max_delay: only there all trainers have the "
