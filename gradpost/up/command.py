@@ -15,23 +15,11 @@ from ..output import CommandError
 EXIT_NOT_FOUND = 127  # as shells, env and timeout say it
 EXIT_NOT_EXECUTABLE = 126
 
-# What `up` itself decides for each process; another process's value must not leak in.
-_DECIDED_HERE = {
-    "GRADPOST_COORDINATOR",
-    "GRADPOST_HOST",
-    "GRADPOST_PORT",
-    "GRADPOST_ADVERTISE_ADDRESS",
-    "GRADPOST_READY_FD",
-    "GRADPOST_PSERVER_INDEX",
-    "GRADPOST_NUM_PSERVERS",
-    "GRADPOST_NUM_TRAINERS",
-    "GRADPOST_METRICS_PORT",
-    "GRADPOST_EXIT_WHEN_DONE",
-    "GRADPOST_STATE_DIR",
-    "GRADPOST_RESUME",
-    "GRADPOST_LOG_FORMAT",
-    "GRADPOST_LOG_LEVEL",
-}
+# Settings that `up` decides for each process; the value of another process must not be inherited.
+_DECIDED_HERE = """
+    coordinator host port advertise_address ready_fd pserver_index num_pservers num_trainers metrics_port
+    exit_when_done state_dir resume log_format log_level
+"""
 
 
 def resolve_command(command: Sequence[str]) -> list[str]:
@@ -59,7 +47,7 @@ def make_environment(environ: Mapping[str, str], num_trainers: int, flags: Colle
     SettingsError for an unknown GRADPOST_* variable.
     """
     check_environment(environ)
-    decided = _DECIDED_HERE.union(PREFIX + name.upper() for name in flags)
+    decided = {PREFIX + name.upper() for name in (*_DECIDED_HERE.split(), *flags)}
     kept = {name: value for name, value in environ.items() if name not in decided}
     kept.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_trainers)))
     return kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -26,7 +26,7 @@ _WITHOUT = {"on_trainer_loss": "fail", "durability": "none"}  # what they are wi
 
 
 class CoordinatorSettings(ServiceSettings):
-    """Flag over `GRADPOST_*` over file over default."""
+    """Settings of the coordinator."""
 
     port: int = Field(default=7070, ge=0, le=65535, description="port to listen on; 0: a free one")
     num_pservers: int = Field(default=1, ge=1, description="how many pservers make the cluster complete")
@@ -186,25 +186,9 @@ class CoordinatorSettings(ServiceSettings):
 
     @property
     def run_defaults(self) -> RunDefaults:
-        """The part that a run needs."""
-        return RunDefaults(
-            num_trainers=self.num_trainers,
-            max_trainers=self.max_trainers,
-            last_call_seconds=self.last_call_seconds,
-            consistency=self.consistency,
-            min_block_size=self.min_block_size,
-            placement=self.placement,
-            slice_parameters=self.slice_parameters,
-            nonfinite=self.nonfinite,
-            push_type=self.push_type,
-            pull_type=self.pull_type,
-            topk=self.topk,
-            round_timeout_seconds=self.round_timeout_seconds,
-            on_trainer_loss="fail" if self.consistency.is_ring else self.on_trainer_loss,
-            min_trainers=self.min_trainers,
-            rejoin_timeout_seconds=self.rejoin_timeout_seconds,
-            durability=self.durability or ("none" if self.consistency.is_async or self.consistency.is_ring else "log"),
-            checkpoint_rounds=self.checkpoint_rounds,
-            max_log_bytes=self.max_log_bytes,
-            keep_checkpoints=self.keep_checkpoints,
-        )
+        """The settings that a run needs, with those resolved that depend on the mode and strategy."""
+        is_ring = self.consistency.is_ring
+        copied: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(RunDefaults)}
+        copied["on_trainer_loss"] = "fail" if is_ring else self.on_trainer_loss
+        copied["durability"] = self.durability or ("none" if self.consistency.is_async or is_ring else "log")
+        return RunDefaults(**copied)

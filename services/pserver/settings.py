@@ -8,7 +8,7 @@ from services.runtime.settings import ServiceSettings
 
 
 class PserverSettings(ServiceSettings):
-    """Flag over `GRADPOST_*` over file over default."""
+    """Settings of a pserver."""
 
     pserver_index: int | None = Field(
         default=None, ge=0, description="which shard is its own, from 0; none: the coordinator chooses"
@@ -38,5 +38,5 @@ class PserverSettings(ServiceSettings):
 
     @property
     def listens_locally(self) -> bool:
-        """Whether there is a Unix socket, too: not where certificates or a proxy have a word in who gets through."""
+        """Whether the pserver has a Unix socket, too. It has none where TLS or a proxy decides about access."""
         return self.local_transport and self.http2 and self.tls_cert is None and self.advertise_address is None
