@@ -62,6 +62,18 @@ def test_up_has_a_flag_for_everything_about_the_mode() -> None:
     assert {field.name for field in fields(Consistency)} <= {option.name for option in make_options("up")}
 
 
+def test_up_refuses_wrong_settings_before_it_starts(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = run_command("up", "--round-timeout", "-1", "--no-resume", "--mode", "x", "--", "python", "train.py")
+    assert (outcome.exit_code, outcome.stderr.splitlines()) == (2, [
+        "gradpost: error: --mode: input should be 'sync', 'async' or 'ssp', not 'x'",
+        "gradpost: error: --round-timeout-seconds: input should be greater than 0, not '-1'",
+    ])  # fmt: skip
+    monkeypatch.setenv("GRADPOST_TLS_CA", "absent.pem")
+    outcome = run_command("up", "--", "python", "train.py")
+    message = "gradpost: error: the TLS file absent.pem cannot be read: No such file or directory\n"
+    assert (outcome.exit_code, outcome.stderr) == (2, message)
+
+
 @pytest.mark.parametrize(
     ("error", "exit_code"),
     [
