@@ -298,11 +298,6 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
     [
         (["--", "frobnicate"], 127, "there is no command 'frobnicate'"),
         (["--", "./train.py"], 126, "./train.py is not executable; did you mean: python ./train.py"),
-        (
-            ["--round-timeout", "0", "--", "python"],
-            2,
-            "--round-timeout-seconds: input should be greater than 0, not '0.0'",
-        ),
     ],
 )
 def test_what_cannot_be_run_is_said_first(tmp_path: Path, arguments: list[str], code: int, message: str) -> None:
