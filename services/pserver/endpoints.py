@@ -21,7 +21,7 @@ from ps_protocol.vocabulary import Round
 from services.runtime.own_memory import send_from
 
 from .bodies import content_length, discard_body, receive_body
-from .in_flight import WaitingGets
+from .limits import WaitingGets
 from .pserver import Pserver
 from .run import BarrierKind, PserverRun
 from .sync_run import SyncRun
