@@ -15,7 +15,7 @@ from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PserverIndex, Round
 from services.coordinator.decision import newest_common
 from services.coordinator.record import RecordFile, RunRecord
-from services.pserver.durable.folder import IDENTITY, FolderTaken, StateFolder
+from services.pserver.durable.disk import IDENTITY, FolderTaken, StateFolder
 from services.pserver.durable.storage import RunStorage
 from services.pserver.shard_state import ShardState
 from services.runtime.places import Place

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from .layout import BlockPlace, ShardLayout
-from .parts import Part
-from .tensors import view_bytes
+from .tensors import Part, view_bytes
 
 PIECE = 1 << 18  # elements: what is summed before it is scaled, so that it is still in the cache
 

@@ -17,15 +17,8 @@ from services.runtime.limits import RequestLimits
 from services.runtime.metrics import ServiceMetrics
 
 from .endpoints import TensorEndpoints
-from .inspection_routes import add_inspection_routes
-from .openapi import (
-    BARRIER_OPENAPI,
-    BUFFERS_OPENAPI,
-    GET_OPENAPI,
-    NORM_OPENAPI,
-    SEND_OPENAPI,
-    SLOTS_OPENAPI,
-)
+from .inspection import add_inspection_routes
+from .openapi import BARRIER_OPENAPI, BUFFERS_OPENAPI, GET_OPENAPI, NORM_OPENAPI, SEND_OPENAPI, SLOTS_OPENAPI
 from .pserver import Pserver
 
 _LIMITS = RequestLimits()

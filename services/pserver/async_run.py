@@ -37,15 +37,14 @@ from .block_queue import BlockQueue, Update
 from .bodies import Body
 from .checkpoint_writer import Destination
 from .clocks import Clocks
-from .compensation import compensate_gradient, divide_rates
 from .contribution import Contribution
 from .durable.storage import Restored, RunStorage
 from .durable.update_log import Update as LoggedUpdate
 from .history import History
-from .loaded_slots import LoadedSlots
 from .metrics import PserverMetrics
+from .optimizer_blocks import LoadedSlots
 from .pauses import Pauses
-from .pulls import Pull, Pulls
+from .pulls import Pull, Pulls, compensate_gradient, divide_rates
 from .pushes import read_blocks, read_completion, read_computed_on, read_num_slots
 from .reading import Reader, make_reader
 from .reply import Reply
@@ -411,12 +410,7 @@ class AsyncRun(PserverRun):
     def _publish(self, reply: Reply) -> None:
         rules = self._rules
         self._queues = {
-            name: BlockQueue(
-                name,
-                max_queued=rules.max_queued,
-                apply=self._apply,
-                changed=self._wake_all,
-            )
+            name: BlockQueue(name, max_queued=rules.max_queued, apply=self._apply, changed=self._wake_all)
             for name in self.shard.layout.place
         }
         keep_values = rules.compensation == "dc"

@@ -21,7 +21,7 @@ from ps_protocol.routes import BARRIER_HEADER, HAVE_HEADER, NORM_HEADER, VERDICT
 from ps_protocol.vocabulary import Round
 
 from .bodies import content_length, discard_body, receive_body
-from .in_flight import WaitingGets
+from .limits import WaitingGets
 from .pserver import Pserver
 from .run import BarrierKind, PserverRun
 from .sync_run import SyncRun

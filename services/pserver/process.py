@@ -18,7 +18,7 @@ from services.runtime.server import run_service, serve
 
 from .app import make_pserver_app
 from .durable.disk import Disk
-from .in_flight import InFlight
+from .limits import InFlight
 from .metrics import PserverMetrics
 from .pserver import Pserver
 from .registration import Registration

@@ -42,12 +42,12 @@ from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import bind_facts, get_logger
 from services.runtime.sealed import DamagedFile
 
+from .admission import Changes
 from .async_run import AsyncRun
 from .bodies import BufferPool
-from .changes import Changes
 from .durable.disk import Disk
 from .durable.storage import Restored, RunStorage
-from .in_flight import InFlight
+from .limits import InFlight
 from .metrics import PserverMetrics
 from .run import PserverRun
 from .sync_run import SyncRun

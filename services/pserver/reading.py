@@ -88,12 +88,7 @@ class ReadShard(Reader):
     """
 
     def __init__(
-        self,
-        shard: Shard,
-        compute: ComputeExecutor,
-        queues: Mapping[str, BlockQueue],
-        *,
-        keep_values: bool,
+        self, shard: Shard, compute: ComputeExecutor, queues: Mapping[str, BlockQueue], *, keep_values: bool
     ) -> None:
         super().__init__(shard, compute, keep_values=keep_values)
         self._queues = queues

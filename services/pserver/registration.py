@@ -10,13 +10,7 @@ import httpx
 
 from ps_config.certificates import hint_at_tls
 from ps_protocol.errors import GradpostError, StalePserver, TryAgain
-from ps_protocol.messages import (
-    Message,
-    PserverHeartbeatReply,
-    PserverRegistered,
-    RegisterPserver,
-    heartbeat_period,
-)
+from ps_protocol.messages import Message, PserverHeartbeatReply, PserverRegistered, RegisterPserver, heartbeat_period
 from ps_protocol.routes import PSERVER_HEARTBEAT, REGISTER_PSERVER
 from ps_protocol.vocabulary import PROTOCOL_VERSION, Round
 from services.runtime.logs import get_logger

@@ -22,12 +22,11 @@ from services.runtime.failpoints import reach_failpoint
 from .captures import Captures
 from .durable.storage import RunStorage
 from .durable.update_log import Update
-from .loaded_slots import find_loaded
-from .reply import Reply
+from .optimizer_blocks import find_loaded
+from .reply import Reply, VersionedBlocks
 from .rounds import Apply
 from .shard import Shard
 from .tensors import StagedBlock
-from .versioned_blocks import VersionedBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +45,7 @@ class Measured:
 class RoundWork:
     """Owns what belongs to rounds beside the shard: the captures, and the round in which each block changed last."""
 
-    def __init__(
-        self,
-        shard: Shard,
-        storage: RunStorage | None,
-        identity: Mapping[str, str],
-        *,
-        lends: bool,
-    ) -> None:
+    def __init__(self, shard: Shard, storage: RunStorage | None, identity: Mapping[str, str], *, lends: bool) -> None:
         """`identity` is in a reply's metadata; `lends`: a reply may consist of views of the values, which are called
         back in time."""
         self.captures = Captures()

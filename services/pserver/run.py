@@ -29,14 +29,7 @@ from ps_protocol.errors import (
     TryAgain,
 )
 from ps_protocol.fence import Fence
-from ps_protocol.messages import (
-    BarrierAnswer,
-    FrozenRounds,
-    InstallMembers,
-    InstallRun,
-    PserverLoad,
-    PushAnswer,
-)
+from ps_protocol.messages import BarrierAnswer, FrozenRounds, InstallMembers, InstallRun, PserverLoad, PushAnswer
 from ps_protocol.norms import AgreedNorm
 from ps_protocol.plan import SlicePlan
 from ps_protocol.slots import SLOTS, StepState
@@ -49,8 +42,7 @@ from .bodies import Body
 from .checkpoint_writer import CheckpointWriter, Destination
 from .durable.storage import Restored, RunStorage
 from .history import History
-from .load import LoadMeter
-from .metrics import PserverMetrics
+from .metrics import LoadMeter, PserverMetrics
 from .pushes import read_buffers, read_initial_blocks, read_slots
 from .reply import Reply
 from .shard import MASTER_BYTES, Shard

@@ -27,15 +27,13 @@ from ps_protocol.slots import FRESH, MASTER, split_key, write_states
 from ps_protocol.vocabulary import PserverIndex, Rank
 
 from .aggregation import Aggregator
+from .captures import Probes
 from .layout import ShardLayout
-from .loaded_slots import LoadedSlots
-from .optimizer_blocks import OptimizerBlocks
-from .parts import Part
-from .probes import Probes
+from .optimizer_blocks import LoadedSlots, OptimizerBlocks
 from .published import LentTensor, Published
 from .reply_chunks import ChunkEncoder
 from .shard_state import ShardState
-from .tensors import TORCH_DTYPES, view_bytes
+from .tensors import TORCH_DTYPES, Part, view_bytes
 
 MASTER_BYTES = 4  # of an element
 
@@ -113,12 +111,7 @@ class Shard:
         """Multiply the newest aggregate, in place."""
         self._aggregator.scale(coefficient)
 
-    def apply(
-        self,
-        gradient: Tensor,
-        present: Collection[str],
-        hyper_parameters: list[HyperParameters],
-    ) -> None:
+    def apply(self, gradient: Tensor, present: Collection[str], hyper_parameters: list[HyperParameters]) -> None:
         """Step the present blocks once with a gradient of the layout. Raises BadInput if there is none.
 
         After any other exception the shard is in an unknown state.
@@ -143,12 +136,7 @@ class Shard:
             self.versions[name] += 1
 
     def apply_block(
-        self,
-        name: str,
-        gradient: Tensor,
-        hyper_parameters: list[HyperParameters],
-        *,
-        counter: Rank | None = None,
+        self, name: str, gradient: Tensor, hyper_parameters: list[HyperParameters], *, counter: Rank | None = None
     ) -> None:
         """Step one block once with a gradient of shape (num_elements,) in any floating dtype, which is only read.
 

@@ -27,7 +27,7 @@ from ps_protocol.messages import FrozenRounds
 from ps_protocol.norms import AgreedNorm, ShardNorm, agree
 from ps_protocol.optimizers import HyperParameters
 from services.coordinator.decision import Membership, Rollback, decide, newest_common
-from services.pserver.changes import Changes
+from services.pserver.admission import Changes
 from services.pserver.history import History
 from services.pserver.rounds import Measure, Rounds
 

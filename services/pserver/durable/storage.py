@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -32,15 +32,67 @@ from services.runtime.checkpoints import (
 )
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
-from services.runtime.places import Place
+from services.runtime.places import Place, read_file, write_file
 from services.runtime.sealed import DamagedFile, seal, unseal
 
 from ..history import History
 from ..shard import Shard
 from ..shard_state import ShardState
-from .own_checkpoints import OwnCheckpoints
 from .records import Buffer
 from .update_log import Update, UpdateLog
+
+_DIGEST_BYTES = 16
+_NAME = re.compile(r"(\d{12})\.checkpoint")
+
+
+class OwnCheckpoints:
+    """The checkpoints in one pserver's folder. Every method but `rounds` blocks on the disk and may raise OSError."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        self._rounds = {int(found[1]) for name in names if (found := _NAME.fullmatch(name))}
+
+    @property
+    def rounds(self) -> Collection[Round]:
+        """The rounds of the checkpoints that are whole, as far as is known."""
+        return tuple(self._rounds)
+
+    def write(self, round_: Round, chunks: Sequence[Buffer]) -> None:
+        """Write the shard after a round; it is on the disk when this returns."""
+        digest = xxhash.xxh3_128()
+        for chunk in chunks:
+            digest.update(chunk)
+        write_file(self._path(round_), [digest.digest(), *chunks])
+        self._rounds.add(round_)
+
+    def read(self, round_: Round) -> memoryview:
+        """Return the bytes of a shard. Raises DamagedFile."""
+        path = self._path(round_)
+        data = read_file(path)
+        if xxhash.xxh3_128_digest(data[_DIGEST_BYTES:]) != data[:_DIGEST_BYTES]:
+            raise DamagedFile.wrong_digest(path)
+        return data[_DIGEST_BYTES:]
+
+    def forget(self, round_: Round) -> None:
+        """Do not use this one any more: it is damaged."""
+        self._rounds.discard(round_)
+
+    def keep(self, rounds: Collection[Round]) -> None:
+        """Delete all others."""
+        for round_ in self._rounds - set(rounds):
+            self._path(round_).unlink(missing_ok=True)
+            self._rounds.discard(round_)
+
+    def resume(self, round_: Round) -> None:
+        """Delete those behind this round, and what an earlier life of this pserver had begun to write."""
+        self.keep([own for own in self._rounds if own <= round_])
+        for path in self._folder.glob(".*.checkpoint.*"):
+            path.unlink(missing_ok=True)
+
+    def _path(self, round_: Round) -> Path:
+        return self._folder / f"{round_:012}.checkpoint"
+
 
 log = get_logger()
 

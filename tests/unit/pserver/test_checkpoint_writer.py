@@ -12,8 +12,8 @@ import pytest
 
 from ps_protocol.errors import StaleRun, StorageFailed, TryAgain
 from ps_protocol.messages import PserverHeartbeatReply, WantCheckpoint
-from services.pserver.durable import own_checkpoints
-from services.pserver.durable.segments import list_segments
+from services.pserver.durable import storage
+from services.pserver.durable.update_log import list_segments
 from services.runtime.checkpoints import Manifest, round_folder, write_manifest
 from services.runtime.places import Place
 
@@ -204,7 +204,7 @@ async def test_a_folder_that_takes_no_checkpoint_is_tried_again_after_an_interva
             tries += 1
             raise OSError("Input/output error")
 
-        monkeypatch.setattr(own_checkpoints, "write_file", refuse)
+        monkeypatch.setattr(storage, "write_file", refuse)
         for round_ in range(1, 10):
             await b.play_round(round_)
             await b.run.writer.finish("folder")

@@ -14,10 +14,10 @@ from ps_protocol.frames import parse_frame
 from ps_protocol.messages import Controls
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.routes import BARRIER_HEADER, HYPER_PARAMETERS_KEY, VERDICT_HEADER
-from services.pserver.compensation import divide_rates
 from services.pserver.durable.records import Record
 from services.pserver.durable.update_log import Update
 from services.pserver.history import History
+from services.pserver.pulls import divide_rates
 
 from .refusals import unchanged
 from .support import Bench, bench, encode

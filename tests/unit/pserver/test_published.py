@@ -16,9 +16,9 @@ from ps_protocol.plan import make_plan
 from ps_protocol.quantisation import PIECE
 from ps_protocol.vocabulary import ParameterSpec
 from ps_protocol.wire_types import GROUP, WireTypes
+from services.pserver.reply import VersionedBlocks
 from services.pserver.shard import Shard
 from services.pserver.shard_state import ShardState, cut_anew
-from services.pserver.versioned_blocks import VersionedBlocks
 from trainer_client.pulling.differences import Differences
 from trainer_client.tensors import TORCH_DTYPES, writable_bytes
 from trainer_client.transport.frame_sink import FrameSink

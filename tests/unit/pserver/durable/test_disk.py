@@ -10,8 +10,7 @@ import pytest
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import StorageFailed
-from services.pserver.durable.disk import Disk
-from services.pserver.durable.folder import IDENTITY, FolderTaken, StateFolder, open_folder
+from services.pserver.durable.disk import IDENTITY, Disk, FolderTaken, StateFolder, open_folder
 from services.pserver.history import History
 from services.runtime.checkpoints import MANIFEST, Manifest, round_folder, write_manifest
 from services.runtime.places import open_place

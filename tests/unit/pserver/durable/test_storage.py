@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from services.pserver.durable.segments import list_segments
 from services.pserver.durable.storage import RunStorage
-from services.pserver.durable.update_log import Update, UpdateLog
+from services.pserver.durable.update_log import Update, UpdateLog, list_segments
 from services.pserver.history import History
 from services.pserver.shard import Shard
 
