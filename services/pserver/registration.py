@@ -13,8 +13,8 @@ from ps_protocol.errors import GradpostError, StalePserver, TryAgain
 from ps_protocol.messages import Message, PserverHeartbeatReply, PserverRegistered, RegisterPserver, heartbeat_period
 from ps_protocol.routes import PSERVER_HEARTBEAT, REGISTER_PSERVER
 from ps_protocol.vocabulary import PROTOCOL_VERSION, Round
+from services.runtime.errors import raise_for_problem
 from services.runtime.logs import get_logger
-from services.runtime.peers import raise_for_problem
 
 from .pserver import Pserver
 from .settings import PserverSettings
