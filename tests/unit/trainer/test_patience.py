@@ -28,6 +28,7 @@ from ps_protocol.routes import SEND
 from trainer_client.metrics import TrainerMetrics
 from trainer_client.news import News
 from trainer_client.pserver_client import PserverClient
+from trainer_client.pserver_connection import PserverConnection
 from trainer_client.transport.exchange import Exchange
 
 INFO = PserverInfo(index=0, address="http://pserver", incarnation=1, http2=False)
@@ -50,7 +51,10 @@ async def exchange(answer: Answer) -> AsyncIterator[Exchange]:
 def make_client(http: Exchange, news: News, **patience: float) -> PserverClient:
     """Return a client of the pserver INFO; `patience` replaces 60 s, or a `max_delay` of 0."""
     given: dict[str, Any] = {"retry_seconds": 60, "deadline_seconds": 60, "max_delay": 0, **patience}
-    return PserverClient(INFO, FENCE, lambda _: http, TrainerMetrics(), news, **given)
+    max_delay = given.pop("max_delay")
+    return PserverClient(
+        PserverConnection(INFO, FENCE, lambda _: http, TrainerMetrics(), news, **given), max_delay=max_delay
+    )
 
 
 REFUSALS = [NotReady("it has no run yet"), StalePserver("it has another life"), StaleRun("it is behind")]
@@ -79,7 +83,7 @@ async def test_it_is_waited_for_as_long_as_the_coordinator_answers(
     refusal: GradpostError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was away for longer than a request may take; the coordinator tells it when all are back."""
-    monkeypatch.setattr("trainer_client.pserver_client.NEWS_SECONDS", 0.01)
+    monkeypatch.setattr("trainer_client.pserver_connection.NEWS_SECONDS", 0.01)
     assert await ask(refusal, News(heard_at=float("inf"))) == NUM_REFUSALS + 1
 
 
@@ -212,7 +216,7 @@ async def test_everything_that_may_not_have_been_pulled_is_kept() -> None:
 @pytest.mark.asyncio
 async def test_a_pserver_that_never_gets_back_what_it_has_lost_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the coordinator makes of it, it has had the time of a round."""
-    monkeypatch.setattr("trainer_client.pserver_client.NEWS_SECONDS", 0.01)
+    monkeypatch.setattr("trainer_client.pserver_connection.NEWS_SECONDS", 0.01)
     news = News(heard_at=float("inf"))
     news.pservers[0] = INFO.model_copy(update={"incarnation": 2})
     ahead = FutureRound("round 1 is ahead")
