@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from starlette.requests import ClientDisconnect
 
+from ps_http2.asgi import receive_into
 from ps_protocol.errors import BadInput
 from ps_protocol.frames import Frame, FrameLimits, TensorEntry, parse_frame
-from services.runtime.own_memory import receive_into
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope

@@ -12,13 +12,13 @@ from dataclasses import replace
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from ps_http2.asgi import send_from
 from ps_protocol.errors import BadInput, Conflict, GradpostError
 from ps_protocol.fence import MAX_DIGITS, Fence
 from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES
 from ps_protocol.norms import AgreedNorm
 from ps_protocol.routes import BARRIER_HEADER, HAVE_HEADER, NORM_HEADER, VERDICT_HEADER, WAIT_HEADER
 from ps_protocol.vocabulary import Round
-from services.runtime.own_memory import send_from
 
 from .bodies import content_length, discard_body, receive_body
 from .limits import WaitingGets
