@@ -9,7 +9,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from trainer_client.transport.http2 import Http2Transport
+from ps_http2.client import Http2Transport
 
 from ..protocol.test_certificates import Authority
 

@@ -18,15 +18,14 @@ from ps_config.certificates import TlsFiles
 from ps_config.control_client import BearerAuth, make_control_client
 from ps_config.environment import SettingsError
 from ps_config.tokens import TokenPair
+from ps_http2.asgi import send_from
+from ps_http2.client import BODY_EXTENSION
 from ps_protocol.errors import Unreachable
 from services.runtime import server as server_module
 from services.runtime.app import add_raw_route
-from services.runtime.own_memory import send_from
 from trainer_client.membership import Membership
 from trainer_client.settings import read_settings
-from trainer_client.transport.connections import make_bulk_client
-from trainer_client.transport.exchange import Exchange
-from trainer_client.transport.extensions import BODY_EXTENSION
+from trainer_client.transport.exchange import Exchange, make_bulk_client
 from trainer_client.transport.http1 import CHUNK_BYTES, Http1Transport
 
 from ..http2.sockets import Talker, serving
@@ -259,7 +258,7 @@ def serve(authority: Authority) -> AbstractAsyncContextManager[Running]:
 async def test_a_replaced_authority_is_read_from_its_files(
     http2: bool, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_client.transport.http2.PING_SECONDS", 0.05)
+    monkeypatch.setattr("ps_http2.client.PING_SECONDS", 0.05)
     monkeypatch.setattr(server_module, "GRACE_SECONDS", 0.2)  # idle clients keep their connections open
     client = authority.issue("client")
     body = {BODY_EXTENSION: (memoryview(b"12345"),)}
