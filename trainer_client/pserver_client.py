@@ -9,6 +9,7 @@ from dataclasses import replace
 from time import perf_counter
 from typing import NamedTuple, TypeVar
 
+from ps_http2.client import LOCAL_EXTENSION
 from ps_protocol import routes
 from ps_protocol.errors import GradpostError
 from ps_protocol.frames import CONTENT_TYPE, FrameLimits
@@ -22,7 +23,6 @@ from .answers import may_be_problem, raise_for_problem
 from .pserver_connection import PserverConnection
 from .pulling.differences import Differences
 from .pushing.buckets import Payload
-from .transport.extensions import LOCAL_EXTENSION
 from .transport.frame_sink import NO_DIFFERENCES, FrameSink
 
 T = TypeVar("T")

@@ -104,17 +104,17 @@ async def test_a_pserver_that_comes_back_tells_the_same(tmp_path: Path, checkpoi
 
 async def test_another_run_goes_on_with_them() -> None:
     history, source = History({9: (0,)}, {9: (0,)}), History({7: (0, 1)}, {7: (1,)}, {0: (1, 7)}, {}, state(6))
-    history.take_outcomes(source)
+    history.adopt_outcomes(source)
     assert history == History({9: (0,)}, {9: (0,), 7: (1,)}, {}, {}, state(6))
     assert History.from_json(history.to_json()) == history
 
 
 async def test_a_round_without_trainers_keeps_the_state() -> None:
     history = History()
-    history.add(7, (0,), (), None, [{"lr": 0.1}, state(6)], keep=1)
-    history.add(8, (), (), keep=1)
+    history.add_round(7, (0,), (), None, [{"lr": 0.1}, state(6)], keep=1)
+    history.add_round(8, (), (), keep=1)
     assert history.scaler == state(6)
-    history.add(9, (0,), (), None, [{"lr": 0.1}], keep=1)
+    history.add_round(9, (0,), (), None, [{"lr": 0.1}], keep=1)
     assert history.scaler is None
 
 
