@@ -10,8 +10,8 @@ import httpx
 
 from ps_config.certificates import hint_at_tls
 from ps_protocol.errors import GradpostError, StalePserver, TryAgain
+from ps_protocol.fields import Message
 from ps_protocol.messages import (
-    Message,
     PserverHeartbeatReply,
     PserverRegistered,
     RegisterPserver,

@@ -16,7 +16,8 @@ from typing import Any
 from pydantic import field_validator
 
 from ps_protocol.errors import GradpostError
-from ps_protocol.messages import InstallRun, Message
+from ps_protocol.fields import Message
+from ps_protocol.messages import InstallRun
 from ps_protocol.vocabulary import Incarnation, PserverIndex
 from services.runtime.checkpoints import leave_out_removed
 from services.runtime.locks import lock_folder

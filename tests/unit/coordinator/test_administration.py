@@ -78,11 +78,11 @@ async def test_what_is_under_way_has_not_failed(monkeypatch: pytest.MonkeyPatch)
         assert [entry.outcome for entry in coordinator.audit.entries()] == ["requested"]
         goes_on.set()
         run = coordinator.cluster.run
-        await eventually(lambda: bool(run.controls) and run.installed_number == run.number)
-        assert run.controls[-1].is_paused
+        await eventually(lambda: bool(run.membership.controls) and run.installed_number == run.number)
+        assert run.membership.newest_controls.is_paused
         await eventually(lambda: len(coordinator.audit.entries()) == 2)  # nobody asks any more
         last = coordinator.audit.entries()[-1]
-        assert (last.number, last.outcome, last.round) == (1, "done", run.controls[-1].since)
+        assert (last.number, last.outcome, last.round) == (1, "done", run.membership.newest_controls.since)
 
 
 async def test_what_is_asked_for_while_all_have_to_go_back_counts_from_there_on() -> None:
@@ -98,7 +98,8 @@ async def test_what_is_asked_for_while_all_have_to_go_back_counts_from_there_on(
         assert (run.attempt, run.wanted) == (1, None)
         assert (done.round, done.controls.is_paused, done.controls.rates) == (5, True, {0: 0.5})
         for taken in pservers.taken.values():
-            assert [(one.since, one.is_paused, one.rates) for one in taken[-1].controls] == [(5, True, {0: 0.5})]
+            controls = taken[-1].membership.controls
+            assert [(one.since, one.is_paused, one.rates) for one in controls] == [(5, True, {0: 0.5})]
 
 
 async def test_a_rollback_to_a_checkpoint_that_pservers_cannot_restore_is_refused() -> None:

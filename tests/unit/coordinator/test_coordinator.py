@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from ps_protocol.errors import NotReady, StorageFailed, TrainerLost
-from ps_protocol.messages import InstallMembers, Message, PserverState
+from ps_protocol.fields import Message
+from ps_protocol.messages import InstallMembers, PserverState
 from ps_protocol.routes import DECLARE_MODEL, JOIN_TRAINER, LEAVE, REGISTER_PSERVER
 from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import httpx
 import pytest
 
@@ -82,7 +84,7 @@ async def test_where_a_newcomer_begins_is_nothing_that_it_has_ended():
         [trainer, _] = begin(coordinator)
         await coordinator.wait_for_plan(*trainer, 5)
         run = coordinator.cluster.run
-        run.membership.starts[0] = 7
+        run.membership = replace(run.membership, starts={0: 7})
         for round_, pulled in ((6, 0), (7, 7)):
             coordinator.cluster.trainer_heartbeat(0, alive(run=trainer[1], round_=round_), coordinator.now())
             assert run.pulled == pulled
