@@ -16,7 +16,6 @@ from pydantic_core import CoreSchema
 
 from .consistency import Consistency
 from .fence import MAX_DIGITS, MAX_TEXT
-from .local_sockets import NAME_PATTERN
 
 V = TypeVar("V")
 
@@ -89,7 +88,7 @@ Label: TypeAlias = Annotated[str, Field(max_length=MAX_TEXT)]
 Name: TypeAlias = Annotated[str, Field(max_length=MAX_NAME)]
 Text: TypeAlias = Annotated[str, Field(max_length=MAX_NOTE)]
 Reason: TypeAlias = Annotated[str, Field(max_length=MAX_REASON)]
-LocalName: TypeAlias = Annotated[str, Field(pattern=NAME_PATTERN)]  # no other program's socket
+LocalName: TypeAlias = Annotated[str, Field(pattern=r"^gradpost-[0-9a-f]{32}$")]  # see ps_http2.local_sockets
 Object: TypeAlias = Annotated[dict[str, Any], Field(max_length=100)]
 
 

@@ -21,12 +21,11 @@ from services.runtime.failpoints import reach_failpoint
 from .captures import Captures
 from .durable.storage import RunStorage
 from .durable.update_log import Update
-from .loaded_slots import find_loaded
-from .reply import Reply
+from .optimizer_blocks import find_loaded
+from .reply import Reply, VersionedBlocks
 from .rounds import Apply
 from .shard import Shard
 from .tensors import StagedBlock
-from .versioned_blocks import VersionedBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +44,14 @@ class Measured:
 class RoundWork:
     """Owns what belongs to rounds beside the shard: the captures, and the round in which each block changed last."""
 
-    def __init__(
-        self,
-        shard: Shard,
-        storage: RunStorage | None,
-        identity: Mapping[str, str],
-        *,
-        lends: bool,
-    ) -> None:
+    def __init__(self, shard: Shard, storage: RunStorage | None, identity: Mapping[str, str], *, borrows: bool) -> None:
         """`identity` is in a reply's metadata; `lends`: a reply may consist of views of the values, which are called
         back in time."""
         self.captures = Captures()
         self._shard = shard
         self._storage = storage
         self._identity = identity
-        self._lends = lends
+        self._borrows = borrows
         self._changed = dict.fromkeys(shard.layout.place, shard.version)  # in which round each block did last
 
     def measure(self, apply: Apply[StagedBlock], controls: Controls) -> Measured:
@@ -95,7 +87,7 @@ class RoundWork:
         self._shard.publish(present, masters)
         self._changed.update(dict.fromkeys((*present, *masters), apply.round))
         reach_failpoint("apply.after")
-        self.captures.take(apply.round)
+        self.captures.capture_round(apply.round)
         return self.encode(apply.round, outcome)
 
     def _aggregate(self, apply: Apply[StagedBlock], controls: Controls) -> tuple[Tensor, tuple[str, ...]]:
@@ -110,11 +102,11 @@ class RoundWork:
 
     def encode(self, round_: Round, outcome: Mapping[str, str]) -> Reply:
         """The version that the shard has, for everybody; `outcome` goes to the reply's metadata."""
-        blocks: list[tuple[WireTensor, bytes | memoryview]] = [*self._shard.lend()]
-        if not self._lends:
+        blocks: list[tuple[WireTensor, bytes | memoryview]] = [*self._shard.borrow()]
+        if not self._borrows:
             blocks = [(tensor, bytes(data)) for tensor, data in blocks]
         metadata = {**self._identity, "round": str(round_), **outcome}
-        versioned = VersionedBlocks(blocks, dict(self._changed), metadata, round_ - 1, self._shard.lend_differences())
+        versioned = VersionedBlocks(blocks, dict(self._changed), metadata, round_ - 1, self._shard.borrow_deltas())
         versioned.parts(round_ - 1)  # what most will ask for, while we are on this thread
         return Reply(round_, versioned.parts(), versioned)
 

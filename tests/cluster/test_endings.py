@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from services.pserver.durable.records import Record, read_records
-from services.pserver.durable.segments import list_segments
-from services.pserver.durable.update_log import Update
+from services.pserver.durable.update_log import Update, list_segments
 from trainer_client.testing import LocalCluster
 
 from .faulty_run import SCRIPT, FaultyRun

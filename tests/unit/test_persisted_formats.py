@@ -35,8 +35,8 @@ def test_a_pserver_goes_on_with_what_it_had_written(folder: Path, index: int) ->
     disk = Disk(folder)
     disk.open(index)
     assert disk.held is not None
-    assert (disk.previous, disk.held.run, disk.held.restorable) == (1, "run1", ((0, 6),))
-    disk.register(index, 2)
+    assert (disk.previous_incarnation, disk.held.run, disk.held.restorable) == (1, "run1", ((0, 6),))
+    disk.write_incarnation(index, 2)
     storage, restored = disk.open_run(install_for(PLAN, restore=6, incarnation=2))
     assert restored is not None
     assert (restored.round, restored.shard.digest()) == (6, digest_after(PLAN, 6, index))

@@ -293,8 +293,8 @@ async def bench(
     registry = CollectorRegistry()
     disk = None if state_dir is None else Disk(state_dir)
     pserver = Pserver(compute, PserverMetrics(registry, compute), LIMITS, disk=disk)
-    held = await pserver.look_into_folder(0)
-    await pserver.registered(PserverRegistered(index=0, incarnation=incarnation, lease_seconds=10))
+    held = await pserver.open_folder(0)
+    await pserver.adopt_identity(PserverRegistered(index=0, incarnation=incarnation, lease_seconds=10))
     plan = make_plan(PARAMETERS, 1, optimizer=make_spec(optimizer, groups), wire=wire)
     message = InstallRun(
         **{

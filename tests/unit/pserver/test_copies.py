@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from services.pserver import copies as module
-from services.pserver.copies import Copies
+from services.pserver import limits as module
+from services.pserver.limits import Copies
 
 from ...raising import raises_code
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from ps_protocol.errors import TryAgain
-from services.pserver.in_flight import InFlight, WaitingGets
+from services.pserver.limits import InFlight, WaitingGets
 
 from ...raising import raises_code
 

@@ -13,10 +13,10 @@ from ps_protocol.frames import parse_frame
 from ps_protocol.membership import Controls
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.routes import BARRIER_HEADER, HYPER_PARAMETERS_KEY, VERDICT_HEADER
-from services.pserver.compensation import divide_rates
 from services.pserver.durable.records import Record
 from services.pserver.durable.update_log import Update
 from services.pserver.history import History
+from services.pserver.pulls import divide_rates
 
 from .refusals import unchanged
 from .support import Bench, bench, encode
@@ -103,17 +103,17 @@ async def test_a_pserver_that_comes_back_tells_the_same(tmp_path: Path, checkpoi
 
 async def test_another_run_goes_on_with_them() -> None:
     history, source = History({9: (0,)}, {9: (0,)}), History({7: (0, 1)}, {7: (1,)}, {0: (1, 7)}, {}, state(6))
-    history.take_outcomes(source)
+    history.adopt_outcomes(source)
     assert history == History({9: (0,)}, {9: (0,), 7: (1,)}, {}, {}, state(6))
     assert History.from_json(history.to_json()) == history
 
 
 async def test_a_round_without_trainers_keeps_the_state() -> None:
     history = History()
-    history.add(7, (0,), (), None, [{"lr": 0.1}, state(6)], keep=1)
-    history.add(8, (), (), keep=1)
+    history.add_round(7, (0,), (), None, [{"lr": 0.1}, state(6)], keep=1)
+    history.add_round(8, (), (), keep=1)
     assert history.scaler == state(6)
-    history.add(9, (0,), (), None, [{"lr": 0.1}], keep=1)
+    history.add_round(9, (0,), (), None, [{"lr": 0.1}], keep=1)
     assert history.scaler is None
 
 

@@ -68,7 +68,7 @@ async def test_fence_again_after_the_last_byte_pserver_registered_anew_meanwhile
     async with bench() as b:
         late, halfway = begin_push(b, 1, 1)
         await halfway.reached.wait()
-        await b.pserver.registered(PserverRegistered(index=0, incarnation=2, lease_seconds=10))
+        await b.pserver.adopt_identity(PserverRegistered(index=0, incarnation=2, lease_seconds=10))
         halfway.go.set()
         await refused("stale_pserver", late)
         del late
@@ -356,8 +356,8 @@ async def test_a_number_of_blocks_that_is_none_is_refused(text):
 async def test_a_body_that_no_honest_push_could_fill_is_refused_before_it_is_received():
     async with bench() as b:
         taken: list[int] = []
-        take = b.pserver.pool.take
-        b.pserver.pool.take = lambda n: taken.append(n) or take(n)  # type: ignore[method-assign]
+        take = b.pserver.pool.acquire
+        b.pserver.pool.acquire = lambda n: taken.append(n) or take(n)  # type: ignore[method-assign]
         await unchanged(b, "body_too_large", b.call("send", b.fence(0, 1), b"", num_bytes=200 * 1024 * 1024))
         await unchanged(b, "body_too_large", b.call("send", b.fence(0, 1), b"", num_bytes=10**15))
         assert taken == []

@@ -247,4 +247,4 @@ async def test_an_apply_that_fails_ends_every_wait():
             await asyncio.wait_for(get, 2)
         with raises_code("apply_failed"):
             await b.push(0, 2)
-        assert not b.run.is_at_rest  # no checkpoint is made of it
+        assert not b.run.is_idle  # no checkpoint is made of it

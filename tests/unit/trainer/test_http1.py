@@ -14,10 +14,10 @@ import pytest
 
 from ps_config.certificates import TlsFiles
 from ps_config.tokens import TokenPair
+from ps_http2.asgi import send_from
+from ps_http2.client import BODY_EXTENSION
 from services.runtime.app import add_raw_route
-from services.runtime.own_memory import send_from
 from trainer_client.transport.exchange import Exchange
-from trainer_client.transport.extensions import BODY_EXTENSION
 from trainer_client.transport.http1 import CHUNK_BYTES, Http1Transport
 
 from ..protocol.test_tokens import NEW, OLD, put

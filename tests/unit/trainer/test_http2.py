@@ -16,13 +16,12 @@ from h2.settings import SettingCodes
 from hpack import Encoder
 
 from ps_config.certificates import TlsFiles, server_context
+from ps_http2 import client as http2
 from ps_http2 import frames
+from ps_http2.asgi import receive_into, send_from
+from ps_http2.client import BODY_EXTENSION, SINK_EXTENSION, Http2Transport
 from ps_http2.frames import Code, pack
 from services.runtime.app import add_raw_route
-from services.runtime.own_memory import receive_into, send_from
-from trainer_client.transport import http2
-from trainer_client.transport.extensions import BODY_EXTENSION, SINK_EXTENSION
-from trainer_client.transport.http2 import Http2Transport
 
 from ..http2.sockets import Talker, serving
 from ..http2.support import Collector

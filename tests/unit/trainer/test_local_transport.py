@@ -15,9 +15,8 @@ import pytest_asyncio
 from h2.events import StreamEnded
 
 from ps_config.certificates import TlsFiles
-from ps_protocol.local_sockets import local_name
-from trainer_client.transport.extensions import LOCAL_EXTENSION
-from trainer_client.transport.http2 import Http2Transport
+from ps_http2.client import LOCAL_EXTENSION, Http2Transport
+from ps_http2.local_sockets import local_name
 
 from ..http2.sockets import Talker, serving
 from ..protocol.test_certificates import Authority

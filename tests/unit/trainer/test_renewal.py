@@ -11,12 +11,12 @@ import trustme
 
 from ps_config.certificates import TlsFiles
 from ps_config.control_client import make_control_client
+from ps_http2.client import BODY_EXTENSION
 from ps_protocol.errors import Unreachable
 from services.runtime import server as server_module
 from trainer_client.membership import Membership
 from trainer_client.settings import read_settings
-from trainer_client.transport.connections import make_bulk_client
-from trainer_client.transport.extensions import BODY_EXTENSION
+from trainer_client.transport.exchange import make_bulk_client
 
 from ..protocol.test_certificates import Authority
 from ..runtime.support import Running, Sample, running
@@ -32,7 +32,7 @@ def serve(authority: Authority) -> AbstractAsyncContextManager[Running]:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("http2", [True, False])
 async def test_the_whole_authority_is_replaced(http2: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_client.transport.http2.PING_SECONDS", 0.05)
+    monkeypatch.setattr("ps_http2.client.PING_SECONDS", 0.05)
     monkeypatch.setattr(server_module, "GRACE_SECONDS", 0.2)  # idle clients do not say goodbye when the server stops
     authority = Authority(tmp_path / "authority")
     client = authority.issue("client")

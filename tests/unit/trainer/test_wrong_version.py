@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from ps_config.certificates import TlsFiles
-from trainer_client.transport.connections import make_bulk_client
+from trainer_client.transport.exchange import make_bulk_client
 
 
 @pytest.mark.asyncio
