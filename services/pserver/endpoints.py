@@ -73,7 +73,7 @@ class TensorEndpoints:
         """Count a batch or fetch barrier and answer at once."""
         headers = _headers(scope)
         await discard_body(receive)
-        answer = self._pserver.run.barrier_arrived(
+        answer = self._pserver.run.count_barrier(
             Fence.from_headers(headers), _barrier_kind(headers), is_finite=_is_finite(headers)
         )
         await _send_json(send, answer.model_dump_json())
@@ -168,7 +168,7 @@ def _count_riding_barrier(run: PserverRun, fence: Fence, headers: dict[str, str]
         return
     if _barrier_kind(headers) != "batch":
         raise BadInput("only the batch barrier may ride on another request", code="bad_header", expected="batch")
-    run.barrier_arrived(fence, "batch", is_finite=is_finite)
+    run.count_barrier(fence, "batch", is_finite=is_finite)
 
 
 def _is_finite(headers: dict[str, str]) -> bool:

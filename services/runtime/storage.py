@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 import xxhash
 from pydantic import ValidationError
 
-from ps_protocol.messages import Message
+from ps_protocol.fields import Message
 
 from .failpoints import reach_failpoint
 

@@ -50,7 +50,7 @@ class DelayedRounds(RuleBasedStateMachine):
         if self.got[rank] < round_ - 1 - self.k:
             return  # it has to wait for parameters first
         assert self.rounds.admit(rank, 1, round_) == "open"
-        self.rounds.blocks_arrived(rank, {"w": f"round {round_} of {rank}"}, 1, NUMBERS, round_)
+        self.rounds.stage_blocks(rank, {"w": f"round {round_} of {rank}"}, 1, NUMBERS, round_)
         self.pushed[rank] = round_
         self.furthest = max(self.furthest, round_ - self.rounds.applied)
 
@@ -58,20 +58,20 @@ class DelayedRounds(RuleBasedStateMachine):
     def push_again(self, rank: int) -> None:
         round_ = self.pushed[rank]
         if round_ and self.rounds.admit(rank, 1, round_) == "open":
-            assert self.rounds.blocks_arrived(rank, {"w": f"round {round_} of {rank}"}, 1, NUMBERS, round_) == 0
+            assert self.rounds.stage_blocks(rank, {"w": f"round {round_} of {rank}"}, 1, NUMBERS, round_) == 0
 
     @rule(rank=st.integers(0, NUM_TRAINERS - 1), again=st.booleans())
     def send_barrier(self, rank: int, again: bool) -> None:
         round_ = self.barriers[rank] + (0 if again else 1)
         if 0 < round_ <= self.pushed[rank]:
             self.barriers[rank] = round_
-            self.start(self.rounds.batch_barrier_arrived(rank, 1, round_))
+            self.start(self.rounds.count_batch_barrier(rank, 1, round_))
 
     @precondition(lambda self: self.is_applying)
     @rule()
     def finish_apply(self) -> None:
         self.is_applying = False
-        self.start(self.rounds.round_applied())
+        self.start(self.rounds.finish_apply())
 
     @rule(rank=st.integers(0, NUM_TRAINERS - 1))
     def get(self, rank: int) -> None:
@@ -116,15 +116,15 @@ def test_the_bound_is_reached(k: int) -> None:
     rounds: Rounds[str] = Rounds({0: 1, 1: 1}, k)
     for round_ in range(1, k + 2):
         assert rounds.admit(0, 1, round_) == "open"
-        rounds.blocks_arrived(0, {"w": str(round_)}, 1, NUMBERS, round_)
-        assert rounds.batch_barrier_arrived(0, 1, round_) is None
+        rounds.stage_blocks(0, {"w": str(round_)}, 1, NUMBERS, round_)
+        assert rounds.count_batch_barrier(0, 1, round_) is None
     with pytest.raises(FutureRound):
         rounds.admit(0, 1, k + 2)
     for round_ in range(1, k + 2):  # the other one comes, and everything is applied in turn
-        rounds.blocks_arrived(1, {"w": str(round_)}, 1, NUMBERS, round_)
-        rounds.batch_barrier_arrived(1, 1, round_)
+        rounds.stage_blocks(1, {"w": str(round_)}, 1, NUMBERS, round_)
+        rounds.count_batch_barrier(1, 1, round_)
     applied = []
     while rounds.applying is not None:
         applied.append(rounds.applying.round)
-        rounds.round_applied()
+        rounds.finish_apply()
     assert applied == list(range(1, k + 2))

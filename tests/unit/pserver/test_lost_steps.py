@@ -52,7 +52,7 @@ async def play(folder: Path, script: list[tuple]) -> None:
             for action, *arguments in script:
                 if action == "push":
                     rank, ahead, part = arguments
-                    pushes.append(asyncio.create_task(push(pserver, rank, clocks.opens[rank] + ahead, part)))
+                    pushes.append(asyncio.create_task(push(pserver, rank, clocks.open_steps[rank] + ahead, part)))
                 elif pserver.run._pauses._task is not None:
                     await log.write_one(pserver.run._pauses)
                 await turns()
@@ -60,9 +60,9 @@ async def play(folder: Path, script: list[tuple]) -> None:
             results = await asyncio.gather(*pushes, return_exceptions=True)
             refused = [result for result in results if result is not None]
             assert all(getattr(error, "code", None) in ("future_round", "delay_exceeded") for error in refused), refused
-        await pserver.run.settle()
+        await pserver.run.wait_for_writes()
         await pserver.run._drain()
-        assert clocks.applied == clocks.taken
-        taken, digest = clocks.taken, pserver.run.shard.digest()
+        assert clocks.applied == clocks.num_committed
+        taken, digest = clocks.num_committed, pserver.run.shard.digest()
     async with life(folder, 3, rules=RULES) as pserver:
-        assert (pserver.run.clocks.taken, pserver.run.shard.digest()) == (taken, digest)
+        assert (pserver.run.clocks.num_committed, pserver.run.shard.digest()) == (taken, digest)

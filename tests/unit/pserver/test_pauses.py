@@ -81,7 +81,7 @@ async def test_what_waits_for_a_pause_waits_for_that_one_only(tmp_path: Path, wh
             asked = asyncio.create_task(
                 {
                     "freeze": lambda: pserver.freeze(2),
-                    "model": lambda: pserver.run.look_after(None, dict, 0),
+                    "model": lambda: pserver.run.read_after_round(None, dict, 0),
                     "checkpoint": lambda: pserver.run.want_checkpoint(1),
                     "stop": lambda: pserver.pserver.stop(),
                 }[what]()
@@ -92,7 +92,7 @@ async def test_what_waits_for_a_pause_waits_for_that_one_only(tmp_path: Path, wh
             await log.write_one(pserver.run._pauses)
             async with asyncio.timeout(10):
                 await asked
-            assert pserver.run.clocks.taken == 1
+            assert pserver.run.clocks.num_committed == 1
         for trainer in trainers:
             with suppress(TryAgain):  # after the stop
                 await trainer
@@ -111,12 +111,12 @@ async def play(folder: Path, script: list[str]) -> None:
         for rank in range(NUM_TRAINERS):
             await pserver.get(rank, 0)
         begun: list[str] = []
-        begin = pauses.begin
+        begin = pauses.begin_pause
 
         def watched(work: Any) -> Any:
             name = work.__name__
             assert pauses._task is None or name == "_drain_and_snapshot", "two at once"
-            if name == "_log_and_take":
+            if name == "_log_and_commit":
                 waiting = [task for task in moments if not task.done()]
                 assert not waiting or begun[-1:] == ["drain_and_look"], "a contribution overtook a freeze"
             elif begun[-1:] == [name] == ["drain_and_look"]:
@@ -124,7 +124,7 @@ async def play(folder: Path, script: list[str]) -> None:
             begun.append(name)
             return begin(work)
 
-        pauses.begin = watched
+        pauses.begin_pause = watched
         moments: list[asyncio.Task[Any]] = []
         looks: list[asyncio.Task[Any]] = []
         with SlowLog().of(pserver) as log:
@@ -132,7 +132,7 @@ async def play(folder: Path, script: list[str]) -> None:
             await turns()
             number = 1
             for action in script:
-                if action == "write" and pauses._task is not None and begun[-1] == "_log_and_take":
+                if action == "write" and pauses._task is not None and begun[-1] == "_log_and_commit":
                     await log.write_one(pauses)
                 elif action == "freeze":
                     number += 1
@@ -141,11 +141,11 @@ async def play(folder: Path, script: list[str]) -> None:
                     number += 1
                     moments.append(asyncio.create_task(pserver.change_members(number, dict(run.members))))
                 elif action == "model":
-                    looks.append(asyncio.create_task(run.look_after(None, dict, 0)))
+                    looks.append(asyncio.create_task(run.read_after_round(None, dict, 0)))
                 elif action == "cancel" and looks:
                     looks.pop().cancel()
                 await turns()
             log.open_up()
             async with asyncio.timeout(20):
                 await asyncio.gather(*trainers, *moments, *looks)
-        assert run.clocks.taken == NUM_TRAINERS * 12
+        assert run.clocks.num_committed == NUM_TRAINERS * 12
