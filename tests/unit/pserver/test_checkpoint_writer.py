@@ -20,8 +20,6 @@ from services.runtime.places import Place
 from .support import Bench, bench, encode, initial_values
 from .test_async_run import until
 
-pytestmark = pytest.mark.asyncio
-
 
 class SlowPlace:
     """Writes only when it may, and remembers how many have written at once."""
