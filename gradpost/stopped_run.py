@@ -125,7 +125,7 @@ def _open_storage(run: RunRecord, plan: SlicePlan, folder: StateFolder, place: P
 def _find_ranges(run: RunRecord, folder: StateFolder, storage: RunStorage) -> list[tuple[Round, Round]]:
     """Without rounds that were undone by an attempt which this pserver does not know of."""
     assert folder.identity.run is not None
-    attempt, ranges = folder.identity.run.attempt, storage.restorable()
+    attempt, ranges = folder.identity.run.attempt, storage.find_restorable()
     for start in [-1 if start is None else start for later, start in run.began.items() if later > attempt]:
         ranges = [(first, min(last, start)) for first, last in ranges if first <= start]
     return ranges

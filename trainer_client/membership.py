@@ -15,12 +15,12 @@ import httpx
 from ps_config.certificates import hint_at_tls
 from ps_config.versions import installed_versions
 from ps_protocol.errors import GradpostError, Unreachable, error_from_problem
+from ps_protocol.fields import Message
 from ps_protocol.messages import (
     ClusterStatus,
     DeclareModel,
     JoinTrainer,
     Leave,
-    Message,
     PlanReady,
     RunSummary,
     Software,

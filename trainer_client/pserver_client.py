@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 import httpx
 import tenacity
 
+from ps_http2.client import LOCAL_EXTENSION
 from ps_protocol.errors import (
     ContributionMissing,
     FutureRound,
@@ -62,7 +63,6 @@ from .pauses import choose_backoff, choose_pause
 from .pulling.differences import Differences
 from .pushing.buckets import Payload
 from .transport.exchange import Exchange
-from .transport.extensions import LOCAL_EXTENSION
 from .transport.frame_sink import NO_DIFFERENCES, FrameSink
 
 T = TypeVar("T")

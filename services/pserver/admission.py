@@ -27,7 +27,7 @@ def admit(round_: Round, first_open: Round, last_open: Round) -> Admission:
     return "open" if round_ >= first_open else "already_applied"
 
 
-class Changes:
+class MembershipChanges:
     """Those of one run. Their numbers go up, also from attempt to attempt."""
 
     def __init__(self, run: str = "") -> None:
@@ -35,20 +35,20 @@ class Changes:
         self.begun = 0
         self.ended = 0
 
-    def begin(self, number: int) -> None:
+    def begin_change(self, number: int) -> None:
         """A freeze has come, whatever it is answered. Raises Conflict if that change is over, or a later one has begun.
 
         From now on the end of an earlier change, which was given up for this one, does nothing.
         """
-        self.check(number)
+        self.check_change(number)
         self.begun = number
 
-    def check(self, number: int) -> None:
+    def check_change(self, number: int) -> None:
         """Raise Conflict unless this change may end here."""
-        if not self.is_news(number):
+        if not self.is_current(number):
             raise Conflict("this change of members is over", current=max(self.begun, self.ended), actual=number)
 
-    def is_news(self, number: int) -> bool:
+    def is_current(self, number: int) -> bool:
         """Whether the end of this change is to be carried out.
 
         That of one that was given up may arrive when all others have answered the freeze of a later one, and would set
@@ -56,6 +56,6 @@ class Changes:
         """
         return number >= self.begun and number > self.ended
 
-    def end(self, number: int) -> None:
+    def end_change(self, number: int) -> None:
         """This change is installed."""
         self.begun = self.ended = number

@@ -98,7 +98,7 @@ class Aggregator:
             begin += len(view)
         return self._gradient
 
-    def take_block(self, name: str, part: Tensor) -> Tensor:
+    def load_block(self, name: str, part: Tensor) -> Tensor:
         """Copy the gradient of one block, and return the whole one, which holds until the next call.
 
         `part` is a tensor of shape (num_elements,) in any floating dtype. Nothing is averaged: it is a step of its own.

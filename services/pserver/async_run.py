@@ -20,9 +20,9 @@ from typing import Any, NoReturn, TypeVar
 
 import xxhash
 
-from ps_protocol.controls import NONE, override_rates
 from ps_protocol.errors import Conflict, GradpostError, RoundPending, StaleRound, TryAgain
 from ps_protocol.fence import Fence
+from ps_protocol.membership import NO_CONTROLS
 from ps_protocol.messages import BarrierAnswer, FrozenRounds, InstallMembers, InstallRun, PushAnswer
 from ps_protocol.norms import AgreedNorm
 from ps_protocol.optimizers import HyperParameters
@@ -42,13 +42,13 @@ from .durable.storage import Restored, RunStorage
 from .durable.update_log import Update as LoggedUpdate
 from .history import History
 from .metrics import PserverMetrics
-from .optimizer_blocks import LoadedSlots
+from .optimizer_blocks import LoadedState
 from .pauses import Pauses
 from .pulls import Pull, Pulls, compensate_gradient, divide_rates
 from .pushes import read_blocks, read_completion, read_computed_on, read_num_slots
 from .reading import Reader, make_reader
 from .reply import Reply
-from .run import FAILURES_OF_TRAINERS, BarrierKind, Look, PserverRun, name_trainers
+from .run import FAILURES_OF_TRAINERS, BarrierKind, PserverRun, Read, name_trainers
 from .tensors import StagedBlock, digest_contribution, view_bytes
 
 log = get_logger()
@@ -88,17 +88,17 @@ class AsyncRun(PserverRun):
             # Its log may have lost its end, even if it looks whole; and no trainer is at a step before it was taken.
             is_short=restored is not None,
         )
-        self._pulls = Pulls(self._rules.max_delay, self._as_restored() if restored else None)
+        self._pulls = Pulls(self._rules.max_delay, self._make_restored_pull() if restored else None)
         self._pauses = Pauses(self._condition)
         self._log_fails_since: float | None = None
         self._queues: dict[str, BlockQueue] = {}  # none before version 0
         self._reader: Reader | None = None
-        self.controls = NONE
+        self.controls = NO_CONTROLS
         self._held: list[KeysView[str]] = []  # blocks of each push that waits for room, the longest waiting first
         self._waits: dict[Rank, _Wait] = {}
-        self.members_changed(install)
+        self.set_members(install)
 
-    def _as_restored(self) -> Pull:
+    def _make_restored_pull(self) -> Pull:
         """What every trainer is taken to have pulled from the earlier life of this pserver."""
         values = self.shard.values.clone() if self._rules.compensation == "dc" else None
         return Pull(dict(self.shard.versions), values)
@@ -134,7 +134,7 @@ class AsyncRun(PserverRun):
     def _open_waits(self) -> Iterator[tuple[float, tuple[Rank, ...]]]:
         """Since when, and for whom, as far as the clocks do not allow it yet: who was sent away may never come back."""
         for rank, wait in self._waits.items():
-            if others := self._others(rank, self.clocks.waits_for(rank, wait.step)):
+            if others := self._others(rank, self.clocks.find_missing(rank, wait.step)):
                 yield wait.since, others
 
     @staticmethod
@@ -173,12 +173,12 @@ class AsyncRun(PserverRun):
         await self.check_finite(fence, blocks)
         if self.admit_push(fence) == "already_applied":
             return PushAnswer(status="already_applied", duplicates=len(blocks))
-        self._catch_up(fence)
-        self._check_stopped(blocks)
+        self._skip_lost_steps(fence)
+        self._check_blocks_run(blocks)
         if computed_on is not None:
             self.clocks.check_delay(fence.rank, fence.round, computed_on)
-            self._pulls.find(fence.rank, computed_on)
-        staged = self.clocks.blocks_arrived(fence.rank, blocks, num_blocks, hyper_parameters, computed_on, num_slots)
+            self._pulls.find_pull(fence.rank, computed_on)
+        staged = self.clocks.stage_blocks(fence.rank, blocks, num_blocks, hyper_parameters, computed_on, num_slots)
         self.pushed_bytes += len(body.buffer)
         self._metrics.staged_blocks.inc(staged)
         return await self._staged(fence, staged, len(blocks))
@@ -188,8 +188,8 @@ class AsyncRun(PserverRun):
         slots = self.read_slots(body)
         if self.admit_push(fence) == "already_applied":
             return PushAnswer(status="already_applied", duplicates=len(slots))
-        self._catch_up(fence)
-        return await self._staged(fence, self.clocks.slots_arrived(fence.rank, slots), len(slots))
+        self._skip_lost_steps(fence)
+        return await self._staged(fence, self.clocks.stage_slots(fence.rank, slots), len(slots))
 
     async def _staged(self, fence: Fence, num_new: int, num_pushed: int) -> PushAnswer:
         complete = self.clocks.staged(fence.rank).is_complete
@@ -197,8 +197,8 @@ class AsyncRun(PserverRun):
             await self._queue(fence)
         return PushAnswer(status="staged", staged=num_new, duplicates=num_pushed - num_new, complete=complete)
 
-    def _catch_up(self, fence: Fence) -> None:
-        if num_lost := self.clocks.catch_up(fence.rank, fence.round):
+    def _skip_lost_steps(self, fence: Fence) -> None:
+        if num_lost := self.clocks.skip_lost_steps(fence.rank, fence.round):
             log.error(
                 "an earlier life of this pserver has taken steps that it did not keep",
                 trainer=fence.rank, lost=num_lost, next=fence.round,
@@ -217,12 +217,12 @@ class AsyncRun(PserverRun):
             self._held.append(blocks)
             try:
                 while self.admit_push(fence) == "open":  # else another try of this push has queued it meanwhile
-                    self._check_stopped(blocks)
-                    if self._pauses.may_take and self._is_ready(blocks):
-                        self._pauses.contribution_goes()
+                    self._check_blocks_run(blocks)
+                    if self._pauses.may_commit and self._is_ready(blocks):
+                        self._pauses.note_commit()
                         has_log = self.storage is not None and self.storage.has_log
                         if has_log or self.clocks.staged(fence.rank).slots:
-                            logging = self._pauses.begin(self._log_and_take(fence.rank))
+                            logging = self._pauses.begin_pause(self._log_and_commit(fence.rank))
                         else:
                             self._take(fence.rank)
                         break
@@ -260,30 +260,30 @@ class AsyncRun(PserverRun):
     def _take(self, rank: Rank) -> None:
         computed_on = self.clocks.staged(rank).computed_on
         assert computed_on is not None  # a complete contribution has said so
-        pull = self._pulls.find(rank, computed_on)
-        taken = self.clocks.take(rank)
-        taken.contribution.hyper_parameters = self._numbers_of(taken.contribution)
+        pull = self._pulls.find_pull(rank, computed_on)
+        taken = self.clocks.commit(rank)
+        taken.contribution.hyper_parameters = self._get_hyper_parameters(taken.contribution)
         for name, block in taken.contribution.blocks.items():
             if self._is_frozen(name):
-                self.clocks.block_applied(taken)
+                self.clocks.count_applied_block(taken)
             else:
-                self._queues[name].put(Update(taken, block, pull))
+                self._queues[name].put_update(Update(taken, block, pull))
         self.shard.version = self.clocks.applied  # if all of its blocks are frozen
-        if (destination := self.writer.choose(taken.number)) is not None:
+        if (destination := self.writer.choose_destination(taken.number)) is not None:
             self._cut(taken.number, destination)
 
     # ------------------------------------------------------------------ log and checkpoints
 
-    async def _log_and_take(self, rank: Rank) -> None:
+    async def _log_and_commit(self, rank: Rank) -> None:
         """Write a complete contribution into the log, and only then into the queues, and its slots into the shard."""
         contribution = self.clocks.staged(rank)
         here = [place.name for place in self.shard.layout.places if place.name in contribution.blocks]
         names = tuple(name for name in here if not self._is_frozen(name))
-        life, step = self.clocks.members[rank], self.clocks.opens[rank]
-        numbers = self._numbers_of(contribution)
-        loaded = LoadedSlots.of_staged(contribution.slots)
+        life, step = self.clocks.members[rank], self.clocks.open_steps[rank]
+        numbers = self._get_hyper_parameters(contribution)
+        loaded = LoadedState.from_staged(contribution.slots)
         update = LoggedUpdate(
-            self.clocks.taken + 1, (rank,), numbers, names, origin=(life, step), counter=rank,
+            self.clocks.num_committed + 1, (rank,), numbers, names, origin=(life, step), counter=rank,
             loaded=loaded.describe() if loaded else None,
         )  # fmt: skip
         try:
@@ -297,14 +297,14 @@ class AsyncRun(PserverRun):
             await self._compute.run(self.shard.load_slots, loaded)
         self._take(rank)
 
-    def _numbers_of(self, contribution: Contribution[StagedBlock]) -> list[HyperParameters]:
+    def _get_hyper_parameters(self, contribution: Contribution[StagedBlock]) -> list[HyperParameters]:
         assert contribution.hyper_parameters is not None  # it is complete
-        return override_rates(self.controls, contribution.hyper_parameters)
+        return self.controls.override_rates(contribution.hyper_parameters)
 
     def _is_frozen(self, name: str) -> bool:
         return self.shard.layout.place[name].block.parameter in self.controls.frozen
 
-    def _append(self, update: LoggedUpdate, blocks: Sequence[StagedBlock], loaded: LoadedSlots | None) -> None:
+    def _append(self, update: LoggedUpdate, blocks: Sequence[StagedBlock], loaded: LoadedState | None) -> None:
         if self.storage is not None:
             behind = loaded.parts() if loaded else ()
             self.storage.append(update, [*(view_bytes(block.tensor().float()) for block in blocks), *behind])
@@ -323,11 +323,11 @@ class AsyncRun(PserverRun):
     def _cut(self, number: Round, destination: Destination) -> None:
         """Make a checkpoint of this number."""
         if self.storage is not None:
-            self._pauses.begin(self._drain_and_snapshot(self.storage, number, destination))
+            self._pauses.begin_pause(self._drain_and_snapshot(self.storage, number, destination))
 
     async def _drain_and_snapshot(self, storage: RunStorage, number: Round, destination: Destination) -> None:
         await self._drain()
-        if self.failure is not None or not self.is_at_rest:
+        if self.failure is not None or not self.is_idle:
             return
         self.clocks.pass_to(number)
         self.shard.version = number
@@ -337,13 +337,13 @@ class AsyncRun(PserverRun):
         """Wait until everything that was taken is applied, or never will be."""
 
         def is_over() -> bool:
-            return self.is_at_rest or not all(queue.is_working for queue in self._queues.values())
+            return self.is_idle or not all(queue.is_working for queue in self._queues.values())
 
         async with self._condition:
             await self._condition.wait_for(is_over)
 
     @property
-    def is_at_rest(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether everything that was taken is applied."""
         return self.num_queued == 0 and all(queue.failure is None for queue in self._queues.values())
 
@@ -352,52 +352,52 @@ class AsyncRun(PserverRun):
 
     async def want_checkpoint(self, round_: Round, *, is_over: bool = False) -> None:
         """See PserverRun; here a round is a number of contributions. Once the run is over it is made at once."""
-        storage = self.check_storage()
+        storage = self.require_storage()
         if is_over:
-            await self.settle()
-        await self._pauses.wait(self._has_ready_push)
-        taken = self.clocks.taken
+            await self.wait_for_writes()
+        await self._pauses.wait_for_turn(self._has_ready_push)
+        taken = self.clocks.num_committed
         if round_ < taken:
             raise StaleRound(f"contribution {round_} was taken before others", current=taken)
         if round_ > taken and not is_over:
-            self.writer.want(round_)
+            self.writer.request_round(round_)
         elif round_ not in storage.checkpoints and not self.writer.is_writing(round_):
             self.writer.check_room()
             self._cut(round_, "place")
 
-    async def look_after(self, round_: Round | None, make: Look[T], wait_seconds: float) -> T:
+    async def read_after_round(self, round_: Round | None, make: Read[T], wait_seconds: float) -> T:
         """See PserverRun; pushes wait until what was taken before is applied, and has been looked at."""
         found: list[T] = []
 
         async def drain_and_look() -> None:
             await self._drain()
             self.check_failure()
-            self._check_stopped(self._queues)
+            self._check_blocks_run(self._queues)
             cut = {APPLIED_KEY: str(self.clocks.applied), HISTORY_KEY: self._history().to_json()}
-            found.append(await self.look(make, cut))
+            found.append(await self.read_now(make, cut))
 
-        await self._pauses.wait_and_pause(self._has_ready_push, drain_and_look)
+        await self._pauses.wait_for_turn_and_pause(self._has_ready_push, drain_and_look)
         return found[0]
 
     async def _finish_apply(self) -> None:
-        await self._pauses.wait(self._has_ready_push)
+        await self._pauses.wait_for_turn(self._has_ready_push)
         await self._compute.run(lambda: None)  # jobs run in order: those before it are done
 
-    async def _come_to_rest(self, reason: GradpostError) -> None:
+    async def _end_waits(self, reason: GradpostError) -> None:
         """What was taken is applied first, so that the last checkpoint holds all of it."""
 
         async def drain_and_end() -> None:
             await self._drain()
             await self.end(reason)
 
-        await self._pauses.wait_and_pause(self._has_ready_push, drain_and_end)
+        await self._pauses.wait_for_turn_and_pause(self._has_ready_push, drain_and_end)
 
-    def _check_stopped(self, names: Iterable[str]) -> None:
+    def _check_blocks_run(self, names: Iterable[str]) -> None:
         for name in names:
             if (failure := self._queues[name].failure) is not None:
                 raise copy.copy(failure)
 
-    def barrier_arrived(self, fence: Fence, kind: BarrierKind, *, is_finite: bool = True) -> BarrierAnswer:
+    def count_barrier(self, fence: Fence, kind: BarrierKind, *, is_finite: bool = True) -> BarrierAnswer:
         """There are no barriers: raises Conflict (`mode_mismatch`)."""
         self.check_fence(fence)
         raise Conflict(
@@ -423,7 +423,7 @@ class AsyncRun(PserverRun):
         await self._compute.run(self._step, name, update)
         self._metrics.apply_seconds.observe(perf_counter() - begin)
         before = self.clocks.applied
-        self.clocks.block_applied(update.taken)
+        self.clocks.count_applied_block(update.committed)
         self.shard.version = self.clocks.applied
         self._metrics.rounds.inc(self.clocks.applied - before)
         self._metrics.updates.inc()
@@ -434,7 +434,7 @@ class AsyncRun(PserverRun):
         staleness = self.shard.versions[name] - update.pull.versions[name]
         self._metrics.staleness.observe(staleness)
         gradient = update.block.tensor()
-        numbers = update.taken.contribution.hyper_parameters
+        numbers = update.committed.contribution.hyper_parameters
         assert numbers is not None  # a complete contribution has them
         place = self.shard.layout.place[name]
         if rules.compensation == "dc" and not place.is_mean:
@@ -444,7 +444,7 @@ class AsyncRun(PserverRun):
         elif rules.compensation == "divide":
             numbers = divide_rates(numbers, staleness)
         reach_failpoint("apply.before")
-        self.shard.apply_block(name, gradient, numbers, counter=update.taken.rank)
+        self.shard.apply_block(name, gradient, numbers, counter=update.committed.rank)
         reach_failpoint("apply.after")
 
     async def _wake_all(self) -> None:
@@ -471,7 +471,7 @@ class AsyncRun(PserverRun):
         reading = await self._reader.read(names or None, metadata)
         self.check_fence(fence)
         self.check_member(fence)
-        self._pulls.record(fence.rank, fence.round, reading.pull)
+        self._pulls.record_pull(fence.rank, fence.round, reading.pull)
         return Reply(fence.round, reading.chunks)
 
     async def _wait_for_clocks(self, fence: Fence, wait_seconds: float) -> None:
@@ -497,12 +497,12 @@ class AsyncRun(PserverRun):
         self.check_fence(fence)
         self.check_member(fence)
         if not self.is_readable:
-            self._somebody_waits()
+            self._note_waiting()
             return self._wait_for_initial(now, deadline)
-        waits = self.clocks.waits_for(fence.rank, fence.round)
+        waits = self.clocks.find_missing(fence.rank, fence.round)
         if not waits:
             return None
-        self._check_stopped(self._queues)
+        self._check_blocks_run(self._queues)
         others = self._others(fence.rank, waits)
         known = self._waits.get(fence.rank)
         since = known.since if known is not None and known.step == fence.round else now
@@ -512,7 +512,7 @@ class AsyncRun(PserverRun):
             if self.controls.is_paused:
                 patience = deadline  # nobody is late
             elif now >= patience:
-                raise self.timed_out(others, f"let trainer {fence.rank} go on after step {fence.round}")
+                raise self.make_timeout(others, f"let trainer {fence.rank} go on after step {fence.round}")
         else:
             self._waits.pop(fence.rank, None)
         if now >= deadline:
@@ -526,7 +526,7 @@ class AsyncRun(PserverRun):
         assert self._waiting_since is not None
         patience = self._waiting_since + self.install.round_timeout_seconds
         if now >= patience:
-            raise self.timed_out((self.install.uploader,), "upload the initial values")
+            raise self.make_timeout((self.install.uploader,), "upload the initial values")
         if now >= deadline:
             self.check_readable()
         return min(deadline, patience)
@@ -535,22 +535,24 @@ class AsyncRun(PserverRun):
 
     async def _freeze(self) -> FrozenRounds:
         """Nothing has to stand still but the log: each contribution is applied by itself."""
-        await self._pauses.wait(self._has_ready_push)
-        return FrozenRounds(applied=self.clocks.taken, is_readable=self.is_readable, opens=self.clocks.opens)
+        await self._pauses.wait_for_turn(self._has_ready_push)
+        return FrozenRounds(
+            applied=self.clocks.num_committed, is_readable=self.is_readable, opens=self.clocks.open_steps
+        )
 
-    async def ready_for_members(self) -> None:
+    async def wait_until_changeable(self) -> None:
         """See PserverRun; a contribution that is being logged counts for the members before."""
-        await self._pauses.wait(self._has_ready_push)
+        await self._pauses.wait_for_turn(self._has_ready_push)
 
-    def members_changed(self, message: InstallMembers | InstallRun) -> None:
+    def set_members(self, message: InstallMembers | InstallRun) -> None:
         """Take over a newer set of members: nobody waits any more for those who are gone."""
-        members = message.members
+        members = message.membership.members
         for rank, incarnation in self.clocks.members.items():
             if members.get(rank) != incarnation:
-                self._pulls.forget(rank)
+                self._pulls.forget_trainer(rank)
                 self._waits.pop(rank, None)
-        self.clocks.members_changed(members, message.starts)
-        was_paused, self.controls = self.controls.is_paused, message.controls[-1] if message.controls else NONE
+        self.clocks.install_members(message.membership)
+        was_paused, self.controls = self.controls.is_paused, message.membership.newest_controls
         if was_paused:
             self._waits.clear()  # their patience begins anew
 

@@ -76,7 +76,7 @@ class Captures:
     def __init__(self) -> None:
         self._wanted: dict[Round, list[_Capture]] = {}
 
-    async def wait(self, round_: Round, look: Callable[[], T], seconds: float, newest: Round) -> T:
+    async def wait_for_round(self, round_: Round, look: Callable[[], T], seconds: float, newest: Round) -> T:
         """What `look` finds after a round that is not over, `newest` being the one before the open one.
 
         Raises TimeoutError after so many seconds, StaleRound if the round was over too soon, FutureRound, TryAgain.
@@ -93,12 +93,12 @@ class Captures:
             if capture in (left := self._wanted.get(round_, [])):
                 left.remove(capture)
 
-    def take(self, version: Round) -> None:
+    def capture_round(self, version: Round) -> None:
         """The shard is now what it is after this round."""
         for capture in tuple(self._wanted.pop(version, ())):  # who gives up meanwhile takes itself out
             capture.take()
 
-    def miss(self, applied: Round) -> None:
+    def expire_rounds(self, applied: Round) -> None:
         """Those whose round is over have come too late."""
         for round_ in [round_ for round_ in self._wanted if round_ <= applied]:
             for capture in self._wanted.pop(round_):

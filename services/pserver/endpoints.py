@@ -12,13 +12,13 @@ from dataclasses import replace
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from ps_http2.asgi import send_from
 from ps_protocol.errors import BadInput, Conflict, GradpostError
 from ps_protocol.fence import MAX_DIGITS, Fence
 from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES
 from ps_protocol.norms import AgreedNorm
 from ps_protocol.routes import BARRIER_HEADER, HAVE_HEADER, NORM_HEADER, VERDICT_HEADER, WAIT_HEADER
 from ps_protocol.vocabulary import Round
-from services.runtime.own_memory import send_from
 
 from .bodies import content_length, discard_body, receive_body
 from .limits import WaitingGets
@@ -73,7 +73,7 @@ class TensorEndpoints:
         """Count a batch or fetch barrier and answer at once."""
         headers = _headers(scope)
         await discard_body(receive)
-        answer = self._pserver.run.barrier_arrived(
+        answer = self._pserver.run.count_barrier(
             Fence.from_headers(headers), _barrier_kind(headers), is_finite=_is_finite(headers)
         )
         await _send_json(send, answer.model_dump_json())
@@ -168,7 +168,7 @@ def _count_riding_barrier(run: PserverRun, fence: Fence, headers: dict[str, str]
         return
     if _barrier_kind(headers) != "batch":
         raise BadInput("only the batch barrier may ride on another request", code="bad_header", expected="batch")
-    run.barrier_arrived(fence, "batch", is_finite=is_finite)
+    run.count_barrier(fence, "batch", is_finite=is_finite)
 
 
 def _is_finite(headers: dict[str, str]) -> bool:

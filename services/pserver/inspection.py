@@ -18,7 +18,7 @@ from services.runtime.statistics import Statistics
 
 from .limits import Copies
 from .pserver import Pserver
-from .run import Look, PserverRun
+from .run import PserverRun, Read
 from .shard import MASTER_BYTES
 from .statistics import describe_values
 
@@ -37,10 +37,10 @@ async def read_slots(run: PserverRun, names: Sequence[str], round_: Round | None
 
 
 async def _read(
-    run: PserverRun, names: Sequence[str], round_: Round | None, seconds: float, encode: Look[list[bytes]]
+    run: PserverRun, names: Sequence[str], round_: Round | None, seconds: float, encode: Read[list[bytes]]
 ) -> list[bytes]:
     _check(run, names)
-    return await (run.look(encode) if round_ is None else run.look_after(round_, encode, seconds))
+    return await (run.read_now(encode) if round_ is None else run.read_after_round(round_, encode, seconds))
 
 
 async def read_shard(run: PserverRun, round_: Round | None, seconds: float) -> list[bytes]:
@@ -49,7 +49,7 @@ async def read_shard(run: PserverRun, round_: Round | None, seconds: float) -> l
     In asynchronous modes it is a cut between contributions; the metadata says whose steps are in it.
     """
     _check(run, ())
-    return await run.look_after(round_, run.shard.encode_all, seconds)
+    return await run.read_after_round(round_, run.shard.encode_all, seconds)
 
 
 async def describe_blocks(
@@ -69,7 +69,7 @@ async def _describe_block(run: PserverRun, name: str, thread: ComputeExecutor, s
     stepped = await run.shard.probes.wait_for_step(name, seconds) if seconds else None
     if stepped is not None:
         return await thread.run(describe_values, stepped.after, stepped.version, stepped.before)
-    version, values = await run.look(lambda metadata: (int(metadata["round"]), run.shard.block(name).clone()))
+    version, values = await run.read_now(lambda metadata: (int(metadata["round"]), run.shard.block(name).clone()))
     return await thread.run(describe_values, values, version)
 
 

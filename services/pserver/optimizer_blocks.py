@@ -19,14 +19,14 @@ from .tensors import StagedBlock, view_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedSlots:
+class LoadedState:
     """Of the blocks in `states`; a slot of theirs that is not in `tensors` is empty."""
 
     states: Mapping[str, StepState]
     tensors: Mapping[str, Tensor]  # by `{slot}/{block}`, of shape (num_elements,), float32; only read
 
     @classmethod
-    def of_staged(cls, staged: Mapping[str, StagedBlock | StepState]) -> LoadedSlots | None:
+    def from_staged(cls, staged: Mapping[str, StagedBlock | StepState]) -> LoadedState | None:
         """What a contribution holds; views of what was received. None if it holds none."""
         if not staged:
             return None
@@ -43,7 +43,7 @@ class LoadedSlots:
         return [view_bytes(tensor) for tensor in self.tensors.values()]
 
     @classmethod
-    def from_log(cls, description: str, data: memoryview, layout: ShardLayout) -> tuple[LoadedSlots, memoryview]:
+    def from_log(cls, description: str, data: memoryview, layout: ShardLayout) -> tuple[LoadedState, memoryview]:
         """The same back, from the end of a record's data, and what is before it."""
         states, keys = json.loads(description)
         tensors: dict[str, Tensor] = {}
@@ -54,9 +54,9 @@ class LoadedSlots:
         return cls(read_states(states), tensors), data
 
 
-def find_loaded(contributions: Sequence[Mapping[str, StagedBlock | StepState]]) -> LoadedSlots | None:
+def find_loaded(contributions: Sequence[Mapping[str, StagedBlock | StepState]]) -> LoadedState | None:
     """Those that a round takes: of the lowest rank that has any."""
-    return next(filter(None, map(LoadedSlots.of_staged, contributions)), None)
+    return next(filter(None, map(LoadedState.from_staged, contributions)), None)
 
 
 @dataclass(slots=True)

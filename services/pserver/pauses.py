@@ -19,22 +19,22 @@ class Pauses:
     """
 
     def __init__(self, condition: asyncio.Condition) -> None:
-        """`condition` is notified whenever `may_take` or the result of a caller's `has_ready` may have changed."""
+        """`condition` is notified whenever `may_commit` or the result of a caller's `has_ready` may have changed."""
         self._condition = condition
         self._task: asyncio.Task[None] | None = None  # of the pause that is under way
         self._num_waiting = 0
         self._owes_turn = False  # to contributions
 
     @property
-    def may_take(self) -> bool:
+    def may_commit(self) -> bool:
         """Whether a contribution may be taken now."""
         return self._task is None and (self._num_waiting == 0 or self._owes_turn)
 
-    def contribution_goes(self) -> None:
+    def note_commit(self) -> None:
         """Note that a contribution has had its turn, whatever becomes of it."""
         self._owes_turn = False
 
-    def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def begin_pause(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Pause for as long as `work` takes. No pause may be under way, unless this is called from within it."""
 
         async def pause() -> None:
@@ -50,10 +50,10 @@ class Pauses:
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # who waited for it may be gone
         return task
 
-    async def wait(self, has_ready: Callable[[], bool]) -> None:
+    async def wait_for_turn(self, has_ready: Callable[[], bool]) -> None:
         """Wait until no pause is under way. Contributions are held until the caller awaits something else.
 
-        `has_ready` returns whether a held contribution could be taken if `may_take` were true.
+        `has_ready` returns whether a held contribution could be taken if `may_commit` were true.
         """
         async with self._condition:
             self._num_waiting += 1
@@ -63,11 +63,11 @@ class Pauses:
                 self._num_waiting -= 1
                 self._condition.notify_all()  # contributions go on, unless the caller begins a pause at once
 
-    async def wait_and_pause(
+    async def wait_for_turn_and_pause(
         self, has_ready: Callable[[], bool], work: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
-        """Wait as `wait` does, and then for `work` in a pause; that goes on to its end when the caller is cancelled."""
-        await self.wait(has_ready)
-        task = self.begin(work())
+        """Wait for a turn, and then for `work` in a pause, which ends even if the caller is cancelled."""
+        await self.wait_for_turn(has_ready)
+        task = self.begin_pause(work())
         self._owes_turn = True
         await asyncio.shield(task)

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import torch
 
-from ps_protocol.local_sockets import bind_locally, local_name
+from ps_http2.local_sockets import bind_locally, local_name
 from services.runtime.compute import ComputeExecutor
 from services.runtime.failpoints import arm_failpoints
 from services.runtime.logs import configure_logs, get_logger

@@ -41,7 +41,7 @@ class Pulls:
         kept = ", ".join(f"trainer {rank}: {sorted(pulls)}" for rank, pulls in sorted(self._pulls.items()))
         return f"<Pulls [{kept}]>"
 
-    def record(self, rank: Rank, step: Round, pull: Pull) -> None:
+    def record_pull(self, rank: Rank, step: Round, pull: Pull) -> None:
         """A get after `step` is answered; asked again, the newer answer counts."""
         pulls = self._pulls.setdefault(rank, {})
         pulls[step] = pull
@@ -50,7 +50,7 @@ class Pulls:
         for old in [known for known in pulls if known < oldest]:
             del pulls[old]
 
-    def find(self, rank: Rank, step: Round) -> Pull:
+    def find_pull(self, rank: Rank, step: Round) -> Pull:
         """What the trainer got after `step`; raises StaleRound if it got nothing then."""
         known = self._pulls.get(rank, {})
         pull = known.get(step)
@@ -63,7 +63,7 @@ class Pulls:
             )
         return pull
 
-    def forget(self, rank: Rank) -> None:
+    def forget_trainer(self, rank: Rank) -> None:
         """The trainer is gone."""
         self._pulls.pop(rank, None)
 

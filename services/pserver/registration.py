@@ -10,7 +10,8 @@ import httpx
 
 from ps_config.certificates import hint_at_tls
 from ps_protocol.errors import GradpostError, StalePserver, TryAgain
-from ps_protocol.messages import Message, PserverHeartbeatReply, PserverRegistered, RegisterPserver, heartbeat_period
+from ps_protocol.fields import Message
+from ps_protocol.messages import PserverHeartbeatReply, PserverRegistered, RegisterPserver, heartbeat_period
 from ps_protocol.routes import PSERVER_HEARTBEAT, REGISTER_PSERVER
 from ps_protocol.vocabulary import PROTOCOL_VERSION, Round
 from services.runtime.logs import get_logger
@@ -58,7 +59,7 @@ class Registration:
             is_last = has_stopped.is_set()
             with contextlib.suppress(httpx.TransportError, GradpostError, TimeoutError):  # its lease ends anyhow
                 path = PSERVER_HEARTBEAT.format(index=registered.index)
-                await asyncio.wait_for(self._post(path, self._pserver.heartbeat()), GOODBYE_SECONDS)
+                await asyncio.wait_for(self._post(path, self._pserver.make_heartbeat()), GOODBYE_SECONDS)
             if is_last:
                 break
             await _wait(heartbeat_period(registered.lease_seconds), has_stopped)
@@ -73,7 +74,7 @@ class Registration:
     async def _register(self, address: str, stop: asyncio.Event) -> PserverRegistered | None:
         while True:
             try:
-                held = await self._pserver.look_into_folder(self._settings.pserver_index)
+                held = await self._pserver.open_folder(self._settings.pserver_index)
                 break
             except TryAgain as error:
                 log.error(str(error))
@@ -88,7 +89,7 @@ class Registration:
             http2=self._settings.http2,
             local=self._local,
             index=self._settings.pserver_index if disk is None or disk.index is None else disk.index,
-            previous=0 if disk is None else disk.previous,
+            previous=0 if disk is None else disk.previous_incarnation,
             held=held,
         )
         said = ""
@@ -107,7 +108,7 @@ class Registration:
                     return None
                 problem = f"waiting: {error}"
             else:
-                await self._pserver.registered(answer)
+                await self._pserver.adopt_identity(answer)
                 log.info("registered", pserver=answer.index, incarnation=answer.incarnation)
                 return answer
             if problem != said:
@@ -119,10 +120,10 @@ class Registration:
     async def _send_heartbeats(self, registered: PserverRegistered, stop: asyncio.Event) -> None:
         path = PSERVER_HEARTBEAT.format(index=registered.index)
         is_silent = False
-        alone = Loneliness(asyncio.get_running_loop().time)
+        alone = IsolationTimer(asyncio.get_running_loop().time)
         while not stop.is_set():
-            self._pserver.has_news.clear()
-            heartbeat = self._pserver.heartbeat()
+            self._pserver.heartbeat_is_due.clear()
+            heartbeat = self._pserver.make_heartbeat()
             try:
                 body = await self._post(path, heartbeat)
                 reply = PserverHeartbeatReply.model_validate_json(body)
@@ -133,18 +134,18 @@ class Registration:
                 if not is_silent:
                     log.warning("heartbeats fail; training goes on without the coordinator", error=repr(error))
                 is_silent = True
-                if self._settings.exit_when_done and alone.is_too_long(self._pserver):
+                if self._settings.exit_when_done and alone.has_expired(self._pserver):
                     log.error("the coordinator does not come back, and nobody trains (exit_when_done)")
                     self.exit_code = 1
                     stop.set()
             else:
                 is_silent = False
                 alone.ends()
-                self._pserver.heard(reply, heartbeat)
+                self._pserver.handle_heartbeat_reply(reply, heartbeat)
                 if reply.stop and self._settings.exit_when_done:
                     self.exit_code = reply.exit_code
                     stop.set()
-            await _wait(heartbeat_period(registered.lease_seconds), stop, self._pserver.has_news)
+            await _wait(heartbeat_period(registered.lease_seconds), stop, self._pserver.heartbeat_is_due)
 
     async def _post(self, path: str, message: Message) -> bytes:
         response = await self._http.post(
@@ -155,7 +156,7 @@ class Registration:
         return response.content
 
 
-class Loneliness:
+class IsolationTimer:
     """How long a pserver with a run has heard neither of its coordinator nor of a trainer: both may have gone."""
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -167,9 +168,9 @@ class Loneliness:
         """The coordinator is there."""
         self._since = None
 
-    def is_too_long(self, pserver: Pserver) -> bool:
+    def has_expired(self, pserver: Pserver) -> bool:
         """Whether it has lasted for as long as anybody waits for anybody. Without a run it is just early."""
-        state = pserver.heartbeat()
+        state = pserver.make_heartbeat()
         if self._since is None or state.round != self._round:
             self._since, self._round = self._now(), state.round
         return state.run is not None and self._now() - self._since > pserver.run.install.round_timeout_seconds

@@ -87,7 +87,7 @@ class Reply:
     blocks: VersionedBlocks | None = None
     _readers: set[asyncio.Timeout] = field(default_factory=set)
     _is_free: asyncio.Event = field(default_factory=asyncio.Event)
-    _is_called_back: bool = False
+    _is_revoked: bool = False
 
     def parts_for(self, have: Round | None) -> Sequence[bytes | memoryview]:
         """All parts, or fewer for who has the values of a round."""
@@ -97,7 +97,7 @@ class Reply:
     async def reading(self) -> AsyncIterator[None]:
         """Its parts are read in the block. Raises StaleRound there if they are called back."""
         overwritten = StaleRound(f"round {self.round} is being overwritten")
-        if self._is_called_back:
+        if self._is_revoked:
             raise overwritten
         reader = asyncio.timeout(None)
         try:
@@ -113,9 +113,9 @@ class Reply:
             if not self._readers:
                 self._is_free.set()
 
-    async def call_back(self) -> None:
+    async def revoke(self) -> None:
         """Wait until nobody reads it any more; those who go on for long are ended."""
-        self._is_called_back = True
+        self._is_revoked = True
         loop = asyncio.get_running_loop()
         until = loop.time() + GRACE_SECONDS
         while self._readers:

@@ -52,7 +52,7 @@ log = get_logger()
 
 T = TypeVar("T")
 
-Look: TypeAlias = Callable[[Mapping[str, str]], T]
+Read: TypeAlias = Callable[[Mapping[str, str]], T]
 BarrierKind = Literal["batch", "fetch"]
 FAILURES_OF_TRAINERS = (TrainerLost, RoundTimeout)  # they end a run, and leave its shards intact
 
@@ -137,7 +137,7 @@ class PserverRun(ABC):
         """Validate and stage one bucket. Answers as before if it was staged before; changes nothing on an error."""
 
     @abstractmethod
-    def barrier_arrived(self, fence: Fence, kind: BarrierKind, *, is_finite: bool = True) -> BarrierAnswer:
+    def count_barrier(self, fence: Fence, kind: BarrierKind, *, is_finite: bool = True) -> BarrierAnswer:
         """Count a barrier, and with a batch barrier the trainer's verdict on its gradient. Never waits."""
 
     @abstractmethod
@@ -172,7 +172,7 @@ class PserverRun(ABC):
 
     def read_slots(self, body: Body) -> dict[str, StagedBlock | StepState]:
         """The slots of a pushed body. Raises what is wrong with them."""
-        body.comes_again = False
+        body.is_recurring = False
         return read_slots(body, self.shard.layout, self._optimizer)
 
     @abstractmethod
@@ -180,7 +180,7 @@ class PserverRun(ABC):
         """Let a running apply end, and from then on count no barrier until members are installed."""
 
     @abstractmethod
-    def members_changed(self, message: InstallMembers | InstallRun) -> None:
+    def set_members(self, message: InstallMembers | InstallRun) -> None:
         """Take over a newer set of members."""
 
     @abstractmethod
@@ -271,7 +271,7 @@ class PserverRun(ABC):
             self.check_failure()
             reply = await self._compute.run(self._encode_initial)
             if reply is not None and self.storage is not None:
-                await self._keep_initial(self.storage)
+                await self._persist_initial(self.storage)
         async with self._condition:
             if reply is not None and not self.is_readable:
                 self.is_readable = True
@@ -283,12 +283,12 @@ class PserverRun(ABC):
         # A restored shard begins with what it was restored to.
         return self._encode(self.shard.version) if self.shard.is_initialised else None
 
-    async def _keep_initial(self, storage: RunStorage) -> None:
+    async def _persist_initial(self, storage: RunStorage) -> None:
         """The initial values are checkpoint 0: it is on the disk before anybody has seen them."""
         if self.shard.version == 0 and 0 not in storage.checkpoints:
             try:
-                write = await self._compute.run(storage.snapshot_standing, self.shard, self._history())
-                await self.writer.write_now(0, write)
+                write = await self._compute.run(storage.snapshot_unchanging, self.shard, self._history())
+                await self.writer.write_and_wait(0, write)
             except OSError as error:
                 await self.fail(self.storage_failed("write checkpoint 0", error))
             self.check_failure()
@@ -334,12 +334,12 @@ class PserverRun(ABC):
         return await self._freeze()
 
     @abstractmethod
-    async def ready_for_members(self) -> None:
+    async def wait_until_changeable(self) -> None:
         """Wait until members may be changed."""
 
     async def install_members(self, message: InstallMembers) -> None:
         """Take over a set of members, at once, and tell those who wait. It ends a freeze."""
-        self.members_changed(message)
+        self.set_members(message)
         async with self._condition:
             self._condition.notify_all()
 
@@ -348,7 +348,7 @@ class PserverRun(ABC):
         if self.failure is None:
             facts = {"round": self.open_round, "code": failure.code, **_culprits(failure)}
             log.error("run failed", reason=failure.detail, **facts)
-            self.writer.has_news.set()  # the trainers that wait hear of it now, and are perhaps gone soon
+            self.writer.heartbeat_is_due.set()  # the trainers that wait hear of it now, and are perhaps gone soon
         await self.end(failure)
 
     async def end(self, reason: GradpostError) -> None:
@@ -360,7 +360,7 @@ class PserverRun(ABC):
 
     # ------------------------------------------------------------------ waiting
 
-    def _somebody_waits(self) -> None:
+    def _note_waiting(self) -> None:
         if self._waiting_since is None:
             self._waiting_since = asyncio.get_running_loop().time()
 
@@ -369,7 +369,7 @@ class PserverRun(ABC):
         """How long somebody has been waiting for the missing trainers."""
         return 0.0 if self._waiting_since is None else asyncio.get_running_loop().time() - self._waiting_since
 
-    def timed_out(self, ranks: Sequence[Rank], owed: str, **facts: Any) -> RoundTimeout:
+    def make_timeout(self, ranks: Sequence[Rank], owed: str, **facts: Any) -> RoundTimeout:
         """The error for those who have waited for the round time-out: who did not do what; nobody: the coordinator."""
         limit = self.install.round_timeout_seconds
         text = f"{name_trainers(ranks) or 'the coordinator'} did not {owed} within the round time-out of {limit:g} s"
@@ -391,14 +391,14 @@ class PserverRun(ABC):
             await self.writer.prune_folder()  # the coordinator may have said in no heartbeat what is complete
         if self.failure is not None and not self._needs_last_checkpoint(self.failure):
             return
-        await self._come_to_rest(TryAgain("this pserver stops; it may be back"))
+        await self._end_waits(TryAgain("this pserver stops; it may be back"))
         await self._finish_apply()
-        await self.writer.finish("folder")
+        await self.writer.wait_for_writes("folder")
         is_kept = self.storage is None or self.shard.version in self.storage.rounds
-        if self.storage is not None and not is_kept and self.is_readable and self.is_at_rest:
+        if self.storage is not None and not is_kept and self.is_readable and self.is_idle:
             with contextlib.suppress(TryAgain):  # it has been said
                 await self._checkpoint_now(self.storage, "folder")
-        await self.writer.finish()
+        await self.writer.wait_for_writes()
 
     def _needs_last_checkpoint(self, failure: GradpostError) -> bool:
         """Return whether the shard is intact after this failure, and in no log."""
@@ -410,19 +410,19 @@ class PserverRun(ABC):
         snapshot = self._compute.run(
             partial(storage.snapshot, self.shard, self._history(), is_own=destination == "folder")
         )
-        await self.writer.make(self.shard.version, destination, snapshot)
+        await self.writer.snapshot_and_write(self.shard.version, destination, snapshot)
 
-    async def settle(self) -> None:
+    async def wait_for_writes(self) -> None:
         """Wait until what was to be applied is, and what was to be written."""
         await self._finish_apply()
-        await self.writer.finish()
+        await self.writer.wait_for_writes()
 
-    async def _come_to_rest(self, reason: GradpostError) -> None:
+    async def _end_waits(self, reason: GradpostError) -> None:
         """End every wait before the process ends."""
         await self.end(reason)
 
     @property
-    def is_at_rest(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether nothing waits to be applied, so that the shard is what was acknowledged."""
         return True
 
@@ -430,7 +430,7 @@ class PserverRun(ABC):
     async def _finish_apply(self) -> None:
         """Wait for what is being applied."""
 
-    def check_storage(self) -> RunStorage:
+    def require_storage(self) -> RunStorage:
         """The storage, if a checkpoint can be made now or soon; else raises NotReady, or what ended the run."""
         self.check_failure()
         self.check_readable()
@@ -444,7 +444,7 @@ class PserverRun(ABC):
 
     async def finish(self) -> None:
         """After the end: wait until nothing of this run is computed or written any more."""
-        await self.settle()
+        await self.wait_for_writes()
         async with self._publishing:  # checkpoint 0 may be about to be written
             pass
         if self.storage is not None:
@@ -467,19 +467,19 @@ class PserverRun(ABC):
             **self._meter.read(),
         )
 
-    async def look(self, make: Look[T], more: Mapping[str, str] | None = None) -> T:
+    async def read_now(self, make: Read[T], more: Mapping[str, str] | None = None) -> T:
         """What `make` finds between two updates, on the compute thread; it is given the metadata of the version."""
         return await self._compute.run(lambda: make({**self._metadata(self.shard.version), **(more or {})}))
 
     @abstractmethod
-    async def look_after(self, round_: Round | None, make: Look[T], wait_seconds: float) -> T:
+    async def read_after_round(self, round_: Round | None, make: Read[T], wait_seconds: float) -> T:
         """The same right after a round, waiting so long for it; without one, after some whole round.
 
         Raises StaleRound if it is over, RoundPending. In asynchronous modes there are no rounds: it is a cut between
         contributions, all of those before it being applied to all blocks, and none behind it.
         """
 
-    def _encode_some(self, names: list[str]) -> tuple[Round, Sequence[bytes]]:
+    def _encode_blocks(self, names: list[str]) -> tuple[Round, Sequence[bytes]]:
         # The compute thread runs one job at a time, so the version belongs to the values.
         version = self.shard.version
         return version, self.shard.encode(names, metadata=self._metadata(version), pulled=True)

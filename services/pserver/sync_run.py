@@ -9,12 +9,10 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from ps_protocol.controls import NONE, controls_at
 from ps_protocol.errors import Ended, GradpostError, NormChanged, NotReady, RoundPending, StaleRound, TryAgain
 from ps_protocol.fence import Fence
 from ps_protocol.messages import (
     BarrierAnswer,
-    Controls,
     FrozenRounds,
     InstallMembers,
     InstallRun,
@@ -37,7 +35,7 @@ from .pushes import read_blocks, read_completion, read_num_slots
 from .reply import Reply
 from .round_work import Measured, RoundWork
 from .rounds import Apply, Measure, Rounds
-from .run import BarrierKind, Look, PserverRun, name_trainers
+from .run import BarrierKind, PserverRun, Read, name_trainers
 from .tensors import StagedBlock, digest_contribution
 
 log = get_logger()
@@ -61,21 +59,21 @@ class SyncRun(PserverRun):
     ) -> None:
         super().__init__(install, index, compute, metrics, storage, restored)
         self.rounds: Rounds[StagedBlock] = Rounds(
-            install.members,
+            install.membership.members,
             install.consistency.max_delay,
             applied=restored.round if restored else 0,
             history=restored.history if restored else None,
             clips=install.max_grad_norm is not None,
         )
-        self.controls: tuple[Controls, ...] = ()
+        self.membership = install.membership
         # With `max_delay` a member's push of a later round says nothing of what it still reads.
-        self._work = RoundWork(self.shard, storage, self._identity, lends=not self.rounds.max_delay)
+        self._work = RoundWork(self.shard, storage, self._identity, borrows=not self.rounds.max_delay)
         self._reply: Reply | None = None  # of the applied round, once it may be read
         self._measured: Measured | None = None  # waits for its global norm, or is being applied
         self._apply_task: asyncio.Task[None] | None = None
-        self._disagreement_was_said = False
+        self._has_warned = False
         self._disk_trouble = ""  # why the log of the open round is not written yet
-        self.members_changed(install)  # last: it may begin an apply
+        self.set_members(install)  # last: it may begin an apply
 
     @property
     def round(self) -> Round:
@@ -129,7 +127,7 @@ class SyncRun(PserverRun):
         is_finite = await self.check_finite(fence, blocks)
         if self.admit_push(fence) == "already_applied":
             return PushAnswer(status="already_applied", duplicates=len(blocks), finite=is_finite)
-        staged = self.rounds.blocks_arrived(fence.rank, blocks, num_blocks, hyper_parameters, fence.round, num_slots)
+        staged = self.rounds.stage_blocks(fence.rank, blocks, num_blocks, hyper_parameters, fence.round, num_slots)
         self.pushed_bytes += len(body.buffer)
         self._metrics.staged_blocks.inc(staged)
         complete = self.rounds.is_complete(fence.rank, fence.round)
@@ -142,25 +140,25 @@ class SyncRun(PserverRun):
         slots = self.read_slots(body)
         if self.admit_push(fence) == "already_applied":
             return PushAnswer(status="already_applied", duplicates=len(slots))
-        staged = self.rounds.slots_arrived(fence.rank, slots, fence.round)
+        staged = self.rounds.stage_slots(fence.rank, slots, fence.round)
         complete = self.rounds.is_complete(fence.rank, fence.round)
         return PushAnswer(status="staged", staged=staged, duplicates=len(slots) - staged, complete=complete)
 
     # ------------------------------------------------------------------ barriers
 
-    def barrier_arrived(self, fence: Fence, kind: BarrierKind, *, is_finite: bool = True) -> BarrierAnswer:
+    def count_barrier(self, fence: Fence, kind: BarrierKind, *, is_finite: bool = True) -> BarrierAnswer:
         """Count a barrier; starts the apply that it completes. Never waits."""
         self.check_fence(fence)
         if kind == "batch":
             if self.install.nonfinite != "skip_round":
                 is_finite = True  # what a trainer thinks of its gradient changes nothing
-            apply = self.rounds.batch_barrier_arrived(
+            apply = self.rounds.count_batch_barrier(
                 fence.rank, fence.trainer_incarnation, fence.round, is_finite=is_finite
             )
             if self.rounds.batch_barriers:
-                self._somebody_waits()
+                self._note_waiting()
         else:
-            apply = self.rounds.fetch_barrier_arrived(fence.rank, fence.trainer_incarnation, fence.round)
+            apply = self.rounds.count_fetch_barrier(fence.rank, fence.trainer_incarnation, fence.round)
         self._start(apply)
         return BarrierAnswer(round=self.rounds.open, missing=tuple(self.rounds.missing), notice=self.notice)
 
@@ -173,18 +171,14 @@ class SyncRun(PserverRun):
                 await self._condition.wait()
             return self.rounds.freeze().model_copy(update={"is_readable": self.is_readable})
 
-    async def ready_for_members(self) -> None:
+    async def wait_until_changeable(self) -> None:
         """See PserverRun; what is being applied is not asked for its members any more."""
 
-    def members_changed(self, message: InstallMembers | InstallRun) -> None:
+    def set_members(self, message: InstallMembers | InstallRun) -> None:
         """Take over a newer set of members, which may complete the barrier."""
         was_paused = self.rounds.is_paused
-        self.controls = message.controls
-        newest = message.controls[-1] if message.controls else NONE
-        paused_from = newest.since if newest.is_paused else None
-        self._start(
-            self.rounds.members_changed(message.members, message.starts, message.sets, message.verdicts, paused_from)
-        )
+        self.membership = message.membership
+        self._start(self.rounds.install_members(message.membership))
         if was_paused or not self.rounds.batch_barriers:
             self._waiting_since = None  # those who waited have left, or waited for nobody
 
@@ -203,7 +197,7 @@ class SyncRun(PserverRun):
         self._apply_task = asyncio.create_task(work, name=f"apply round {self.rounds.open}")
 
     @contextlib.asynccontextmanager
-    async def _ending_the_run(self, round_: Round) -> AsyncIterator[None]:
+    async def _fail_on_error(self, round_: Round) -> AsyncIterator[None]:
         """What goes wrong in the block is everybody's failure."""
         try:
             yield
@@ -216,22 +210,22 @@ class SyncRun(PserverRun):
             )
 
     async def _measure(self, apply: Apply[StagedBlock]) -> None:
-        async with self._ending_the_run(apply.round):
-            measured = await self._compute.run(self._work.measure, apply, controls_at(self.controls, apply.round))
+        async with self._fail_on_error(apply.round):
+            measured = await self._compute.run(self._work.measure, apply, self.membership.controls_at(apply.round))
             async with self._condition:
                 if self.rounds.measuring is apply:  # else the members have changed meanwhile
                     self._measured = measured
                     self._waiting_since = None
                     self._condition.notify_all()
 
-    def _measured_as(self, apply: Apply[StagedBlock]) -> Measured | None:
+    def _find_measured(self, apply: Apply[StagedBlock]) -> Measured | None:
         return self._measured if self._measured is not None and self._measured.apply is apply else None
 
     async def _apply(self, apply: Apply[StagedBlock], coefficient: float = 1.0) -> None:
-        self._warn_of_disagreement(apply)
-        async with self._ending_the_run(apply.round):
+        self._warn_about_disagreement(apply)
+        async with self._fail_on_error(apply.round):
             with self._metrics.apply_seconds.time():
-                await self._call_reply_back()
+                await self._revoke_reply()
                 if coefficient != 1:
                     await self._compute.run(self._work.clip, coefficient)
                 reply = await self._step_when_logged(apply)
@@ -239,13 +233,13 @@ class SyncRun(PserverRun):
 
     async def _applied(self, apply: Apply[StagedBlock], reply: Reply) -> None:
         async with self._condition:
-            measured, self._measured = self._measured_as(apply), None
-            following = self.rounds.round_applied(measured.norm if measured else None)
-            self._work.captures.miss(apply.round)
+            measured, self._measured = self._find_measured(apply), None
+            following = self.rounds.finish_apply(measured.norm if measured else None)
+            self._work.captures.expire_rounds(apply.round)
             self._reply = reply
             self._waiting_since = None
             if self.rounds.batch_barriers:
-                self._somebody_waits()
+                self._note_waiting()
             self._start(following)
             self._condition.notify_all()
         self._metrics.rounds.inc()
@@ -253,13 +247,13 @@ class SyncRun(PserverRun):
             self._metrics.skipped.inc()
             log.warning("round skipped: gradients hold NaN or infinity", round=apply.round, trainer=apply.nonfinite)
 
-    async def _call_reply_back(self) -> None:
+    async def _revoke_reply(self) -> None:
         """All members have read it, since their fetch barriers are in; but its values are about to change."""
         if self.rounds.max_delay:  # it is a copy, which may still be read
             return
         reply, self._reply = self._reply, None
         if reply is not None:
-            await reply.call_back()
+            await reply.revoke()
 
     async def _step_when_logged(self, apply: Apply[StagedBlock]) -> Reply:
         """Step as soon as the disk takes the update; a full one gets the round time-out to be emptied."""
@@ -278,21 +272,21 @@ class SyncRun(PserverRun):
             else:
                 self._disk_trouble = ""
                 if checkpoint is not None:
-                    self.writer.begin(apply.round, *checkpoint)
+                    self.writer.begin_write(apply.round, *checkpoint)
                 return reply
 
     def _step(self, apply: Apply[StagedBlock]) -> tuple[Reply, tuple[Destination, Write] | None]:
         """On the compute thread. With the reply comes what writes a checkpoint, if one is due."""
-        measured = self._measured_as(apply)
+        measured = self._find_measured(apply)
         history = self.rounds.history_after(apply, measured.norm if measured else None)
-        reply = self._work.step(apply, controls_at(self.controls, apply.round), measured, history.outcome(apply.round))
+        reply = self._work.step(apply, self.membership.controls_at(apply.round), measured, history.outcome(apply.round))
         return reply, self._snapshot_if_due(apply, history)
 
     def _encode(self, round_: Round) -> Reply:
         return self._work.encode(round_, self.rounds.history.outcome(round_))
 
     def _snapshot_if_due(self, apply: Apply[StagedBlock], history: History) -> tuple[Destination, Write] | None:
-        destination = self.writer.choose(apply.round)
+        destination = self.writer.choose_destination(apply.round)
         if self.storage is None or destination is None:
             return None
         return destination, self.storage.snapshot(self.shard, history, is_own=destination == "folder")
@@ -302,23 +296,23 @@ class SyncRun(PserverRun):
 
     async def want_checkpoint(self, round_: Round, *, is_over: bool = False) -> None:
         """See PserverRun."""
-        storage = self.check_storage()
+        storage = self.require_storage()
         if is_over:
-            await self.writer.finish()
+            await self.writer.wait_for_writes()
         if self.rounds.applying is not None and round_ == self.rounds.open and self._apply_task is not None:
             await asyncio.wait([self._apply_task])  # it may be too late to say that one is due after it
-            storage = self.check_storage()
+            storage = self.require_storage()
         applied = self.rounds.applied if self.rounds.applying is None else self.rounds.open
         if round_ < applied:
             raise StaleRound(f"round {round_} is over", current=applied)
         if round_ > self.rounds.applied:
-            self.writer.want(round_)
+            self.writer.request_round(round_)
         elif round_ not in storage.checkpoints and not self.writer.is_writing(round_):
             self.writer.check_room()
             await self._checkpoint_now(storage, "place")
 
     @property
-    def is_at_rest(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether no round is being applied. A round that failed while it was applied counts as being applied."""
         return self.rounds.applying is None
 
@@ -329,17 +323,19 @@ class SyncRun(PserverRun):
     def _publish(self, reply: Reply) -> None:
         self._reply = reply
 
-    async def look_after(self, round_: Round | None, make: Look[T], wait_seconds: float) -> T:
+    async def read_after_round(self, round_: Round | None, make: Read[T], wait_seconds: float) -> T:
         """See PserverRun; without a round, what there is now."""
         rounds = self.rounds
         if round_ is None or (round_ == rounds.applied and rounds.applying is None):  # then no update comes between
-            return await self.look(make)
+            return await self.read_now(make)
         if round_ <= rounds.applied:
             raise StaleRound(f"round {round_} is over", current=rounds.applied)
         self.check_failure()
         metadata = self._metadata(round_)
         try:
-            return await self._work.captures.wait(round_, lambda: make(metadata), wait_seconds, rounds.applied)
+            return await self._work.captures.wait_for_round(
+                round_, lambda: make(metadata), wait_seconds, rounds.applied
+            )
         except TimeoutError:
             waits = name_trainers(self.missing) or "its apply"
             text = f"round {round_} waits for {waits}"
@@ -350,12 +346,12 @@ class SyncRun(PserverRun):
         await super().end(reason)
         self._work.captures.end(reason)
 
-    def _warn_of_disagreement(self, apply: Apply[StagedBlock]) -> None:
+    def _warn_about_disagreement(self, apply: Apply[StagedBlock]) -> None:
         for rank, contribution in zip(apply.ranks, apply.contributions, strict=True):
             if contribution.hyper_parameters != apply.hyper_parameters:
                 self._metrics.disagreements.inc()
-                if not self._disagreement_was_said:
-                    self._disagreement_was_said = True
+                if not self._has_warned:
+                    self._has_warned = True
                     log.warning(
                         "trainers push different hyper-parameters; the lowest rank's count",
                         round=apply.round, used=f"trainer {apply.ranks[0]}", ignored=f"trainer {rank}",
@@ -395,7 +391,7 @@ class SyncRun(PserverRun):
                     assert self._measured is not None
                     if brought is None:
                         return NormAnswer(**self._measured.norm._asdict())
-                    self._take_norm(brought)
+                    self._accept_norm(brought)
                 await self._wait(fence.round, deadline)
 
     def _is_measured(self, round_: Round) -> bool:
@@ -417,7 +413,7 @@ class SyncRun(PserverRun):
         self.check_names(names)
         reply = await self._wait_for_round(fence, wait_seconds, norm)
         if names:
-            version, chunks = await self._compute.run(self._encode_some, list(names))
+            version, chunks = await self._compute.run(self._encode_blocks, list(names))
             self.check_fence(fence)
             if not self._serves(version, fence):
                 raise StaleRound(f"round {fence.round} has been overwritten", current=version)
@@ -434,14 +430,14 @@ class SyncRun(PserverRun):
                 if self._reply is not None and self._reply.round > fence.round:
                     raise StaleRound(f"round {fence.round} has been overwritten", current=self._reply.round)
                 if norm is not None and self._is_measured(fence.round):
-                    self._take_norm(norm)
+                    self._accept_norm(norm)
                 await self._wait(fence.round, deadline)
 
     def _admit_get(self, fence: Fence) -> None:
         self.check_fence(fence)
         self.rounds.admit_get(fence.rank, fence.trainer_incarnation, fence.round)
 
-    def _take_norm(self, norm: AgreedNorm) -> None:
+    def _accept_norm(self, norm: AgreedNorm) -> None:
         """The first one that matches lets the round be stepped. Raises NormChanged for what was taken of another."""
         assert self._measured is not None
         assert self.install.max_grad_norm is not None
@@ -452,11 +448,11 @@ class SyncRun(PserverRun):
             )
         if self.rounds.measuring is not None:
             coefficient = clip_coefficient(norm.norm, self.install.max_grad_norm)
-            self._begin(self._apply(self.rounds.norm_agreed(), coefficient))
+            self._begin(self._apply(self.rounds.accept_norm(), coefficient))
 
     async def _wait(self, round_: Round, deadline: float) -> None:
         """For a change of the run's state, within the condition. Raises RoundPending, or RoundTimeout."""
-        self._somebody_waits()
+        self._note_waiting()
         until = min(deadline, self._round_deadline())
         if until <= asyncio.get_running_loop().time():
             raise self._still_waiting(round_)
@@ -470,7 +466,7 @@ class SyncRun(PserverRun):
 
     def _round_deadline(self) -> float:
         measuring = self.rounds.measuring
-        is_busy = self.rounds.applying is not None or (measuring is not None and self._measured_as(measuring) is None)
+        is_busy = self.rounds.applying is not None or (measuring is not None and self._find_measured(measuring) is None)
         if self._waiting_since is None or is_busy or self.rounds.is_paused:
             return float("inf")
         return self._waiting_since + self.install.round_timeout_seconds
@@ -479,13 +475,13 @@ class SyncRun(PserverRun):
         missing = self.missing
         if self._round_deadline() <= asyncio.get_running_loop().time():
             if self.rounds.is_frozen:
-                return self.timed_out([], "end a change of members", round=self.rounds.open)
+                return self.make_timeout([], "end a change of members", round=self.rounds.open)
             owed = f"reach the batch barrier of round {self.rounds.open}"
             if self.rounds.measuring is not None:
                 missing, owed = sorted(self.members), f"bring the global norm of round {self.rounds.open}"
             if not self.is_readable:
                 owed = "upload the initial values"
-            return self.timed_out(missing, owed, round=self.rounds.open)
+            return self.make_timeout(missing, owed, round=self.rounds.open)
         if not self.is_readable:
             return NotReady("the initial values are not complete", waiting_for=self.uploader_name)
         waits = name_trainers(missing) or self._disk_trouble or "its apply"

@@ -1,6 +1,6 @@
 """uvicorn's HTTP/1.1 protocol with what it lacks: limits for headers, in bytes and seconds, and for connections.
 
-And HTTP/2: a client that begins with its preface is handed over to `http2_server.py`.
+And HTTP/2: a client that begins with its preface is handed over to `ps_http2`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ps_http2.frames import PREFACE
+from ps_http2.server import ServerConnection
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE, BadInput, GradpostError, TryAgain
 
 from .handshakes import Handshakes
-from .http2_server import ServerConnection
 from .settings import ServiceSettings
 
 MAX_HEAD_BYTES = 64 * 1024  # the request line and all headers
@@ -186,7 +186,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self.connections.discard(self)
         successor = ServerConnection(
             self.config.loaded_app,
-            self.limits,
+            header_timeout_seconds=self.limits.header_timeout_seconds,
+            body_timeout_seconds=self.limits.body_timeout_seconds,
             connections=self.connections,
             tasks=self.tasks,
             default_headers=lambda: self.server_state.default_headers,

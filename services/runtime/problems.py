@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ps_http2 import asgi
 from ps_protocol.errors import (
     ERRORS,
     PROBLEM_CONTENT_TYPE,
@@ -35,7 +36,6 @@ log = get_logger()
 
 MAX_PLACES = 10  # of a message that are named as wrong
 MAX_PLACE = 200  # characters of each
-DISCARD_SECONDS = 5.0  # for the rest of a body that nobody wants
 
 _CODE_OF_STATUS: Mapping[int, str] = {
     HTTPStatus.NOT_FOUND: "not_found",
@@ -101,7 +101,7 @@ class AnswerFailures:
             nonlocal started
             if not started and message["status"] >= HTTPStatus.BAD_REQUEST and not body_ended:
                 with suppress(TimeoutError, HTTPException):  # too slow for us, or for the limit of bodies
-                    async with asyncio.timeout(DISCARD_SECONDS):
+                    async with asyncio.timeout(asgi.DISCARD_SECONDS):
                         while not body_ended:
                             await watch_receive()
             started = True

@@ -17,7 +17,7 @@ from ps_protocol.routes import METRICS, SEND
 from ps_protocol.vocabulary import ParameterSpec
 from trainer_client import ParameterClient
 from trainer_client.testing import LocalCluster
-from trainer_client.transport.connections import make_bulk_transport
+from trainer_client.transport.exchange import make_bulk_transport
 
 from .conftest import Carrier
 from .wire import WireTrainer, completion, encode_blocks

@@ -1,7 +1,7 @@
 """What a pserver process finds and keeps on its disk: its folder, and the state of the run that it serves.
 
 At the start, before it registers:  open()      takes the folder, restores the run that was served there
-Once it is registered:              register()  writes the new incarnation down, which fences off the old life
+Once it is registered:              write_incarnation()  writes the new incarnation down, which fences off the old life
 For every installation:             open_run()  begins a run's state anew, or goes on at the round that is asked for
 """
 
@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from pydantic import field_validator
 
 from ps_protocol.errors import GradpostError, StorageFailed
-from ps_protocol.messages import FrozenRounds, HeldRun, InstallRun, Message
+from ps_protocol.fields import Message
+from ps_protocol.messages import FrozenRounds, HeldRun, InstallRun
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 from services.runtime.checkpoints import complete_checkpoints, leave_out_removed, read_manifest, read_shard_file
@@ -28,7 +29,7 @@ from services.runtime.sealed import DamagedFile, seal, unseal
 
 from ..history import History
 from ..shard import Shard
-from ..shard_state import ShardState, cut_anew
+from ..shard_state import ShardState, reslice
 from .storage import Restored, RunStorage
 
 IDENTITY = "identity.json"
@@ -99,7 +100,7 @@ class StateFolder:
         self.identity = Identity(incarnation=incarnation, run=run)
         write_file(self.path / IDENTITY, [seal(self.identity)])
 
-    def forget_log(self) -> None:
+    def delete_log(self) -> None:
         """Delete the log of a run that is no more. Raises OSError: what is left would be taken for the next run's."""
         with suppress(FileNotFoundError):
             shutil.rmtree(self.log_path)
@@ -147,7 +148,7 @@ class Disk:
         self._storage: RunStorage | None = None
         self._restored: Restored | None = None
 
-    def measure(self) -> DiskUsage:
+    def measure_usage(self) -> DiskUsage:
         """Bytes of the file system, in all and free; zeros if it cannot be asked."""
         folder = self._state_dir if self._state_dir.exists() else self._state_dir.parent
         try:
@@ -162,7 +163,7 @@ class Disk:
         return None if self.folder is None else self.folder.index
 
     @property
-    def previous(self) -> Incarnation:
+    def previous_incarnation(self) -> Incarnation:
         """The newest life that has written there; 0 if none has."""
         return 0 if self.folder is None else self.folder.identity.incarnation
 
@@ -197,12 +198,12 @@ class Disk:
             attempt=install.attempt,
             plan=storage.plan.digest,
             rounds=rounds,
-            restorable=tuple(storage.restorable()),
+            restorable=tuple(storage.find_restorable()),
         )
 
-    def restorable(self, newest: Round | None) -> list[tuple[Round, Round]]:
+    def find_restorable(self, newest: Round | None) -> list[tuple[Round, Round]]:
         """The ranges of rounds to which the run that is held can go back: see `RunStorage.restorable`."""
-        return [] if self._storage is None else self._storage.restorable(newest)
+        return [] if self._storage is None else self._storage.find_restorable(newest)
 
     def find_checkpoints(self, run: str, index: PserverIndex) -> list[tuple[Round, Round]]:
         """The rounds of a run, of which nothing is held, that this pserver can go back to: complete checkpoints."""
@@ -217,11 +218,11 @@ class Disk:
                 log.warning("a checkpoint is damaged", round=manifest.round, error=str(error))
         return found
 
-    def register(self, index: PserverIndex, incarnation: Incarnation) -> None:
+    def write_incarnation(self, index: PserverIndex, incarnation: Incarnation) -> None:
         """Write down who this process is now; takes the folder of this index if it is another."""
         if self.folder is None or self.folder.index != index:
             if self.folder is not None:
-                self._let_go()
+                self._close_folder()
             self.folder = StateFolder(self._state_dir, index)
         self.folder.write_identity(incarnation, self.folder.identity.run)
 
@@ -241,10 +242,10 @@ class Disk:
             self._restored = None  # one shard at a time
             taken = self._restore_from(install, install.source)  # or nothing changes
         if install.restore is None or install.source is not None or known is None or known.run != install.run:
-            self.folder.forget_log()  # it is another run's
+            self.folder.delete_log()  # it is another run's
         storage = RunStorage(install, self.folder.index, self.folder.log_path, self._place)
         try:
-            restored = self._go_on(storage, install, taken)
+            restored = self._resume_storage(storage, install, taken)
             self.folder.write_identity(self.folder.identity.incarnation, install)
         except BaseException:
             storage.close()  # it may be tried again and again
@@ -252,11 +253,11 @@ class Disk:
         self.held = self._storage = self._restored = None
         return storage, restored
 
-    def _go_on(self, storage: RunStorage, install: InstallRun, taken: Restored | None) -> Restored | None:
+    def _resume_storage(self, storage: RunStorage, install: InstallRun, taken: Restored | None) -> Restored | None:
         """Bring storage to where the run begins, and give its shard, if it does not begin with initial values."""
         before, restored = self._storage, self._restored
         if install.restore is None:
-            storage.forget_checkpoints()  # other initial values, of an attempt that was given up
+            storage.delete_checkpoints()  # other initial values, of an attempt that was given up
             return None
         if taken is not None:
             restored = taken
@@ -287,15 +288,15 @@ class Disk:
         def read_shards() -> Iterator[tuple[PserverIndex, ShardState]]:
             for file in manifest.shards:
                 shard_state, metadata = ShardState.decode(read_shard_file(self._place, source, file))
-                history.take_outcomes(History.from_json(metadata["history"]))
+                history.adopt_outcomes(History.from_json(metadata["history"]))
                 yield file.pserver, shard_state
 
-        state = cut_anew(read_shards(), manifest.slice_plan(), plan, self.folder.index)
+        state = reslice(read_shards(), manifest.slice_plan(), plan, self.folder.index)
         shard = Shard(plan, self.folder.index)
         shard.load_state(state)
         return Restored(shard, history)
 
-    def _let_go(self) -> None:
+    def _close_folder(self) -> None:
         assert self.folder is not None
         if self._storage is not None:
             self._storage.close()

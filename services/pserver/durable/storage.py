@@ -74,11 +74,11 @@ class OwnCheckpoints:
             raise DamagedFile.wrong_digest(path)
         return data[_DIGEST_BYTES:]
 
-    def forget(self, round_: Round) -> None:
+    def discard(self, round_: Round) -> None:
         """Do not use this one any more: it is damaged."""
         self._rounds.discard(round_)
 
-    def keep(self, rounds: Collection[Round]) -> None:
+    def delete_others(self, rounds: Collection[Round]) -> None:
         """Delete all others."""
         for round_ in self._rounds - set(rounds):
             self._path(round_).unlink(missing_ok=True)
@@ -86,7 +86,7 @@ class OwnCheckpoints:
 
     def resume(self, round_: Round) -> None:
         """Delete those behind this round, and what an earlier life of this pserver had begun to write."""
-        self.keep([own for own in self._rounds if own <= round_])
+        self.delete_others([own for own in self._rounds if own <= round_])
         for path in self._folder.glob(".*.checkpoint.*"):
             path.unlink(missing_ok=True)
 
@@ -121,7 +121,7 @@ class RunStorage:
         self.plan = SlicePlan.from_json(install.plan)
         self.checkpoints: dict[Round, ShardFile] = {}  # those of ours that are whole, as far as we know
         self.undone: list[Round] = []  # of those that were found, by a later attempt than theirs
-        self.own = OwnCheckpoints(log_path)
+        self.own_checkpoints = OwnCheckpoints(log_path)
         self.is_over = False  # the run is finished: its last checkpoint is all that will be needed
         self._install = install
         self._index = index
@@ -135,7 +135,7 @@ class RunStorage:
     @property
     def rounds(self) -> list[Round]:
         """The rounds of all checkpoints from which this pserver can restore its shard, newest first."""
-        return sorted({*self.checkpoints, *self.own.rounds}, reverse=True)
+        return sorted({*self.checkpoints, *self.own_checkpoints.rounds}, reverse=True)
 
     @property
     def log_bytes(self) -> int:
@@ -163,7 +163,7 @@ class RunStorage:
         """Copy the shard between two updates; the result writes the copy, on any thread, and may raise OSError."""
         return self._snapshot(shard.copy_state(), history, is_own=is_own)
 
-    def snapshot_standing(self, shard: Shard, history: History) -> Callable[[], object]:
+    def snapshot_unchanging(self, shard: Shard, history: History) -> Callable[[], object]:
         """The same without a copy, of a shard that does not change before it is written."""
         return self._snapshot(shard.view_state(), history, is_own=False)
 
@@ -179,7 +179,7 @@ class RunStorage:
             "history": history.to_json(),
         }
         if is_own:
-            return lambda: self.own.write(state.version, state.encode(self.plan, metadata))
+            return lambda: self.own_checkpoints.write(state.version, state.encode(self.plan, metadata))
         steps = {rank: step for rank, (_, step) in history.steps.items()}
         return lambda: self.checkpoints.get(state.version) or self._write(state, metadata, steps)
 
@@ -229,7 +229,7 @@ class RunStorage:
                 with self._pruning:
                     file = None if self._is_promised else self.checkpoints.pop(round_, None)
                 if file is not None:
-                    self._delete_or_keep(file)
+                    self._try_delete(file)
 
     def prune_folder(self, complete: Sequence[Round] | None) -> None:
         """Delete what no restart needs: the log reaches back over as many checkpoints as are kept, own ones included.
@@ -241,7 +241,7 @@ class RunStorage:
             if not rounds or self._is_promised:
                 return
             is_over = self.is_over and (rounds[0] in (complete or ()) or self._has_manifest(rounds[0]))
-            self.own.keep([] if is_over else rounds)
+            self.own_checkpoints.delete_others([] if is_over else rounds)
             self._log.prune(rounds[0 if is_over else -1])
             if is_over:
                 self._log.shrink()
@@ -250,7 +250,7 @@ class RunStorage:
         manifest = read_manifest(self._place, self._install.run, round_)
         return manifest is not None and manifest.attempt == self._install.attempt
 
-    def _delete_or_keep(self, file: ShardFile) -> None:
+    def _try_delete(self, file: ShardFile) -> None:
         try:
             self._delete(file.round)
         except OSError:
@@ -285,7 +285,7 @@ class RunStorage:
             else:
                 self.checkpoints[round_] = file
 
-    def forget_checkpoints(self) -> None:
+    def delete_checkpoints(self) -> None:
         """Delete those of this shard: the run begins anew."""
         self.find_checkpoints()
         for round_ in [*self.checkpoints, *self.undone]:
@@ -330,15 +330,15 @@ class RunStorage:
     def _read(self, round_: Round) -> tuple[ShardState, History, int] | None:
         """A checkpoint's shard, its history and its bytes; None, and it is not tried again, if it is damaged."""
         try:
-            if round_ in self.own.rounds:
-                data = self.own.read(round_)
+            if round_ in self.own_checkpoints.rounds:
+                data = self.own_checkpoints.read(round_)
             else:
                 data = read_shard_file(self._place, self._install.run, self.checkpoints[round_])
             state, metadata = ShardState.decode(data)
             return state, History.from_json(metadata["history"]), len(data)
         except (DamagedFile, GradpostError, KeyError, ValueError) as error:
             log.warning("a checkpoint is damaged", round=round_, error=str(error))
-            self.own.forget(round_)
+            self.own_checkpoints.discard(round_)
             self.checkpoints.pop(round_, None)
             return None
 
@@ -358,7 +358,7 @@ class RunStorage:
                 break
             if update.origin is None:
                 restored.shard.replay(gradient, update.present, update.hyper_parameters, update.loaded)
-                restored.history.add(
+                restored.history.add_round(
                     update.round, update.ranks, update.nonfinite, update.norm, update.hyper_parameters, keep=keep
                 )
                 continue
@@ -370,7 +370,7 @@ class RunStorage:
             restored.history.steps[rank] = update.origin
         restored.is_short = self.has_log and newest is None and self._log.is_short
 
-    def restorable(self, newest: Round | None = None) -> list[tuple[Round, Round]]:
+    def find_restorable(self, newest: Round | None = None) -> list[tuple[Round, Round]]:
         """Ranges of rounds, first and last, that can be restored as far as the log's digests tell; newest first.
 
         With `newest` the checkpoint that leads to that round is read first, and left out if it is damaged.
@@ -402,7 +402,7 @@ class RunStorage:
         for later in [later for later in self.checkpoints if later > round_]:
             self.undone.append(later)
             del self.checkpoints[later]
-        self.own.resume(round_)
+        self.own_checkpoints.resume(round_)
         if self.has_log:
             self._log.resume(round_)
         try:

@@ -10,9 +10,8 @@ import pytest
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import StorageFailed, TrainerLost
-from ps_protocol.messages import Controls
+from ps_protocol.membership import Controls, Membership
 from services.coordinator.coordinator import Coordinator
-from services.coordinator.decision import Membership
 from services.coordinator.run import Run
 from services.coordinator.settings import CoordinatorSettings
 from services.runtime.checkpoints import Manifest, write_manifest
@@ -96,14 +95,15 @@ async def test_what_an_administrator_has_set_stands_on_other_pservers(tmp_path):
         controls=at_first, created="2026-11-22T05:34:22Z",
     )  # fmt: skip
     write_manifest(open_place(str(tmp_path / "checkpoints")), manifest)
-    coordinator.cluster.run.controls = at_first, Controls(since=9, rates={0: 0.5}, is_paused=True)
+    controls = at_first, Controls(since=9, rates={0: 0.5}, is_paused=True)
+    coordinator.cluster.run.membership = Membership({}, controls=controls)
     await coordinator.keep()
     for resume in (True, False, True):
         coordinator = await recalled(tmp_path, resume=resume, num_pservers=3)
     begin(coordinator)
     coordinator.cluster.register_pserver(registration("2", index=2), coordinator.now())
     assert coordinator.cluster.start_run_if_complete()
-    installed = coordinator.cluster.installation(0, 1, 7).controls
+    installed = coordinator.cluster.installation(0, 1, 7).membership.controls
     assert installed == (Controls(rates={0: 0.5}, is_paused=True),)
     # With nothing but the place it is what was set when the checkpoint was written.
     (tmp_path / "coordinator.json").unlink()

@@ -106,7 +106,7 @@ async def test_what_was_acknowledged_and_not_applied_yet_comes_back(tmp_path: Pa
             assert pserver.run.round == 2
             pserver.run.storage.close()  # the process is gone
     async with life(tmp_path, 2) as pserver:
-        assert pserver.run.clocks.opens == {0: 3, 1: 2}
+        assert pserver.run.clocks.open_steps == {0: 3, 1: 2}
         assert (await pserver.push(0, 2))["status"] == "already_applied"
         await pserver.get(0, 2)
         assert pserver.run.round == 3
@@ -149,7 +149,7 @@ async def test_a_full_disk_sends_pushes_away_and_takes_nothing(tmp_path: Path) -
         with armed("log.append.before=enospc@1"):
             with pytest.raises(TryAgain, match="No space left on device"):
                 await pserver.push(0, 2)
-            assert pserver.run.clocks.opens == {0: 2, 1: 2}
+            assert pserver.run.clocks.open_steps == {0: 2, 1: 2}
             await pserver.push(0, 2)  # there is room again
         await pserver.get(0, 2)
         assert pserver.run.round == 3
@@ -175,7 +175,7 @@ async def test_a_checkpoint_holds_the_first_contributions_and_nothing_else(tmp_p
             await pserver.push(0, 2)  # number 3: a checkpoint is due, and it is not applied yet
             later = asyncio.create_task(pserver.push(1, 2))
             await asyncio.sleep(0.05)
-            assert pserver.run.clocks.taken == 3
+            assert pserver.run.clocks.num_committed == 3
             release.set()
         await later
         await pserver.get(1, 2)
@@ -206,7 +206,7 @@ async def test_a_pserver_that_stops_applies_what_it_has_taken(tmp_path: Path, fa
         with pytest.raises(TryAgain if failure is None else TrainerLost):
             await refused
     async with life(tmp_path, 2, durability="none") as pserver:
-        assert pserver.run.clocks.opens == {0: 3, 1: 2}
+        assert pserver.run.clocks.open_steps == {0: 3, 1: 2}
 
 
 async def test_members_do_not_change_while_a_contribution_is_being_logged(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ async def test_members_do_not_change_while_a_contribution_is_being_logged(tmp_pa
             assert not change.done()
         await asyncio.gather(push, change)
         assert pserver.run.members == {1: 1}
-        assert pserver.run.clocks.opens == {0: 3, 1: 2}
+        assert pserver.run.clocks.open_steps == {0: 3, 1: 2}
         await until(lambda: pserver.run.round == 3)
 
 

@@ -175,7 +175,7 @@ async def test_a_worker_that_fails_stops_its_block_and_no_other(monkeypatch: pyt
         others = [NAMES[0], *NAMES[2:]]
         await pserver.push(1, 1, ones(1.0, others))
         await until(lambda: pserver.run.clocks.clocks == {0: 0, 1: 1})
-        assert not pserver.run.is_at_rest  # no checkpoint is made of it
+        assert not pserver.run.is_idle  # no checkpoint is made of it
 
 
 async def test_what_is_queued_behind_a_failure_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,16 +217,16 @@ async def test_nobody_gets_further_ahead_than_max_staleness() -> None:
         with pytest.raises(RoundPending, match="step 3 of trainer 0 waits for trainer 1") as pending:
             await pserver.get(0, 3, wait_seconds=0.02)
         assert pending.value.facts["missing"] == [1]
-        assert pserver.pserver.heartbeat().missing == (1,)
+        assert pserver.pserver.make_heartbeat().missing == (1,)
         held = asyncio.ensure_future(pserver.get(0, 3))
         await pserver.push(1, 1, ones())
         assert stepped(await held, by=4)
         await pserver.push(0, 4, ones())
         last = asyncio.ensure_future(pserver.get(0, 4))
-        await until(lambda: pserver.pserver.heartbeat().missing == (1,))
+        await until(lambda: pserver.pserver.make_heartbeat().missing == (1,))
         await pserver.change_members(2, {0: 1})  # the slow one leaves
         assert stepped(await last, by=5)
-        assert pserver.pserver.heartbeat().missing == ()
+        assert pserver.pserver.make_heartbeat().missing == ()
 
 
 async def test_a_get_that_nobody_repeats_waits_for_nobody_once_the_clocks_allow_it() -> None:
@@ -234,11 +234,11 @@ async def test_a_get_that_nobody_repeats_waits_for_nobody_once_the_clocks_allow_
         await pserver.push(0, 1, ones())
         with pytest.raises(RoundPending):
             await pserver.get(0, 1, wait_seconds=0.02)
-        assert pserver.pserver.heartbeat().missing == (1,)
+        assert pserver.pserver.make_heartbeat().missing == (1,)
         assert pserver.run.waiting_seconds > 0
         await pserver.push(1, 1, ones())
         await pserver.get(1, 1)
-        assert (pserver.pserver.heartbeat().missing, pserver.run.waiting_seconds) == ((), 0)
+        assert (pserver.pserver.make_heartbeat().missing, pserver.run.waiting_seconds) == ((), 0)
 
 
 async def test_who_is_behind_for_too_long_is_named() -> None:

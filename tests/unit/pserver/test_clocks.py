@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import BadModel, ContributionConflict, ContributionMissing, FutureRound
-from services.pserver.clocks import Clocks, Taken
+from ps_protocol.membership import Membership
+from services.pserver.clocks import Clocks, Committed
 
 from ...raising import raises_code
 from ...soaking import examples
@@ -35,7 +36,7 @@ class ClocksMachine(RuleBasedStateMachine):
         self.step = dict.fromkeys(RANKS, 1)  # the open one
         self.pushed: dict[int, set[str]] = {rank: set() for rank in RANKS}
         self.said: dict[int, int | None] = dict.fromkeys(RANKS)
-        self.queued: list[tuple[Taken[str], str]] = []
+        self.queued: list[tuple[Committed[str], str]] = []
         self.unapplied: dict[int, set[tuple[int, str]]] = {rank: set() for rank in RANKS}
 
     def clock(self, rank: int) -> int:
@@ -57,9 +58,9 @@ class ClocksMachine(RuleBasedStateMachine):
         said = self.said[rank]
         if (said is not None and len(together) > said) or (said is not None and number not in (None, said)):
             with pytest.raises(ContributionConflict):
-                self.clocks.blocks_arrived(rank, payload, number, NUMBERS, step - 1)
+                self.clocks.stage_blocks(rank, payload, number, NUMBERS, step - 1)
             return
-        new = self.clocks.blocks_arrived(rank, payload, number, NUMBERS if last else None, step - 1 if last else None)
+        new = self.clocks.stage_blocks(rank, payload, number, NUMBERS if last else None, step - 1 if last else None)
         assert new == len(together) - len(self.pushed[rank])
         self.pushed[rank] = together
         self.said[rank] = said if number is None else number
@@ -71,7 +72,7 @@ class ClocksMachine(RuleBasedStateMachine):
         if not complete:
             return
         rank = data.draw(st.sampled_from(complete))
-        taken = self.clocks.take(rank)
+        taken = self.clocks.commit(rank)
         assert (taken.rank, taken.step) == (rank, self.step[rank])
         assert set(taken.contribution.blocks) == self.pushed[rank]
         self.queued += [(taken, name) for name in taken.contribution.blocks]
@@ -85,7 +86,7 @@ class ClocksMachine(RuleBasedStateMachine):
         taken, name = self.queued.pop(data.draw(st.integers(0, len(self.queued) - 1)))
         is_known = self.clocks.members.get(taken.rank) is not None and taken.steps is self.clocks._steps[taken.rank]
         before, applied = self.clock(taken.rank) if is_known else 0, self.clocks.applied
-        completed = self.clocks.block_applied(taken)
+        completed = self.clocks.count_applied_block(taken)
         if is_known:
             self.unapplied[taken.rank].discard((taken.step, name))
             assert completed == (self.clock(taken.rank) > before)
@@ -100,7 +101,7 @@ class ClocksMachine(RuleBasedStateMachine):
             self.incarnations[rank] = self.incarnations.get(rank, 1) + 1
             self.step[rank], self.unapplied[rank] = 1, set()
         self.pushed[rank], self.said[rank] = set(), None
-        self.clocks.members_changed(self.incarnations)
+        self.clocks.install_members(Membership(self.incarnations))
 
     @invariant()
     def clocks_are_what_is_applied(self) -> None:
@@ -112,12 +113,12 @@ class ClocksMachine(RuleBasedStateMachine):
             for step in range(self.step[rank] + 2):
                 if step >= self.step[rank]:
                     with pytest.raises(FutureRound):
-                        self.clocks.waits_for(rank, step)
+                        self.clocks.find_missing(rank, step)
                     continue
                 expected = {rank} if self.wait and self.clock(rank) < step else set()
                 if self.bound is not None:
                     expected |= {other for other in self.ranks() if self.clock(other) < step - self.bound}
-                assert self.clocks.waits_for(rank, step) == sorted(expected)
+                assert self.clocks.find_missing(rank, step) == sorted(expected)
 
     @invariant()
     def old_and_strange_messages_are_known_as_such(self) -> None:
@@ -169,8 +170,8 @@ def test_a_setting_without_effect_is_refused() -> None:
 
 def test_the_open_step_of_a_rank_outlives_its_membership():
     clocks = Clocks({0: 1, 1: 1}, Consistency(mode="async"))
-    clocks.members_changed({1: 1})
-    assert clocks.opens == {0: 1, 1: 1}
+    clocks.install_members(Membership({1: 1}))
+    assert clocks.open_steps == {0: 1, 1: 1}
 
 
 def restored(*, is_short: bool) -> Clocks[str]:
@@ -185,7 +186,7 @@ class LostStepsMachine(RuleBasedStateMachine):
         super().__init__()
         self.clocks = restored(is_short=True)
         self.open, self.has_taken, self.num_taken = 3, False, 2
-        self.queued: list[tuple[Taken[str], str]] = []
+        self.queued: list[tuple[Committed[str], str]] = []
 
     @rule(ahead=st.integers(0, 3), blocks=st.sets(st.sampled_from(BLOCKS), min_size=1), last=st.booleans())
     def push(self, ahead: int, blocks: set[str], last: bool) -> None:
@@ -195,16 +196,16 @@ class LostStepsMachine(RuleBasedStateMachine):
                 self.clocks.admit(0, 1, step)
             return
         assert self.clocks.admit(0, 1, step) == "open"
-        assert self.clocks.catch_up(0, step) == ahead
+        assert self.clocks.skip_lost_steps(0, step) == ahead
         self.open = step
         number = len(self.clocks.staged(0).blocks.keys() | blocks) if last else None
         with suppress(ContributionConflict):
-            self.clocks.blocks_arrived(0, {name: f"{step} {name}" for name in blocks}, number, NUMBERS, 2)
+            self.clocks.stage_blocks(0, {name: f"{step} {name}" for name in blocks}, number, NUMBERS, 2)
 
     @precondition(lambda self: self.clocks.staged(0).is_complete)
     @rule()
     def take(self) -> None:
-        taken = self.clocks.take(0)
+        taken = self.clocks.commit(0)
         self.num_taken += 1
         assert (taken.step, taken.number) == (self.open, self.num_taken)
         assert taken.contribution.blocks == {name: f"{self.open} {name}" for name in taken.contribution.blocks}
@@ -214,12 +215,12 @@ class LostStepsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.queued)
     @rule(data=st.data())
     def apply(self, data: st.DataObject) -> None:
-        self.clocks.block_applied(self.queued.pop(data.draw(st.integers(0, len(self.queued) - 1)))[0])
+        self.clocks.count_applied_block(self.queued.pop(data.draw(st.integers(0, len(self.queued) - 1)))[0])
 
     @invariant()
     def what_is_taken_is_applied_or_queued(self) -> None:
-        assert self.clocks.opens == {0: self.open}
-        assert self.clocks.taken == self.num_taken
+        assert self.clocks.open_steps == {0: self.open}
+        assert self.clocks.num_committed == self.num_taken
         if not self.queued:
             assert self.clocks.applied == self.num_taken
             assert self.clocks.clocks == {0: self.open - 1} or not self.has_taken
@@ -234,4 +235,4 @@ def test_a_pserver_that_has_lost_nothing_but_what_was_staged_skips_no_step() -> 
     with pytest.raises(FutureRound):
         clocks.admit(0, 1, 4)
     with pytest.raises(ContributionMissing):
-        clocks.waits_for(0, 3)
+        clocks.find_missing(0, 3)

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.controls import override_rates
 from ps_protocol.frames import parse_frame
-from ps_protocol.messages import Controls
+from ps_protocol.membership import Controls
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.routes import BARRIER_HEADER, HYPER_PARAMETERS_KEY, VERDICT_HEADER
 from services.pserver.durable.records import Record
@@ -100,19 +99,19 @@ async def test_a_pserver_that_comes_back_tells_the_same(tmp_path: Path, checkpoi
 
 def test_outcomes_of_a_source_run_are_taken_over() -> None:
     history, source = History({9: (0,)}, {9: (0,)}), History({7: (0, 1)}, {7: (1,)}, {0: (1, 7)}, {}, state(6))
-    history.take_outcomes(source)
+    history.adopt_outcomes(source)
     assert history == History({9: (0,)}, {9: (0,), 7: (1,)}, {}, {}, state(6))
     assert History.from_json(history.to_json()) == history
 
 
 def test_the_state_outlives_a_round_without_trainers_and_changes_of_the_rate() -> None:
     history, numbers = History(), [{"lr": 0.1}, state(6)]
-    history.add(7, (0,), (), None, numbers, keep=1)
-    history.add(8, (), (), keep=1)
+    history.add_round(7, (0,), (), None, numbers, keep=1)
+    history.add_round(8, (), (), keep=1)
     assert history.scaler == state(6)
-    history.add(9, (0,), (), None, [{"lr": 0.1}], keep=1)
+    history.add_round(9, (0,), (), None, [{"lr": 0.1}], keep=1)
     assert history.scaler is None
-    assert override_rates(Controls(rates={0: 0.5}), numbers) == [{"lr": 0.5}, state(6)]
+    assert Controls(rates={0: 0.5}).override_rates(numbers) == [{"lr": 0.5}, state(6)]
     assert divide_rates(numbers, 2) == [{"lr": 0.05}]
 
 

@@ -118,7 +118,7 @@ async def test_a_place_that_fails_to_read_is_asked_again_before_a_pserver_regist
     async with bench(state_dir=tmp_path) as one:
         await one.play_round(1)
         await one.pserver.want_checkpoint(WantCheckpoint(run=one.install.run, round=1))
-        await one.run.settle()
+        await one.run.wait_for_writes()
     read, errors, stop = LocalPlace.read, [OSError("Input/output error")], asyncio.Event()
     registered: list[RegisterPserver] = []
 

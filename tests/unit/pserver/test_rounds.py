@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ps_protocol.errors import FutureRound
+from ps_protocol.membership import Membership
 from ps_protocol.norms import ShardNorm
 from services.pserver.rounds import Apply, Measure, Rounds
 
@@ -49,27 +50,27 @@ class RoundsAhead(RuleBasedStateMachine):
         if self.got[rank] < round_ - 1 - self.k:
             return  # the trainer has to get parameters first
         assert self.rounds.admit(rank, 1, round_) == "open"
-        self.rounds.blocks_arrived(rank, {"w": f"round {round_} of {rank}"}, 1, NUMBERS, round_)
+        self.rounds.stage_blocks(rank, {"w": f"round {round_} of {rank}"}, 1, NUMBERS, round_)
         self.pushed[rank] = round_
 
     @rule(rank=st.integers(0, NUM_TRAINERS - 1))
     def push_again(self, rank: int) -> None:
         round_ = self.pushed[rank]
         if round_ and self.rounds.admit(rank, 1, round_) == "open":
-            assert self.rounds.blocks_arrived(rank, {"w": f"round {round_} of {rank}"}, 1, NUMBERS, round_) == 0
+            assert self.rounds.stage_blocks(rank, {"w": f"round {round_} of {rank}"}, 1, NUMBERS, round_) == 0
 
     @rule(rank=st.integers(0, NUM_TRAINERS - 1), again=st.booleans())
     def send_barrier(self, rank: int, again: bool) -> None:
         round_ = self.barriers[rank] + (0 if again else 1)
         if 0 < round_ <= self.pushed[rank]:
             self.barriers[rank] = round_
-            self.start(self.rounds.batch_barrier_arrived(rank, 1, round_))
+            self.start(self.rounds.count_batch_barrier(rank, 1, round_))
 
     @precondition(lambda self: self.is_applying)
     @rule()
     def finish_apply(self) -> None:
         self.is_applying = False
-        self.start(self.rounds.round_applied())
+        self.start(self.rounds.finish_apply())
 
     @rule(rank=st.integers(0, NUM_TRAINERS - 1))
     def get(self, rank: int) -> None:
@@ -97,22 +98,22 @@ TestRoundsAhead.settings = settings(max_examples=examples(180), stateful_step_co
 
 def complete(rounds: Rounds[str], rank: int, incarnation: int = 1) -> None:
     assert rounds.admit(rank, incarnation, rounds.open) == "open"
-    rounds.blocks_arrived(rank, {"a": payload(rank, incarnation, rounds.open, "a")}, 1, LAMBDAS[0])
+    rounds.stage_blocks(rank, {"a": payload(rank, incarnation, rounds.open, "a")}, 1, LAMBDAS[0])
 
 
 def test_a_change_to_no_members_applies_nothing_and_lets_the_running_apply_end():
     rounds: Rounds[str] = Rounds({0: 1, 1: 1})
     for rank in (1, 0):
         complete(rounds, rank)
-    rounds.batch_barrier_arrived(1, 1, 1)
+    rounds.count_batch_barrier(1, 1, 1)
     assert repr(rounds) == "<Round 1 [batch barriers: 1 of 2 | waiting for: trainer 0]>"
-    apply = rounds.members_changed({1: 1})
+    apply = rounds.install_members(Membership({1: 1}))
     assert apply is not None
     assert apply.ranks == (1,)
-    assert rounds.members_changed({}) is None
+    assert rounds.install_members(Membership({})) is None
     assert rounds.applying is apply
     assert repr(rounds) == "<Round 1 [applying | waiting for: nobody]>"
-    rounds.round_applied()
+    rounds.finish_apply()
     assert rounds.applied == 1
 
 
@@ -120,7 +121,7 @@ def measured(rounds: Rounds[str]) -> Apply[str]:
     orders = []
     for rank, incarnation in rounds.members.items():
         complete(rounds, rank, incarnation)
-        orders.append(rounds.batch_barrier_arrived(rank, incarnation, rounds.open))
+        orders.append(rounds.count_batch_barrier(rank, incarnation, rounds.open))
     assert orders[:-1] == [None] * (len(orders) - 1)
     assert isinstance(orders[-1], Measure)
     return orders[-1].apply
@@ -131,11 +132,11 @@ def test_a_round_that_is_clipped_is_applied_when_its_norm_is_known():
     rounds: Rounds[str] = Rounds({0: 1, 1: 1}, clips=True)
     apply = measured(rounds)
     assert repr(rounds) == "<Round 1 [measuring | waiting for: nobody]>"
-    assert rounds.batch_barrier_arrived(0, 1, 1) is None
-    assert rounds.norm_agreed() is apply
+    assert rounds.count_batch_barrier(0, 1, 1) is None
+    assert rounds.accept_norm() is apply
     assert (rounds.measuring, rounds.applying) == (None, apply)
     norm = ShardNorm("digest", 2.0)
-    assert rounds.round_applied(norm) is None
+    assert rounds.finish_apply(norm) is None
     assert rounds.history.norms == {1: norm}
 
 
@@ -143,10 +144,10 @@ def test_a_round_that_is_clipped_is_applied_when_its_norm_is_known():
 def test_rounds_that_are_staged_ahead_are_measured_one_after_the_other():
     rounds: Rounds[str] = Rounds({0: 1}, 1, clips=True)
     first = measured(rounds)
-    rounds.blocks_arrived(0, {"a": "2"}, 1, LAMBDAS[0], 2)
-    assert rounds.batch_barrier_arrived(0, 1, 2) is None
-    assert rounds.norm_agreed() is first
-    second = rounds.round_applied()
+    rounds.stage_blocks(0, {"a": "2"}, 1, LAMBDAS[0], 2)
+    assert rounds.count_batch_barrier(0, 1, 2) is None
+    assert rounds.accept_norm() is first
+    second = rounds.finish_apply()
     assert isinstance(second, Measure)
     assert second.apply.round == 2
 
@@ -158,11 +159,11 @@ def test_a_freeze_forgets_what_was_measured_and_its_end_measures_again(members):
     before = measured(rounds)
     rounds.freeze()
     assert rounds.measuring is None
-    order = rounds.members_changed(members)
+    order = rounds.install_members(Membership(members))
     if members == {0: 1, 1: 2}:
         assert order is None
         complete(rounds, 1, 2)
-        order = rounds.batch_barrier_arrived(1, 2, 1)
+        order = rounds.count_batch_barrier(1, 2, 1)
     assert isinstance(order, Measure)
     assert (order.apply.identity == before.identity) == (members == {0: 1, 1: 1})
     assert order.apply.identity[1] == tuple(members.items())
@@ -174,7 +175,7 @@ def test_what_was_measured_with_a_lost_trainer_is_so_again_if_it_is_in_the_round
     rounds: Rounds[str] = Rounds({0: 1, 1: 1}, clips=True)
     before = measured(rounds)
     rounds.freeze()
-    order = rounds.members_changed({0: 1}, sets={1: (0, 1)})
+    order = rounds.install_members(Membership({0: 1}, sets={1: (0, 1)}))
     assert isinstance(order, Measure)
     assert order.apply.identity == before.identity
 
@@ -184,10 +185,10 @@ def test_a_round_that_is_decided_to_be_empty_has_no_norm():
     rounds: Rounds[str] = Rounds({0: 1}, clips=True)
     measured(rounds)
     rounds.freeze()
-    apply = rounds.members_changed({1: 1}, starts={1: 2}, sets={1: ()})
+    apply = rounds.install_members(Membership({1: 1}, starts={1: 2}, sets={1: ()}))
     assert isinstance(apply, Apply)
     assert apply.ranks == ()
-    assert rounds.round_applied() is None
+    assert rounds.finish_apply() is None
     assert rounds.history.norms == {}
 
 
@@ -195,6 +196,6 @@ def test_a_round_that_is_decided_to_be_empty_has_no_norm():
 def test_verdicts_belong_to_the_identity_of_what_is_measured():
     rounds: Rounds[str] = Rounds({0: 1}, clips=True)
     complete(rounds, 0)
-    order = rounds.batch_barrier_arrived(0, 1, 1, is_finite=False)
+    order = rounds.count_batch_barrier(0, 1, 1, is_finite=False)
     assert isinstance(order, Measure)
     assert order.apply.identity == (1, ((0, 1),), (0,))

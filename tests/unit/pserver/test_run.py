@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -11,7 +12,8 @@ import torch
 from starlette.requests import ClientDisconnect
 
 from ps_protocol.errors import Conflict, RoundPending, TrainerLost
-from ps_protocol.messages import Controls, InstallMembers, PserverRegistered
+from ps_protocol.membership import Controls
+from ps_protocol.messages import InstallMembers, PserverRegistered
 from ps_protocol.routes import MEMBERS, WAIT_HEADER
 from services.pserver import endpoints as endpoints_module
 from services.pserver.app import make_pserver_app
@@ -36,6 +38,7 @@ JSON = {"content-type": "application/json"}
 
 
 LOST = TrainerLost("trainer 0 was lost").to_problem()
+AGAIN = PserverRegistered(index=0, incarnation=2, lease_seconds=10)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +46,10 @@ LOST = TrainerLost("trainer 0 was lost").to_problem()
     [
         (lambda b: b.play_round(1), "already_applied"),
         (lambda b: b.install_next_run(), "stale_run"),
-        (lambda b: b.pserver.registered(PserverRegistered(index=0, incarnation=2, lease_seconds=10)), "stale_pserver"),
+        (
+            lambda b: b.pserver.adopt_identity(PserverRegistered(index=0, incarnation=2, lease_seconds=10)),
+            "stale_pserver",
+        ),
         (lambda b: b.change_members(2, {0: 1}), "stale_trainer"),
         (lambda b: b.change_members(2, {0: 1, 1: 2}), "stale_trainer"),
         (lambda b: b.change_members(2, {}, failure=LOST), "trainer_lost"),
@@ -292,8 +298,8 @@ async def test_metadata_that_does_not_fit_is_refused(code, key, texts):
 async def test_a_body_that_no_honest_push_could_fill_is_refused_before_it_is_received():
     async with bench() as b:
         taken: list[int] = []
-        take = b.pserver.pool.take
-        b.pserver.pool.take = lambda n: taken.append(n) or take(n)  # type: ignore[method-assign]
+        take = b.pserver.pool.acquire
+        b.pserver.pool.acquire = lambda n: taken.append(n) or take(n)  # type: ignore[method-assign]
         await unchanged(b, "body_too_large", b.call("send", b.fence(0, 1), b"", num_bytes=200 * 1024 * 1024))
         await unchanged(b, "body_too_large", b.call("send", b.fence(0, 1), b"", num_bytes=10**15))
         assert taken == []
@@ -303,9 +309,9 @@ async def test_controls_may_name_as_many_parameters_as_a_plan():
     async with bench() as b:
         frozen = tuple(f"layers.{i}.{'x' * 40}.weight" for i in range(20_000))
         controls = Controls(since=1, frozen=frozen), Controls(since=2, frozen=frozen)
-        message = InstallMembers(run="run1", number=2, members=b.install.members, controls=controls)
+        message = InstallMembers(run="run1", number=2, membership=replace(b.install.membership, controls=controls))
         app = make_pserver_app(b.pserver, ServiceMetrics("pserver"))
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
             answer = await http.put(MEMBERS, content=message.model_dump_json(), headers=JSON)
-        assert (answer.status_code, b.run.controls) == (204, controls)
+        assert (answer.status_code, b.run.membership.controls) == (204, controls)

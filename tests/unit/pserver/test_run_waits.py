@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ps_protocol.errors import Conflict, NotReady, RoundPending, RoundTimeout, StalePserver, StaleRun, TrainerLost
+from ps_protocol.membership import Membership
 
 from ...raising import raises_code
 from .refusals import Refusal, keep_busy, unchanged
@@ -156,7 +157,7 @@ async def test_the_same_installation_again_changes_nothing_but_brings_newer_memb
         digest = await b.digest()
         await b.pserver.install_run(b.install)
         assert await b.digest() == digest
-        await b.pserver.install_run(b.install.model_copy(update={"number": 9, "members": {0: 1}}))
+        await b.pserver.install_run(b.install.model_copy(update={"number": 9, "membership": Membership({0: 1})}))
         assert b.run.rounds.members == {0: 1}
         other = {**b.install.plan, "buffers": [["mean", [2], "F32", 0]]}
         with pytest.raises(Conflict):
@@ -219,4 +220,4 @@ async def test_an_apply_that_fails_ends_every_wait():
             await asyncio.wait_for(get, 2)
         with raises_code("apply_failed"):
             await b.push(0, 2)
-        assert not b.run.is_at_rest  # no checkpoint is made of it
+        assert not b.run.is_idle  # no checkpoint is made of it

@@ -21,7 +21,7 @@ from services.runtime.limits import RequestLimits
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.server import serve
 from services.runtime.settings import ServiceSettings
-from trainer_client.transport.connections import make_bulk_client
+from trainer_client.transport.exchange import make_bulk_client
 
 
 class Greeting(BaseModel):

@@ -13,7 +13,6 @@ import struct
 import sys
 from contextlib import ExitStack, suppress
 
-NAME_PATTERN = r"^gradpost-[0-9a-f]{32}$"
 SEND_BUFFER_BYTES = 4 * 1024 * 1024  # to which TCP's grows by itself; the kernel gives net.core.wmem_max at most
 
 _CREDENTIALS = struct.Struct("iII")  # process, user and group: struct ucred of sys/socket.h

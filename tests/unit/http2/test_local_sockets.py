@@ -1,20 +1,21 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import sys
 
 import pytest
+from pydantic import TypeAdapter
 
-from ps_protocol.local_sockets import NAME_PATTERN, bind_locally, connect_locally, enlarge_buffer, local_name
+from ps_http2.local_sockets import bind_locally, connect_locally, enlarge_buffer, local_name
+from ps_protocol.fields import LocalName
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets are Linux's")
 
 
 def test_who_knows_the_name_is_connected(local: socket.socket) -> None:
     name = local_name(local)
-    assert re.match(NAME_PATTERN, name)
+    assert TypeAdapter(LocalName).validate_python(name) == name
     local.listen()
     with connect_locally(name) as client, local.accept()[0] as server:
         client.sendall(b"hello")

@@ -10,16 +10,13 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from ps_http2 import frames
-from ps_http2.connection import Connection
-from ps_http2.frames import Code, ViolationError
-from ps_http2.reader import MAX_HEADER_BYTES
-from ps_http2.stream import Headers, Stream, content_length
-from ps_protocol.local_sockets import enlarge_buffer
-
-from .http2_requests import read_scope, start_request
-from .logs import get_logger
-from .settings import ServiceSettings
+from . import frames
+from .asgi import log, read_scope, start_request
+from .connection import Connection
+from .frames import Code, ViolationError
+from .local_sockets import enlarge_buffer
+from .reader import MAX_HEADER_BYTES
+from .stream import Headers, Stream, content_length
 
 MAX_STREAMS = 100  # of one connection
 STREAM_WINDOW = frames.DEFAULT_WINDOW  # of a body until somebody wants it
@@ -30,8 +27,6 @@ PING_TIMEOUT_SECONDS = 20.0
 MIN_BYTES_PER_SECOND = 4 * 1024  # who takes less of a reply takes nothing
 LOOKS = 4  # in the time after which something is cut off
 LAND_SECONDS = 1.0  # at most, until an application hears of a body that lands in its memory
-
-log = get_logger()
 
 
 @dataclass(slots=True)
@@ -58,8 +53,9 @@ class ServerConnection(Connection):
     def __init__(
         self,
         app: ASGIApp,
-        settings: ServiceSettings,
         *,
+        header_timeout_seconds: float,
+        body_timeout_seconds: float,
         connections: MutableSet[Any],
         tasks: MutableSet[asyncio.Task[None]],
         default_headers: Callable[[], Headers],
@@ -70,7 +66,8 @@ class ServerConnection(Connection):
         )
         self.client: tuple[str, int] | None = None
         self._app = app
-        self._limits = settings
+        self._header_timeout_seconds = header_timeout_seconds
+        self._body_timeout_seconds = body_timeout_seconds
         self._connections, self._tasks = connections, tasks
         self._default_headers = default_headers
         self._skipped: deque[range] = deque(maxlen=MAX_SKIPPED)  # streams that can no longer be opened
@@ -103,7 +100,7 @@ class ServerConnection(Connection):
         self._reply = _Progress(now)
         self._sending: dict[int, _Progress] = {}  # by stream
         self._partial = (0, now)  # how many frames there were when one was not whole, and since when
-        self._period = min(self._limits.header_timeout_seconds, self._limits.body_timeout_seconds) / LOOKS
+        self._period = min(self._header_timeout_seconds, self._body_timeout_seconds) / LOOKS
         self._look_timer = self._loop.call_later(self._period, self._look)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -148,7 +145,7 @@ class ServerConnection(Connection):
             return
         scope.update(self._facts)
         self._num_running += 1
-        land_seconds = min(LAND_SECONDS, self._limits.body_timeout_seconds / LOOKS)
+        land_seconds = min(LAND_SECONDS, self._body_timeout_seconds / LOOKS)
         task = start_request(stream, scope, self._app, self._default_headers(), land_seconds, self._request_done)
         self._tasks.add(task)
 
@@ -173,7 +170,7 @@ class ServerConnection(Connection):
 
     def _look(self) -> None:
         """Every now and then: cut off who asks for nothing, does not go on, takes nothing, or is not there any more."""
-        now, limits = self._loop.time(), self._limits
+        now = self._loop.time()
         elapsed, self._looked_at = now - self._looked_at, now
         if not self.is_sending:
             self._reply.seconds = now
@@ -183,11 +180,11 @@ class ServerConnection(Connection):
             self._heard_bytes, self._heard_at, self._pinged_at = self.received_bytes, now, None
         if not self.is_in_frame or self.num_frames != self._partial[0]:
             self._partial = (self.num_frames, now)
-        if self.highest_stream == 0 and now - self._begun_at >= limits.header_timeout_seconds:
+        if self.highest_stream == 0 and now - self._begun_at >= self._header_timeout_seconds:
             self._transport.abort()  # it has asked for nothing
-        elif now - self._partial[1] >= limits.header_timeout_seconds:
+        elif now - self._partial[1] >= self._header_timeout_seconds:
             self.abort(Code.ENHANCE_YOUR_CALM, "headers came too slowly")
-        elif now - self._reply.seconds >= limits.body_timeout_seconds:
+        elif now - self._reply.seconds >= self._body_timeout_seconds:
             log.warning("closing a connection whose client does not take its replies", client=self._client_name)
             self._transport.abort()
         elif self._pinged_at is not None and now - self._pinged_at >= PING_TIMEOUT_SECONDS:
@@ -198,7 +195,7 @@ class ServerConnection(Connection):
         if self._transport.is_closing():
             return
         for number, progress in self._sending.items():
-            if now - progress.seconds >= limits.body_timeout_seconds and number in self.streams:
+            if now - progress.seconds >= self._body_timeout_seconds and number in self.streams:
                 log.warning("resetting a stream whose client does not take its reply", client=self._client_name)
                 self.reset(self.streams[number], Code.CANCEL, "the client does not take the reply")
         self._look_timer = self._loop.call_later(self._period, self._look)

@@ -16,13 +16,17 @@ from weakref import WeakSet
 import httpx
 
 from ps_config.certificates import TlsFiles, WatchedFiles, client_context
-from ps_http2 import frames
-from ps_http2.connection import Connection
-from ps_http2.frames import PREFACE, Code
-from ps_http2.stream import Headers, Inbox, Sink, Stream, StreamResetError, content_length
-from ps_protocol.local_sockets import connect_locally
 
-from .extensions import BODY_EXTENSION, LOCAL_EXTENSION, SINK_EXTENSION
+from . import frames
+from .connection import Connection
+from .frames import PREFACE, Code
+from .local_sockets import connect_locally
+from .stream import Headers, Inbox, Sink, Stream, StreamResetError, content_length
+
+# Extensions of a request, and of a response.
+BODY_EXTENSION = "gradpost_body"  # memoryviews to be sent one behind the other, unchanged until the request has ended
+SINK_EXTENSION = "gradpost_sink"  # a `Sink` for the body of a 200 response; others come as httpx has it
+LOCAL_EXTENSION = "gradpost_local"  # of a response: whether it came over a Unix socket
 
 CONNECT_SECONDS = 5.0
 PING_SECONDS = 5.0

@@ -9,17 +9,17 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import unquote
 
-from starlette.types import ASGIApp, Message, Scope
+import structlog
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ps_http2.frames import Code
-from ps_http2.stream import Headers, Inbox, Stream, StreamResetError
+from .frames import Code
+from .stream import Headers, Inbox, Stream, StreamResetError
 
-from . import problems
-from .logs import get_logger
-from .own_memory import LANDING, Landing
+log: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger("gradpost")
 
-log = get_logger()
-
+LANDING = "gradpost.landing"  # name of the extension in a scope
+COPY_BYTES = 1024 * 1024  # at once, where parts of a response have to be bytes
+DISCARD_SECONDS = 5.0  # for the rest of a body that nobody wants
 SMALL_BYTES = 4 * 1024  # of an answer whose end is sent after the application is done
 
 _PSEUDO = frozenset({b":method", b":scheme", b":path", b":authority"})
@@ -78,6 +78,50 @@ def read_scope(headers: Headers) -> Scope:
     }
 
 
+class Landing:
+    """Where the next part of a request's body belongs."""
+
+    def __init__(self) -> None:
+        self._buffer: memoryview | None = None
+
+    def offer(self, buffer: memoryview) -> None:
+        """The next `receive` may write there, and answer with a view of what it has written."""
+        self._buffer = buffer
+
+    def take(self) -> memoryview | None:
+        """The server's side: what was offered, once."""
+        buffer, self._buffer = self._buffer, None
+        return buffer
+
+
+async def receive_into(buffer: memoryview, scope: Scope, receive: Receive) -> tuple[int, bool]:
+    """Receive the next part of a body at the beginning of a buffer; returns its bytes, and whether more may come.
+
+    Raises ValueError if it does not fit.
+    """
+    landing = scope.get("extensions", {}).get(LANDING)
+    if landing is not None:
+        landing.offer(buffer)
+    message = await receive()
+    part = message.get("body", b"")
+    if len(part) > len(buffer):
+        raise ValueError("the body is longer than its buffer")
+    if not isinstance(part, memoryview):  # a view is of the buffer itself
+        buffer[: len(part)] = part
+    return len(part), message.get("more_body", False)
+
+
+async def send_from(part: bytes | memoryview, scope: Scope, send: Send, *, more_body: bool) -> None:
+    """Send a part of a response; a view may change again once this has returned, or was cancelled."""
+    if isinstance(part, bytes) or LANDING in scope.get("extensions", {}):
+        await send({"type": "http.response.body", "body": part, "more_body": more_body})
+        return
+    for at in range(0, len(part), COPY_BYTES):
+        piece = bytes(part[at : at + COPY_BYTES])
+        is_last = at + len(piece) == len(part)
+        await send({"type": "http.response.body", "body": piece, "more_body": more_body or not is_last})
+
+
 class Request:
     """One of them, while the application answers it."""
 
@@ -110,7 +154,7 @@ class Request:
     async def _discard_rest(self) -> None:
         """Read and drop the rest of the body: clients such as curl lose an answer that is followed by a reset."""
         with suppress(StreamResetError, TimeoutError):
-            async with asyncio.timeout(problems.DISCARD_SECONDS):
+            async with asyncio.timeout(DISCARD_SECONDS):
                 while not self._body_is_over:
                     self._body_is_over = not (await self._inbox.next())[1]
 
