@@ -21,8 +21,6 @@ from services.runtime.storage import CheckpointStorage
 from .support import Bench, bench, encode, initial_values
 from .test_async_run import until
 
-pytestmark = pytest.mark.asyncio
-
 
 class SlowPlace:
     """Writes only when it may, and remembers how many have written at once."""

@@ -28,8 +28,6 @@ from services.runtime.storage import LocalStorage
 
 from .support import LIMITS, bench
 
-pytestmark = pytest.mark.asyncio
-
 
 async def test_a_page_of_a_proxy_is_no_answer(tmp_path: Path) -> None:
     answers: list[object] = [
