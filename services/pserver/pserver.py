@@ -40,7 +40,7 @@ from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import bind_facts, get_logger
-from services.runtime.sealed import DamagedFile
+from services.runtime.storage import DamagedFile
 
 from .admission import MembershipChanges
 from .async_run import AsyncRun
@@ -187,11 +187,7 @@ class Pserver:
                     run=message.run,
                     attempt=message.attempt,
                     number=message.number,
-                    members=message.members,
-                    starts=message.starts,
-                    sets=message.sets,
-                    verdicts=message.verdicts,
-                    controls=message.controls,
+                    membership=message.membership,
                 ),
             )
             return

@@ -1,4 +1,4 @@
-"""Those who ask for a parameter and take their time: few at once, and what they have not taken is not here."""
+"""Long responses: events, and parameters that a slow client reads."""
 
 from __future__ import annotations
 
@@ -20,25 +20,48 @@ from ps_protocol.vocabulary import ParameterSpec
 from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.inspection import arriving
-from services.coordinator.inspection.parameters import open_parameter
+from services.coordinator.inspection.event_stream import MAX_STREAMS
+from services.coordinator.inspection.parameters import open_parameter, wait_for_newer
 from services.coordinator.settings import CoordinatorSettings
 from services.runtime import large_replies
 from services.runtime.large_replies import MAX_AT_ONCE, PART_BYTES
 from services.runtime.metrics import ServiceMetrics
 
-from .asgi_client import AsgiClient
-from .coordinating import eventually
-from .support import registration
+from .coordinating import AsgiClient, eventually, training
+from .support import beat, registration
 
 pytestmark = pytest.mark.asyncio
 
 NUM_PARTS = 50
-NUM_ELEMENTS = NUM_PARTS * PART_BYTES // 2 + 1  # of bfloat16, in parts that begin in the middle of one
+NUM_ELEMENTS = NUM_PARTS * PART_BYTES // 2 + 1  # of bfloat16, in parts that begin in the middle of an element
 ONE = (0x3F80).to_bytes(2, "little")
 
 
-class Reader(AsgiClient):
-    """It takes the next part when it is told to."""
+class EventReader(AsgiClient):
+    def __init__(self) -> None:
+        super().__init__("/v1/events/stream")
+        self.status = asyncio.get_running_loop().create_future()
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status.set_result(message["status"])
+
+
+async def test_event_streams_are_limited_and_a_closed_one_makes_room() -> None:
+    async with httpx.AsyncClient() as http, asyncio.TaskGroup() as tasks:
+        app = make_coordinator_app(Coordinator(CoordinatorSettings(), http), ServiceMetrics("coordinator"))
+        for _ in range(2):
+            readers = [EventReader() for _ in range(MAX_STREAMS + 5)]
+            calls = [tasks.create_task(reader.call(app)) for reader in readers]
+            statuses = [await reader.status for reader in readers]
+            assert (statuses.count(200), statuses.count(503)) == (MAX_STREAMS, 5)
+            for reader, call in zip(readers, calls, strict=True):
+                reader.leaves.set()
+                await call
+
+
+class ParameterReader(AsgiClient):
+    """Reads the parts of a parameter when `may_read` is set."""
 
     def __init__(self) -> None:
         super().__init__("/v1/parameters/w", b"format=npy")
@@ -57,7 +80,7 @@ class Reader(AsgiClient):
 
 
 class Pservers(httpx.AsyncBaseTransport):
-    """Answer one parameter, in as many blocks as there are of them, part by part as they are taken."""
+    """Pservers that serve one parameter of a block each, part by part as the parts are read."""
 
     def __init__(self, number: int = 1) -> None:
         self.plan = make_plan([ParameterSpec("w", (NUM_ELEMENTS,), "BF16")], number)
@@ -79,7 +102,7 @@ class Pservers(httpx.AsyncBaseTransport):
 
 
 @asynccontextmanager
-async def coordinating(pservers: Pservers) -> AsyncIterator[Coordinator]:
+async def serving(pservers: Pservers) -> AsyncIterator[Coordinator]:
     async with httpx.AsyncClient(transport=pservers) as http:
         number = len(pservers.num_taken)
         coordinator = Coordinator(CoordinatorSettings(num_pservers=number), http)
@@ -89,20 +112,20 @@ async def coordinating(pservers: Pservers) -> AsyncIterator[Coordinator]:
         yield coordinator
 
 
-def ask(app: ASGIApp, tasks: asyncio.TaskGroup) -> tuple[Reader, asyncio.Task[None]]:
-    reader = Reader()
-    return reader, tasks.create_task(reader.ask(app))
+def read(app: ASGIApp, tasks: asyncio.TaskGroup) -> tuple[ParameterReader, asyncio.Task[None]]:
+    reader = ParameterReader()
+    return reader, tasks.create_task(reader.call(app))
 
 
-async def test_few_at_once_and_nothing_of_what_they_have_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_readers_are_limited_and_unread_parts_are_not_buffered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large_replies, "PATIENCE_SECONDS", 0.1)
     pservers = Pservers()
-    async with coordinating(pservers) as coordinator, asyncio.TaskGroup() as tasks:
+    async with serving(pservers) as coordinator, asyncio.TaskGroup() as tasks:
         app = make_coordinator_app(coordinator, ServiceMetrics("coordinator"))
-        slow = [ask(app, tasks) for _ in range(MAX_AT_ONCE)]
+        slow = [read(app, tasks) for _ in range(MAX_AT_ONCE)]
         for reader, _ in slow:
             await reader.has_headers.wait()
-        late, refused = ask(app, tasks)
+        late, refused = read(app, tasks)
         late.may_read.set()
         await refused
         assert (late.start["status"], json.loads(b"".join(late.parts))["code"]) == (503, "overloaded")
@@ -112,7 +135,7 @@ async def test_few_at_once_and_nothing_of_what_they_have_not_taken(monkeypatch: 
             await answered
             headers = dict(reader.start["headers"])
             assert headers[b"gradpost-round"] == b"7"
-            assert headers[b"etag"] == b'"r.0.7"'  # of what was read, not of the run as it is now
+            assert headers[b"etag"] == b'"r.0.7"'  # of the values that were read, not of the run as it is now
             body = b"".join(reader.parts)
             assert len(body) == int(headers[b"content-length"])
             values = np.load(io.BytesIO(body))
@@ -120,11 +143,10 @@ async def test_few_at_once_and_nothing_of_what_they_have_not_taken(monkeypatch: 
             assert (values == 1).all()
 
 
-async def test_for_one_who_has_left_nothing_more_is_read() -> None:
-    """A server takes what nobody takes any more as fast as it comes."""
+async def test_nothing_more_is_read_for_a_client_that_has_disconnected() -> None:
     pservers = Pservers()
-    async with coordinating(pservers) as coordinator, asyncio.TaskGroup() as tasks:
-        reader, answered = ask(make_coordinator_app(coordinator, ServiceMetrics("coordinator")), tasks)
+    async with serving(pservers) as coordinator, asyncio.TaskGroup() as tasks:
+        reader, answered = read(make_coordinator_app(coordinator, ServiceMetrics("coordinator")), tasks)
         await reader.has_headers.wait()
         reader.leaves.set()
         await asyncio.sleep(0)
@@ -133,33 +155,46 @@ async def test_for_one_who_has_left_nothing_more_is_read() -> None:
         assert pservers.num_taken[0] <= 5
 
 
-async def test_who_reads_gets_what_was_being_taken_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_part_that_is_arriving_is_delivered_to_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arriving, "STILL_SECONDS", 0.0)
-    is_asked, goes_on = asyncio.Event(), asyncio.Event()
+    is_reading, may_go_on = asyncio.Event(), asyncio.Event()
 
     async def parts() -> AsyncIterator[bytes]:
-        is_asked.set()
-        await goes_on.wait()
+        is_reading.set()
+        await may_go_on.wait()
         yield b"last"
 
     header = encode_header([("w.block0", "F32", (1,))])[LENGTH_BYTES:]
     frame = arriving.ArrivingFrame(parse_header(header, FrameLimits()), parts(), b"")
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(frame.keep_moving())
-        await is_asked.wait()
+        await is_reading.wait()
         reading = tasks.create_task(anext(frame.read(4)))
         await asyncio.sleep(0)
-        goes_on.set()
+        may_go_on.set()
         assert await reading == b"last"
 
 
-async def test_what_comes_later_keeps_moving_while_a_reader_takes_his_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its pserver would take the coordinator for one that has stopped reading, and cut it off."""
+async def test_later_blocks_are_received_while_a_slow_client_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise their pserver would close the connection as stalled."""
     monkeypatch.setattr(arriving, "STILL_SECONDS", 0.02)
     pservers = Pservers(2)
-    async with coordinating(pservers) as coordinator, open_parameter(coordinator, "w", "safetensors") as stream:
+    async with serving(pservers) as coordinator, open_parameter(coordinator, "w", "safetensors") as stream:
         parts = [await anext(stream.parts), await anext(stream.parts)]
         await eventually(lambda: pservers.num_taken[1] > 10)
         parts += [part async for part in stream.parts]
         assert len(b"".join(parts)) == stream.num_bytes
         assert b"".join(parts).endswith(ONE * NUM_ELEMENTS)
+
+
+async def test_a_parameter_without_elements_has_the_round_that_all_pservers_have() -> None:
+    """No pserver has a block of it: a client that waits for a newer version would ask again without a pause."""
+    async with training() as coordinator:
+        cluster = coordinator.cluster
+        cluster.run.plan = make_plan([ParameterSpec("none", (0, 7))], 2)
+        for index, round_ in ((0, 9), (1, 8)):
+            cluster.pserver_heartbeat(index, beat(run=cluster.run.name, round_=round_), coordinator.now())
+        assert not await wait_for_newer(coordinator, "none", 8, 0.01)
+        assert await wait_for_newer(coordinator, "none", 7, 0.01)
+        async with open_parameter(coordinator, "none", "npy") as stream:
+            assert stream.headers["gradpost-round"] == "8"
