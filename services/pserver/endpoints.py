@@ -21,7 +21,7 @@ from ps_protocol.routes import BARRIER_HEADER, HAVE_HEADER, NORM_HEADER, VERDICT
 from ps_protocol.vocabulary import Round
 
 from .bodies import content_length, discard_body, receive_body
-from .limits import WaitingGets
+from .limits import WaitingPulls
 from .pserver import Pserver
 from .run import BarrierKind, PserverRun
 from .sync_run import SyncRun
@@ -36,7 +36,7 @@ class TensorEndpoints:
     def __init__(self, pserver: Pserver) -> None:
         self._pserver = pserver
         self._limits = pserver.limits
-        self._waiting = WaitingGets()
+        self._waiting = WaitingPulls()
 
     async def send(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Push one bucket of gradient blocks for the open round."""

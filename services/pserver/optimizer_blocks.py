@@ -1,4 +1,8 @@
-"""A shard's optimizer blocks: slots, step states, and the runs in which they are stepped."""
+"""A shard's optimizer state, the ranges in which blocks are stepped, and state that a trainer loads.
+
+A trainer loads optimizer state, such as that of a checkpoint of its own, with its next contribution. It is staged and
+logged with the gradient and loaded before the step. So a round loads it on all pservers or on none.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from ps_protocol.errors import TryAgain
-from services.pserver.limits import InFlight, WaitingGets
+from services.pserver.limits import InFlight, WaitingPulls
 
 from ...raising import raises_code
 
@@ -45,7 +45,7 @@ def test_a_body_that_fails_is_counted_no_more() -> None:
 
 
 async def test_newer_gets_end_the_oldest() -> None:
-    waiting = WaitingGets(max_each=2)
+    waiting = WaitingPulls(max_each=2)
     order: list[str] = []
 
     async def get(name: str, rank: int = 0) -> str:
@@ -66,4 +66,4 @@ async def test_newer_gets_end_the_oldest() -> None:
     for task in gets:
         task.cancel()
     await asyncio.gather(*gets, return_exceptions=True)
-    assert repr(waiting) == "<WaitingGets [{}]>"
+    assert repr(waiting) == "<WaitingPulls [{}]>"
