@@ -319,7 +319,7 @@ class AsyncRun(PserverRun):
         await self._drain()
         if self.failure is not None or not self.is_idle:
             return
-        self.clocks.pass_to(number)
+        self.clocks.set_committed(number)
         self.shard.version = number
         await self._checkpoint_now(storage, destination)
 
