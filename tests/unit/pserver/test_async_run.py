@@ -258,7 +258,7 @@ async def test_gradients_of_old_parameters_are_refused() -> None:
             await pserver.push(0, 3, ones(), computed_on=0)
         with pytest.raises(FutureRound):
             await pserver.push(0, 3, ones(), computed_on=3)
-        with pytest.raises(StaleRound, match="got no parameters after its step 2"):
+        with pytest.raises(StaleRound, match="pulled no parameters after its step 2"):
             await pserver.push(0, 3, ones(), computed_on=2)
         await pserver.get(0, 2)
         await pserver.push(0, 3, ones(), computed_on=2)
