@@ -68,7 +68,7 @@ def main() -> None:
         os.environ.pop(name, None)  # the Trainer would start torch.distributed, and give each a part of its part
 
     train, held_out = load_data()
-    part = train[session.rank :: session.world_size][: len(train) // session.world_size]  # as many steps for everybody
+    part = train[session.rank :: session.world_size][: len(train) // session.world_size]  # equal numbers of steps
     transformers.logging.disable_progress_bar()
     arguments = TrainingArguments(
         output_dir=options.output or os.curdir,  # it makes a folder even if it saves nothing

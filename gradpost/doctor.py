@@ -29,7 +29,7 @@ from ps_protocol.messages import ClusterStatus, PserverState, PserverStatus, Sof
 from ps_protocol.routes import HEALTH, METRICS, STATE
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 from trainer_client.answers import raise_for_problem
-from trainer_client.transport.connections import make_bulk_client
+from trainer_client.transport.exchange import make_bulk_client
 
 from .finding import Finding, print_findings
 from .output import EXIT_FAILED, CommandError, count, print_json

@@ -1,1 +1,1 @@
-"""What a process reads before it starts: settings, tokens, TLS certificates, host names and software versions."""
+"""Settings, tokens, TLS certificates, host names and versions: a process reads them before it starts."""

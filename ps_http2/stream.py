@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from .frames import Code
-
-if TYPE_CHECKING:
-    from .connection import Connection
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]
 
@@ -30,6 +27,22 @@ class Sink(Protocol):
         """The next bytes, which are only lent."""
 
 
+class StreamOwner(Protocol):
+    """The connection of a stream, as its stream uses it."""
+
+    def send_headers(self, stream: Stream, headers: Headers, *, is_last: bool = False) -> None:
+        """Queue headers; they are written with what comes next, or with `pump`."""
+
+    def pump(self) -> None:
+        """Write what may be written now."""
+
+    def grant(self, stream: Stream, num_bytes: int) -> None:
+        """Let the other end send so many bytes from now on, if it may not already."""
+
+    def reset(self, stream: Stream, code: Code, text: str) -> None:
+        """End a stream before its time."""
+
+
 class StreamResetError(Exception):
     """The other end, or the end of the connection, has ended a stream before its time."""
 
@@ -45,7 +58,7 @@ class Stream:
     calls `close`, and is free to change it at once.
     """
 
-    def __init__(self, connection: Connection, number: int, send_window: int, receive_window: int) -> None:
+    def __init__(self, connection: StreamOwner, number: int, send_window: int, receive_window: int) -> None:
         self.number = number
         self.send_window = send_window  # bytes of bodies that the other end takes now; after a SETTINGS it may be < 0
         self.receive_window = receive_window  # bytes that the other end may send now

@@ -19,7 +19,7 @@ from ps_config.certificates import TlsFiles
 from ps_protocol.routes import BLOCKS, GET, HEALTH, SEND, STATE
 from tests.cluster.wire import WireTrainer
 from trainer_client.testing import LocalCluster
-from trainer_client.transport.connections import make_bulk_transport
+from trainer_client.transport.exchange import make_bulk_transport
 
 from .target import Target
 

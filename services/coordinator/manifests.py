@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 
-from ps_protocol.messages import Controls, ShardFile
+from ps_protocol.messages import ShardFile
 from ps_protocol.vocabulary import Round
 from services.runtime.checkpoints import (
     MANIFEST,
@@ -19,7 +19,7 @@ from services.runtime.checkpoints import (
 )
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
-from services.runtime.places import Place
+from services.runtime.storage import CheckpointStorage
 
 from .cluster import Cluster
 
@@ -29,7 +29,7 @@ log = get_logger()
 class Manifests:
     """Written when every pserver has written its shard of a round; the newest are kept, older checkpoints deleted."""
 
-    def __init__(self, cluster: Cluster, place: Place, keep: int) -> None:
+    def __init__(self, cluster: Cluster, place: CheckpointStorage, keep: int) -> None:
         self._cluster = cluster
         self._place = place
         self._keep = keep
@@ -104,7 +104,7 @@ class Manifests:
             plan=run.plan.as_json,
             aliases={} if run.declaration is None else run.declaration.aliases,
             shards=shards,
-            controls=run.controls[-1] if run.controls else Controls(),
+            controls=run.membership.newest_controls,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         cluster.is_completing = True
@@ -123,7 +123,7 @@ class Manifests:
         return True
 
 
-def _take_back(place: Place, run: str, began: Mapping[int, Round | None]) -> list[Round]:
+def _take_back(place: CheckpointStorage, run: str, began: Mapping[int, Round | None]) -> list[Round]:
     """Delete the manifests of rounds that a later attempt has undone; list the rest.
 
     A pserver deletes its shards of those when it goes back.

@@ -25,3 +25,37 @@ def admit(round_: Round, first_open: Round, last_open: Round) -> Admission:
     if round_ > last_open:
         raise FutureRound(f"round {round_} is not open yet", current=last_open)
     return "open" if round_ >= first_open else "already_applied"
+
+
+class MembershipChanges:
+    """Those of one run. Their numbers go up, also from attempt to attempt."""
+
+    def __init__(self, run: str = "") -> None:
+        self.run = run
+        self.begun = 0
+        self.ended = 0
+
+    def begin_change(self, number: int) -> None:
+        """A freeze has come, whatever it is answered. Raises Conflict if that change is over, or a later one has begun.
+
+        From now on the end of an earlier change, which was given up for this one, does nothing.
+        """
+        self.check_change(number)
+        self.begun = number
+
+    def check_change(self, number: int) -> None:
+        """Raise Conflict unless this change may end here."""
+        if not self.is_current(number):
+            raise Conflict("this change of members is over", current=max(self.begun, self.ended), actual=number)
+
+    def is_current(self, number: int) -> bool:
+        """Whether the end of this change is to be carried out.
+
+        That of one that was given up may arrive when all others have answered the freeze of a later one, and would set
+        this pserver going alone.
+        """
+        return number >= self.begun and number > self.ended
+
+    def end_change(self, number: int) -> None:
+        """This change is installed."""
+        self.begun = self.ended = number

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from .layout import BlockPlace, ShardLayout
-from .parts import Part
-from .tensors import view_bytes
+from .tensors import Part, view_bytes
 
 PIECE = 1 << 18  # elements: what is summed before it is scaled, so that it is still in the cache
 
@@ -99,7 +98,7 @@ class Aggregator:
             begin += len(view)
         return self._gradient
 
-    def take_block(self, name: str, part: Tensor) -> Tensor:
+    def load_block(self, name: str, part: Tensor) -> Tensor:
         """Copy the gradient of one block, and return the whole one, which holds until the next call.
 
         `part` is a tensor of shape (num_elements,) in any floating dtype. Nothing is averaged: it is a step of its own.

@@ -13,19 +13,12 @@ from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRu
 from ps_protocol.vocabulary import Round
 from services.runtime.app import add_raw_route, make_app
 from services.runtime.large_replies import LargeReplies
-from services.runtime.limits import RequestLimits
 from services.runtime.metrics import ServiceMetrics
+from services.runtime.settings import RequestLimits
 
 from .endpoints import TensorEndpoints
-from .inspection_routes import add_inspection_routes
-from .openapi import (
-    BARRIER_OPENAPI,
-    BUFFERS_OPENAPI,
-    GET_OPENAPI,
-    NORM_OPENAPI,
-    SEND_OPENAPI,
-    SLOTS_OPENAPI,
-)
+from .inspection import add_inspection_routes
+from .openapi import BARRIER_OPENAPI, BUFFERS_OPENAPI, GET_OPENAPI, NORM_OPENAPI, SEND_OPENAPI, SLOTS_OPENAPI
 from .pserver import Pserver
 
 _LIMITS = RequestLimits()
@@ -67,12 +60,12 @@ def make_pserver_app(
         return await pserver.freeze(message)
 
     @app.get(routes.RESTORABLE, tags=["control"])
-    async def restorable(run: Identifier, newest: OrdinalText | None = None) -> list[tuple[Round, Round]]:
+    async def find_restorable(run: Identifier, newest: OrdinalText | None = None) -> list[tuple[Round, Round]]:
         """Ranges of rounds of a run to which this shard can go back, the first and the last of each.
 
         With `newest` this pserver has read the checkpoint from which it would restore that round.
         """
-        return await pserver.restorable(run, newest)
+        return await pserver.find_restorable(run, newest)
 
     @app.put(routes.WANT_CHECKPOINT, tags=["control"], status_code=204)
     async def want_checkpoint(message: WantCheckpoint) -> None:
@@ -88,7 +81,7 @@ def make_pserver_app(
     async def state(digest: bool = False) -> PserverState:
         """The run, its barriers and counters; with `digest` also a digest of everything that is held."""
         async with large.place() if digest else nullcontext():
-            return await pserver.state(with_digest=digest)
+            return await pserver.describe_state(with_digest=digest)
 
     add_inspection_routes(app, pserver, large)
     return app

@@ -10,7 +10,7 @@ from typing import Protocol
 from ps_protocol.errors import Ended, GradpostError
 from services.runtime.logs import get_logger
 
-from .clocks import Taken
+from .clocks import Committed
 from .pulls import Pull
 from .tensors import StagedBlock
 
@@ -21,7 +21,7 @@ log = get_logger()
 class Update:
     """One trainer's gradient for this block, and what it was computed on."""
 
-    taken: Taken[StagedBlock]
+    committed: Committed[StagedBlock]
     block: StagedBlock
     pull: Pull
 
@@ -74,7 +74,7 @@ class BlockQueue:
         """Whether what is queued will be applied."""
         return self.failure is None and self._task is not None
 
-    def put(self, update: Update) -> None:
+    def put_update(self, update: Update) -> None:
         """Queue an update, for which there is room."""
         self.num_updates += 1
         self._queue.put_nowait(update)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from starlette.requests import ClientDisconnect
 
+from ps_http2.asgi import receive_into
 from ps_protocol.errors import BadInput
 from ps_protocol.frames import Frame, FrameLimits, TensorEntry, parse_frame
-from services.runtime.own_memory import receive_into
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope
@@ -33,7 +33,7 @@ class BufferPool:
         self.used_bytes = 0
         self._peak_bytes = 0
 
-    def take(self, num_bytes: int) -> memoryview:
+    def acquire(self, num_bytes: int) -> memoryview:
         """Return a buffer of this size or a little more; its content is whatever it was.
 
         A new one takes up memory only as it is written: what is announced and never sent costs nothing.
@@ -47,19 +47,19 @@ class BufferPool:
             return same_size.pop()
         return np.empty(num_bytes, np.uint8).data
 
-    def give_back(self, buffer: memoryview) -> None:
+    def release(self, buffer: memoryview) -> None:
         """Keep the buffer, unless more would lie idle than was ever in use at once."""
         self.used_bytes -= len(buffer)
         if self.idle_bytes + len(buffer) <= self._peak_bytes:
             self.idle_bytes += len(buffer)
             self._idle[len(buffer)].append(buffer)
 
-    def let_go(self, buffer: memoryview) -> None:
+    def free(self, buffer: memoryview) -> None:
         """Free a buffer: one of its size will not be needed again."""
         self.used_bytes -= len(buffer)
         self._peak_bytes -= len(buffer)
 
-    def forget_idle(self) -> None:
+    def free_idle(self) -> None:
         """Free what lies idle: other sizes will come from now on."""
         self._idle.clear()
         self.idle_bytes = 0
@@ -70,17 +70,17 @@ class Body:
     """One received frame: its buffer and the parsed header."""
 
     def __init__(self, pool: BufferPool, num_bytes: int) -> None:
-        self.comes_again = True  # a body of this size, in the next round
+        self.is_recurring = True  # a body of this size, in the next round
         self._pool = pool
-        self._memory = pool.take(num_bytes)
+        self._memory = pool.acquire(num_bytes)
         self.buffer = self._memory[:num_bytes]
         self.frame: Frame
 
     def __del__(self) -> None:
-        if self.comes_again:
-            self._pool.give_back(self._memory)
+        if self.is_recurring:
+            self._pool.release(self._memory)
         else:
-            self._pool.let_go(self._memory)
+            self._pool.free(self._memory)
 
     @property
     def data(self) -> memoryview:

@@ -6,11 +6,63 @@ As with checkpoints, but nothing goes to a disk: whoever asks names a round that
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 from ps_protocol.errors import FutureRound, StaleRound, TryAgain
 from ps_protocol.vocabulary import Round
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """Copies of one block's values, of shape (num_elements,), float32; `version` is that after the update."""
+
+    version: Round
+    before: Tensor
+    after: Tensor
+
+
+@dataclass(slots=True)
+class _Probe:
+    waiter: asyncio.Future[Stepped]
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+
+    def tell(self, stepped: Stepped) -> None:
+        if not self.waiter.done():
+            self.waiter.set_result(stepped)
+
+
+class Probes:
+    """One for each block at most, shared by all who ask meanwhile. `take` is called on the compute thread."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[str, _Probe] = {}
+
+    async def wait_for_step(self, name: str, seconds: float) -> Stepped | None:
+        """The block's next update; None if there is none for so long. Called on the event loop."""
+        probe = self._wanted.get(name)
+        if probe is None:
+            probe = self._wanted[name] = _Probe(asyncio.get_running_loop().create_future())
+        try:
+            return await asyncio.wait_for(asyncio.shield(probe.waiter), seconds)
+        except TimeoutError:
+            return None
+
+    def take(self, present: Iterable[str], block: Callable[[str], Tensor]) -> list[tuple[str, _Probe, Tensor]]:
+        """Before an update of these blocks: those that somebody looks at, and copies of their values."""
+        if not self._wanted:
+            return []
+        probes = ((name, self._wanted.pop(name, None)) for name in present)
+        return [(name, probe, block(name).clone()) for name, probe in probes if probe is not None]
+
+    def tell(self, taken: list[tuple[str, _Probe, Tensor]], block: Callable[[str], Tensor], version: Round) -> None:
+        """After it."""
+        for name, probe, before in taken:
+            probe.loop.call_soon_threadsafe(probe.tell, Stepped(version, before, block(name).clone()))
+
 
 T = TypeVar("T")
 
@@ -24,7 +76,7 @@ class Captures:
     def __init__(self) -> None:
         self._wanted: dict[Round, list[_Capture]] = {}
 
-    async def wait(self, round_: Round, look: Callable[[], T], seconds: float, newest: Round) -> T:
+    async def wait_for_round(self, round_: Round, look: Callable[[], T], seconds: float, newest: Round) -> T:
         """What `look` finds after a round that is not over, `newest` being the one before the open one.
 
         Raises TimeoutError after so many seconds, StaleRound if the round was over too soon, FutureRound, TryAgain.
@@ -41,12 +93,12 @@ class Captures:
             if capture in (left := self._wanted.get(round_, [])):
                 left.remove(capture)
 
-    def take(self, version: Round) -> None:
+    def capture_round(self, version: Round) -> None:
         """The shard is now what it is after this round."""
         for capture in tuple(self._wanted.pop(version, ())):  # who gives up meanwhile takes itself out
             capture.take()
 
-    def miss(self, applied: Round) -> None:
+    def expire_rounds(self, applied: Round) -> None:
         """Those whose round is over have come too late."""
         for round_ in [round_ for round_ in self._wanted if round_ <= applied]:
             for capture in self._wanted.pop(round_):

@@ -26,12 +26,12 @@ Write: TypeAlias = Callable[[], object]
 class CheckpointWriter:
     """Writes one checkpoint at a time to each destination, so that a place that hangs does not let the log grow.
 
-    Lives on the event loop; `choose` is called on the compute thread, too. Without storage nothing is ever due.
+    Lives on the event loop; the compute thread calls `choose_destination`, too. Without storage nothing is ever due.
     """
 
     def __init__(self, storage: RunStorage | None, interval: int, metrics: PserverMetrics) -> None:
         self.complete: tuple[Round, ...] | None = None  # of the whole model, as the coordinator says; None: not known
-        self.has_news = asyncio.Event()  # that the coordinator should hear of at once; a failure is, too
+        self.heartbeat_is_due = asyncio.Event()  # that the coordinator should hear of at once; a failure is, too
         self._reported: tuple[Round, ...] = ()  # the shards that the coordinator knew of when it said so
         self._storage = storage
         self._interval = interval
@@ -42,7 +42,7 @@ class CheckpointWriter:
         self._tasks: dict[Destination, asyncio.Task[OSError | None]] = {}
         self._pruning: asyncio.Task[None] | None = None
 
-    def want(self, round_: Round) -> None:
+    def request_round(self, round_: Round) -> None:
         """Write the shard after this round, which is not over, instead of the round that was named before.
 
         Raises TryAgain while another checkpoint is being written.
@@ -59,7 +59,7 @@ class CheckpointWriter:
         """Return whether the shard after this round is on its way to the place."""
         return self._writing.get("place") == round_
 
-    def choose(self, round_: Round) -> Destination | None:
+    def choose_destination(self, round_: Round) -> Destination | None:
         """Return where the shard is to be written after this round, if it is; that one is being written from now on."""
         destination: Destination | None = None
         if self._storage is None:
@@ -72,14 +72,14 @@ class CheckpointWriter:
             self._writing[destination] = round_
         return destination
 
-    def find_coming(self, newest: Round) -> tuple[Round, ...]:
+    def find_pending(self, newest: Round) -> tuple[Round, ...]:
         """Return the rounds of the checkpoints that this pserver has not written yet, but will; `newest` is its own."""
         coming = {self._writing.get("place")}
         if self._named is not None and self._named > newest:
             coming.add(self._named)
         return tuple(sorted(round_ for round_ in coming if round_ is not None))
 
-    async def make(self, round_: Round, destination: Destination, snapshot: Awaitable[Write]) -> None:
+    async def snapshot_and_write(self, round_: Round, destination: Destination, snapshot: Awaitable[Write]) -> None:
         """Copy the shard; the copy is written later. Raises TryAgain if the disk does not take even its beginning."""
         self._writing[destination] = round_
         try:
@@ -90,18 +90,18 @@ class CheckpointWriter:
         except BaseException:
             del self._writing[destination]
             raise
-        self.begin(round_, destination, write)
+        self.begin_write(round_, destination, write)
 
-    def begin(self, round_: Round, destination: Destination, write: Write) -> None:
+    def begin_write(self, round_: Round, destination: Destination, write: Write) -> None:
         """Write a copy that has been made."""
         self._writing[destination] = round_
         self._newest = max(self._newest, round_)
         task = asyncio.create_task(self._write(round_, destination, write), name=f"checkpoint to the {destination}")
         self._tasks[destination] = task
 
-    async def write_now(self, round_: Round, write: Write) -> None:
+    async def write_and_wait(self, round_: Round, write: Write) -> None:
         """Write to the place, and wait for it. Raises OSError."""
-        self.begin(round_, "place", write)
+        self.begin_write(round_, "place", write)
         if (error := await asyncio.shield(self._tasks["place"])) is not None:
             raise error
 
@@ -134,11 +134,11 @@ class CheckpointWriter:
         del self._writing[destination]
         if destination == "place" and self._named == round_:
             self._named = None
-        self.has_news.set()
+        self.heartbeat_is_due.set()
 
     # ------------------------------------------------------------------ what is not needed any more
 
-    def note_complete(self, complete: tuple[Round, ...], reported: tuple[Round, ...]) -> None:
+    def update_complete(self, complete: tuple[Round, ...], reported: tuple[Round, ...]) -> None:
         """Take over which checkpoints are complete, from a coordinator that knew of the `reported` shards."""
         if (complete, reported) != (self.complete, self._reported):
             self.complete, self._reported = complete, reported
@@ -168,7 +168,7 @@ class CheckpointWriter:
 
     # ------------------------------------------------------------------ the end
 
-    async def finish(self, *destinations: Destination) -> None:
+    async def wait_for_writes(self, *destinations: Destination) -> None:
         """Wait until the checkpoints that have been begun are written, or have failed; by default to both."""
         tasks = [task for destination, task in self._tasks.items() if not destinations or destination in destinations]
         if tasks:

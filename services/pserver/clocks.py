@@ -16,6 +16,7 @@ from typing import Generic
 
 from ps_protocol.consistency import Consistency, needed_clock, oldest_start
 from ps_protocol.errors import Conflict, ContributionMissing, FutureRound
+from ps_protocol.membership import Membership
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.slots import StepState
 from ps_protocol.vocabulary import Incarnation, Rank, Round
@@ -31,14 +32,14 @@ class TrainerSteps(Generic[Payload]):
     incarnation: Incarnation
     open: Round = 1  # the step that pushes are for
     clock: Round = 0  # every block of every step up to this one is applied
-    is_back: bool = False  # this pserver has come back, without what was staged
-    may_skip: bool = False  # and perhaps without steps that the trainer has taken, until it has taken one here
+    is_restored: bool = False  # this pserver has come back, without what was staged
+    may_skip_steps: bool = False  # and perhaps without steps that the trainer has taken, until it has taken one here
     staged: Contribution[Payload] = field(default_factory=Contribution)  # of the open step
     unapplied: dict[Round, int] = field(default_factory=dict)  # blocks that each taken step still waits for
 
 
 @dataclass(frozen=True, slots=True)
-class Taken(Generic[Payload]):
+class Committed(Generic[Payload]):
     """A whole contribution on its way through the queues of its blocks."""
 
     rank: Rank
@@ -66,13 +67,13 @@ class Clocks(Generic[Payload]):
     ) -> None:
         self.members = dict(members)
         self.applied = applied
-        self.taken = applied  # contributions that are applied or queued
+        self.num_committed = applied  # contributions that are applied or queued
         self._rules = consistency
-        self._is_back, self._is_short = steps is not None, is_short
+        self._is_restored, self._is_short = steps is not None, is_short
         self._steps: dict[Rank, TrainerSteps[Payload]] = {rank: TrainerSteps(life) for rank, life in members.items()}
         for rank, (life, step) in (steps or {}).items():
             self.members[rank] = life
-            self._steps[rank] = TrainerSteps(life, open=step + 1, clock=step, is_back=True, may_skip=is_short)
+            self._steps[rank] = TrainerSteps(life, open=step + 1, clock=step, is_restored=True, may_skip_steps=is_short)
 
     def __repr__(self) -> str:
         clocks = ", ".join(f"trainer {rank}: {clock}" for rank, clock in self.clocks.items())
@@ -84,7 +85,7 @@ class Clocks(Generic[Payload]):
         return {rank: self._steps[rank].clock for rank in sorted(self.members)}
 
     @property
-    def opens(self) -> dict[Rank, Round]:
+    def open_steps(self) -> dict[Rank, Round]:
         """The step that each rank would push next, members or not."""
         return {rank: steps.open for rank, steps in sorted(self._steps.items())}
 
@@ -101,14 +102,14 @@ class Clocks(Generic[Payload]):
         """Say where a push belongs, or raise Conflict (`stale_trainer`) or FutureRound. Changes nothing."""
         check_member(self.members, rank, incarnation)
         steps = self._steps[rank]
-        may_skip = steps.may_skip and not steps.staged.is_complete  # else it is about to be taken
-        return admit(step, steps.open, max(step, steps.open) if may_skip else steps.open)
+        may_skip_steps = steps.may_skip_steps and not steps.staged.is_complete  # else it is about to be taken
+        return admit(step, steps.open, max(step, steps.open) if may_skip_steps else steps.open)
 
-    def catch_up(self, rank: Rank, step: Round) -> int:
+    def skip_lost_steps(self, rank: Rank, step: Round) -> int:
         """Open the step of an admitted push; returns how many before it this pserver has lost with an earlier life."""
         steps = self._steps[rank]
         num_lost = step - steps.open
-        if num_lost <= 0 or not steps.may_skip:
+        if num_lost <= 0 or not steps.may_skip_steps:
             return 0
         steps.open, steps.clock, steps.staged = step, step - 1, Contribution()
         return num_lost
@@ -125,7 +126,7 @@ class Clocks(Generic[Payload]):
                 code="delay_exceeded", expected=f">= {oldest} (max_delay {self._rules.max_delay})", actual=computed_on,
             )  # fmt: skip
 
-    def blocks_arrived(
+    def stage_blocks(
         self,
         rank: Rank,
         blocks: Mapping[str, Payload],
@@ -141,25 +142,25 @@ class Clocks(Generic[Payload]):
             steps.staged.computed_on = computed_on
         return num_new
 
-    def slots_arrived(self, rank: Rank, slots: Mapping[str, Payload | StepState]) -> int:
+    def stage_slots(self, rank: Rank, slots: Mapping[str, Payload | StepState]) -> int:
         """Stage slots that a trainer has loaded, with its open step; returns how many are new."""
         steps = self._steps[rank]
         return steps.staged.stage_slots(rank, steps.open, slots)
 
-    def take(self, rank: Rank) -> Taken[Payload]:
+    def commit(self, rank: Rank) -> Committed[Payload]:
         """Take the complete contribution of the open step, to be queued as a whole; the next step opens."""
         steps = self._steps[rank]
         assert steps.staged.is_complete
-        self.taken += 1
-        taken = Taken(rank, steps.open, steps.staged, steps, self.taken)
+        self.num_committed += 1
+        taken = Committed(rank, steps.open, steps.staged, steps, self.num_committed)
         steps.open += 1
-        steps.may_skip = False  # from here on the trainer's steps come one after another
+        steps.may_skip_steps = False  # from here on the trainer's steps come one after another
         steps.staged = Contribution()
         steps.unapplied[taken.step] = len(taken.contribution.blocks)
         self._advance(steps)
         return taken
 
-    def block_applied(self, taken: Taken[Payload]) -> bool:
+    def count_applied_block(self, taken: Committed[Payload]) -> bool:
         """One block of it is applied; returns whether that completed a step."""
         taken.steps.unapplied[taken.step] -= 1
         return self._advance(taken.steps)
@@ -173,14 +174,14 @@ class Clocks(Generic[Payload]):
         self.applied += steps.clock - before
         return steps.clock > before
 
-    def waits_for(self, rank: Rank, step: Round) -> list[Rank]:
+    def find_missing(self, rank: Rank, step: Round) -> list[Rank]:
         """Whose updates a get of this trainer after its `step` has to wait for; nobody's: it may be answered.
 
         Raises FutureRound if the step has not been pushed, ContributionMissing if this pserver has lost it.
         """
         steps = self._steps[rank]
         if step >= steps.open:
-            if steps.is_back:
+            if steps.is_restored:
                 raise ContributionMissing(f"this pserver has come back without step {step} of trainer {rank}")
             raise FutureRound(f"step {step} has not been pushed", current=steps.open)
         waits = set()
@@ -191,23 +192,28 @@ class Clocks(Generic[Payload]):
             waits |= {other for other in self.members if self._steps[other].clock < needed}
         return sorted(waits)
 
-    def members_changed(self, members: Mapping[Rank, Incarnation], starts: Mapping[Rank, Round] | None = None) -> None:
+    def install_members(self, membership: Membership) -> None:
         """Install a set of members; what those who are gone have staged is dropped, what was taken stays queued.
 
         A new life of a rank goes on at its start, which may be behind what the old one has pushed here (then those
         steps count as taken) or ahead of it.
         """
+        members = membership.members
         for rank, incarnation in self.members.items():
             if members.get(rank) != incarnation:
                 self._steps[rank].staged = Contribution()
         for rank, incarnation in members.items():
             if self.members.get(rank) != incarnation:
-                start = (starts or {}).get(rank)
+                start = membership.starts.get(rank)
                 known = self._steps.get(rank)
                 if start is None or known is None or known.open < start:
                     start = start or 1
                     known = TrainerSteps(
-                        incarnation, open=start, clock=start - 1, is_back=self._is_back, may_skip=self._is_short
+                        incarnation,
+                        open=start,
+                        clock=start - 1,
+                        is_restored=self._is_restored,
+                        may_skip_steps=self._is_short,
                     )
                 known.incarnation = incarnation
                 self._steps[rank] = known
@@ -215,4 +221,4 @@ class Clocks(Generic[Payload]):
 
     def pass_to(self, number: int) -> None:
         """Count as if so many contributions had been taken and applied: others have more. Nothing may be queued."""
-        self.applied = self.taken = number
+        self.applied = self.num_committed = number

@@ -12,16 +12,16 @@ from dataclasses import replace
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from ps_http2.asgi import send_from
 from ps_protocol.errors import BadInput, Conflict, GradpostError
 from ps_protocol.fence import MAX_DIGITS, Fence
 from ps_protocol.frames import CONTENT_TYPE, LENGTH_BYTES
 from ps_protocol.norms import AgreedNorm
 from ps_protocol.routes import BARRIER_HEADER, HAVE_HEADER, NORM_HEADER, VERDICT_HEADER, WAIT_HEADER
 from ps_protocol.vocabulary import Round
-from services.runtime.own_memory import send_from
 
 from .bodies import content_length, discard_body, receive_body
-from .in_flight import WaitingGets
+from .limits import WaitingGets
 from .pserver import Pserver
 from .run import BarrierKind, PserverRun
 from .sync_run import SyncRun
@@ -53,7 +53,7 @@ class TensorEndpoints:
             fence = Fence.from_headers(headers)
             run = self._pserver.run
             run.admit_initial(fence) if initial else run.admit_push(fence)
-            most = run.num_bytes + self._limits.max_header_bytes + LENGTH_BYTES
+            most = run.max_body_bytes + self._limits.max_header_bytes + LENGTH_BYTES
             if num_bytes > most:
                 raise BadInput(
                     "the body is larger than the whole shard",
@@ -64,7 +64,7 @@ class TensorEndpoints:
             raise
         run.transports.add(scope["http_version"])
         with self._pserver.in_flight.reserve(fence.rank, num_bytes, len(run.members)):
-            limits = replace(self._limits, max_tensors=min(self._limits.max_tensors, run.num_tensors))
+            limits = replace(self._limits, max_tensors=min(self._limits.max_tensors, run.max_body_tensors))
             body = await receive_body(scope, receive, num_bytes, limits, self._pserver.pool)
             answer = await (run.set_initial(fence, body) if initial else run.push(fence, body))
         await _send_json(send, answer.model_dump_json())
@@ -73,7 +73,7 @@ class TensorEndpoints:
         """Count a batch or fetch barrier and answer at once."""
         headers = _headers(scope)
         await discard_body(receive)
-        answer = self._pserver.run.barrier_arrived(
+        answer = self._pserver.run.count_barrier(
             Fence.from_headers(headers), _barrier_kind(headers), is_finite=_is_finite(headers)
         )
         await _send_json(send, answer.model_dump_json())
@@ -168,7 +168,7 @@ def _count_riding_barrier(run: PserverRun, fence: Fence, headers: dict[str, str]
         return
     if _barrier_kind(headers) != "batch":
         raise BadInput("only the batch barrier may ride on another request", code="bad_header", expected="batch")
-    run.barrier_arrived(fence, "batch", is_finite=is_finite)
+    run.count_barrier(fence, "batch", is_finite=is_finite)
 
 
 def _is_finite(headers: dict[str, str]) -> bool:

@@ -26,7 +26,7 @@ class History:
     norms: dict[Round, ShardNorm] = field(default_factory=dict)  # where gradients are clipped
     scaler: HyperParameters | None = None  # the state of the lowest rank's GradScaler in the newest round
 
-    def add(
+    def add_round(
         self,
         round_: Round,
         ranks: tuple[Rank, ...],
@@ -68,7 +68,7 @@ class History:
             metadata[GRAD_SCALER_KEY] = json.dumps(self.scaler)
         return metadata
 
-    def take_outcomes(self, other: History) -> None:
+    def adopt_outcomes(self, other: History) -> None:
         """What trainers are told of another run's rounds, whoever took part in them: this one goes on from there."""
         self.nonfinite.update(other.nonfinite)
         self.scaler = other.scaler

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Annotated, Any, TypeAlias
 
+from fastapi import FastAPI, Query, Response
+
+from ps_protocol import routes
+from ps_protocol.fields import MAX_TENSORS, Name, OrdinalText
+from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.vocabulary import Round
 from services.runtime.compute import ComputeExecutor
+from services.runtime.large_replies import LargeReplies, LargeReply
 from services.runtime.statistics import Statistics
 
-from .copies import Copies
-from .run import Look, PserverRun
+from .limits import Copies
+from .pserver import Pserver
+from .run import PserverRun, Read
 from .shard import MASTER_BYTES
 from .statistics import describe_values
 
@@ -29,10 +37,10 @@ async def read_slots(run: PserverRun, names: Sequence[str], round_: Round | None
 
 
 async def _read(
-    run: PserverRun, names: Sequence[str], round_: Round | None, seconds: float, encode: Look[list[bytes]]
+    run: PserverRun, names: Sequence[str], round_: Round | None, seconds: float, encode: Read[list[bytes]]
 ) -> list[bytes]:
     _check(run, names)
-    return await (run.look(encode) if round_ is None else run.look_after(round_, encode, seconds))
+    return await (run.read_now(encode) if round_ is None else run.read_after_round(round_, encode, seconds))
 
 
 async def read_shard(run: PserverRun, round_: Round | None, seconds: float) -> list[bytes]:
@@ -41,7 +49,7 @@ async def read_shard(run: PserverRun, round_: Round | None, seconds: float) -> l
     In asynchronous modes it is a cut between contributions; the metadata says whose steps are in it.
     """
     _check(run, ())
-    return await run.look_after(round_, run.shard.encode_all, seconds)
+    return await run.read_after_round(round_, run.shard.encode_all, seconds)
 
 
 async def describe_blocks(
@@ -61,10 +69,47 @@ async def _describe_block(run: PserverRun, name: str, thread: ComputeExecutor, s
     stepped = await run.shard.probes.wait_for_step(name, seconds) if seconds else None
     if stepped is not None:
         return await thread.run(describe_values, stepped.after, stepped.version, stepped.before)
-    version, values = await run.look(lambda metadata: (int(metadata["round"]), run.shard.block(name).clone()))
+    version, values = await run.read_now(lambda metadata: (int(metadata["round"]), run.shard.block(name).clone()))
     return await thread.run(describe_values, values, version)
 
 
 def _check(run: PserverRun, names: Sequence[str]) -> None:
     run.check_readable()
     run.check_names(names)
+
+
+MAX_WAIT_SECONDS = 30.0
+BINARY: dict[int | str, dict[str, Any]] = {
+    200: {"content": {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
+}
+
+Names: TypeAlias = Annotated[list[Name], Query(max_length=MAX_TENSORS, description="of blocks")]
+AtRound: TypeAlias = Annotated[
+    OrdinalText | None, Query(alias="round", description="that is not over; else the newest")
+]
+Seconds: TypeAlias = Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="to wait for the round")]
+
+
+def add_inspection_routes(app: FastAPI, pserver: Pserver, large: LargeReplies) -> None:
+    """Add them; large replies share the places of `large`."""
+    thread, copies = ComputeExecutor(), Copies()
+
+    @app.get(routes.BLOCKS, tags=["inspection"], response_class=Response, responses=BINARY)
+    async def blocks(name: Names, at: AtRound = None, wait_seconds: Seconds = 0.0) -> Response:
+        """Blocks, all of one version, which stands in the metadata."""
+        return LargeReply(large, lambda: read_blocks(pserver.run, name, at, wait_seconds), CONTENT_TYPE)
+
+    @app.get(routes.SLOTS, tags=["inspection"], response_class=Response, responses=BINARY)
+    async def slots(name: Names, at: AtRound = None, wait_seconds: Seconds = 0.0) -> Response:
+        """The optimizer's slots of these blocks, `{slot}/{block}` each, and in the metadata the steps of each."""
+        return LargeReply(large, lambda: read_slots(pserver.run, name, at, wait_seconds), CONTENT_TYPE)
+
+    @app.get(routes.SHARD, tags=["inspection"], response_class=Response, responses=BINARY)
+    async def shard(at: AtRound = None, wait_seconds: Seconds = 0.0) -> Response:
+        """All blocks and buffers that live here, of one version."""
+        return LargeReply(large, lambda: read_shard(pserver.run, at, wait_seconds), CONTENT_TYPE)
+
+    @app.get(routes.BLOCK_STATISTICS, tags=["inspection"])
+    async def statistics(name: Names, wait_seconds: Seconds = 0.0) -> Sequence[Statistics]:
+        """Statistics of each of these blocks, if there is one in that time after its next update."""
+        return await describe_blocks(pserver.run, name, thread, copies, wait_seconds)

@@ -81,10 +81,7 @@ GET_OPENAPI: dict[str, Any] = {
         _NORM,
         _WAIT,
     ],
-    "requestBody": {
-        "required": False,
-        "content": {"application/json": {"schema": _NAMES}},
-    },
+    "requestBody": {"required": False, "content": {"application/json": {"schema": _NAMES}}},
     "responses": {"200": {"description": "exactly the version of the fence's round", "content": _BINARY}},
 }
 SLOTS_OPENAPI: dict[str, Any] = {
@@ -92,10 +89,7 @@ SLOTS_OPENAPI: dict[str, Any] = {
     "description": "The body is a JSON list of `{slot}/{block}`. Without one the answer's metadata says what there is: "
     "`slots` are their names, `states` those of the blocks that have been stepped.",
     "parameters": _FENCE,
-    "requestBody": {
-        "required": False,
-        "content": {"application/json": {"schema": _NAMES}},
-    },
+    "requestBody": {"required": False, "content": {"application/json": {"schema": _NAMES}}},
     "responses": {"200": {"description": "slots as of the fence's round, float32", "content": _BINARY}},
 }
 BUFFERS_OPENAPI: dict[str, Any] = {

@@ -40,16 +40,16 @@ from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import bind_facts, get_logger
-from services.runtime.sealed import DamagedFile
+from services.runtime.storage import DamagedFile
 
+from .admission import MembershipChanges
 from .async_run import AsyncRun
 from .bodies import BufferPool
-from .changes import Changes
 from .durable.disk import Disk
 from .durable.storage import Restored, RunStorage
-from .in_flight import InFlight
+from .limits import InFlight
 from .metrics import PserverMetrics
-from .run import PserverRun
+from .run import PserverRun, RunSetup
 from .sync_run import SyncRun
 
 log = get_logger()
@@ -81,12 +81,12 @@ class Pserver:
         self._compute = compute
         self._metrics = metrics
         self._run: PserverRun | None = None
-        self._changes = Changes()  # of the run that is served, or was asked for last
+        self._changes = MembershipChanges()  # of the run that is served, or was asked for last
         self._installing = asyncio.Lock()
         self.is_stopping = False  # it writes down what it holds, and ends
         self._searching: tuple[Any, asyncio.Task[Ranges]] | None = None
-        self._has_looked = disk is None  # into the folder: before that it cannot say what it holds
-        self.has_news = asyncio.Event()  # for the next heartbeat, which should come at once
+        self._has_opened_folder = disk is None  # into the folder: before that it cannot say what it holds
+        self.heartbeat_is_due = asyncio.Event()  # for the next heartbeat, which should come at once
         # The newest of this process, so that a late installation brings none of them back.
         self._ended_runs: deque[str] = deque(maxlen=MAX_ENDED_RUNS)
         metrics.staged_bytes.set_function(lambda: self.pool.used_bytes)
@@ -96,11 +96,11 @@ class Pserver:
         metrics.log_bytes.set_function(lambda: self._storage.log_bytes if self._storage else 0)
         metrics.checkpoint_round.set_function(lambda: max(self._storage.checkpoints, default=0) if self._storage else 0)
         metrics.queued.set_function(lambda: self._run.num_queued if self._run else 0)
-        metrics.missing.set_function(lambda: len(self.heartbeat().missing))
+        metrics.missing.set_function(lambda: len(self.make_heartbeat().missing))
         metrics.waiting_seconds.set_function(lambda: self._run.waiting_seconds if self._run else 0)
         if disk is not None:
-            metrics.disk_free.set_function(lambda: disk.measure().free)
-            metrics.disk_size.set_function(lambda: disk.measure().total)
+            metrics.disk_free.set_function(lambda: disk.measure_usage().free)
+            metrics.disk_size.set_function(lambda: disk.measure_usage().total)
 
     @property
     def _storage(self) -> RunStorage | None:
@@ -113,7 +113,7 @@ class Pserver:
             raise NotReady("this pserver has no run yet", waiting_for="the cluster to be complete")
         return self._run
 
-    async def look_into_folder(self, index: PserverIndex | None) -> HeldRun | None:
+    async def open_folder(self, index: PserverIndex | None) -> HeldRun | None:
         """Before a registration: end what is served, take the folder, and restore what it holds.
 
         Raises FolderTaken if another process holds it, StorageFailed if it cannot be used, and TryAgain if what it
@@ -121,7 +121,7 @@ class Pserver:
         """
         async with self._installing:
             await self._replace_run(None, StalePserver("this pserver is registered anew"))
-            self._changes = Changes()
+            self._changes = MembershipChanges()
             if self.disk is None:
                 return None
             try:
@@ -131,10 +131,10 @@ class Pserver:
                     raise TryAgain(f"what this pserver holds cannot be read: {error}") from error
                 text = f"the folder for the pserver's state cannot be used: {error} (state_dir)"
                 raise StorageFailed(text) from error
-            self._has_looked = True
+            self._has_opened_folder = True
             return self.disk.held
 
-    async def registered(self, answer: PserverRegistered) -> None:
+    async def adopt_identity(self, answer: PserverRegistered) -> None:
         """Take the identity that the coordinator gave; a run of an earlier identity is dropped.
 
         Raises FolderTaken if another process holds the folder of this index, StorageFailed if it cannot be written.
@@ -151,7 +151,7 @@ class Pserver:
 
     async def _write_identity(self, disk: Disk, answer: PserverRegistered) -> None:
         try:
-            await asyncio.to_thread(disk.register, answer.index, answer.incarnation)
+            await asyncio.to_thread(disk.write_incarnation, answer.index, answer.incarnation)
         except OSError as error:
             raise StorageFailed(f"pserver {answer.index} cannot write down who it is: {error} (state_dir)") from error
 
@@ -159,9 +159,9 @@ class Pserver:
         """Whoever still sends to the old run or waits in it is told the reason, also in the middle of a body."""
         old, self._run = self._run, run
         if run is not None:
-            run.writer.has_news = self.has_news
+            run.writer.heartbeat_is_due = self.heartbeat_is_due
         bind_facts(run=run.install.run if run else None)
-        self.pool.forget_idle()
+        self.pool.free_idle()
         if old is not None:
             await old.end(reason)
             await old.finish()  # nothing of it writes to the disk any more
@@ -187,11 +187,7 @@ class Pserver:
                     run=message.run,
                     attempt=message.attempt,
                     number=message.number,
-                    members=message.members,
-                    starts=message.starts,
-                    sets=message.sets,
-                    verdicts=message.verdicts,
-                    controls=message.controls,
+                    membership=message.membership,
                 ),
             )
             return
@@ -201,7 +197,7 @@ class Pserver:
         if message.run in self._ended_runs:
             raise StaleRun("this run has ended here", current=current.install.run if current else None)
         changes = self._changes_of(message.run)
-        changes.check(message.number)
+        changes.check_change(message.number)
         plan = SlicePlan.from_json(message.plan)
         self._check_size(plan, self.index)  # before the shard takes memory
         if current is not None and current.install.run != message.run:
@@ -212,15 +208,15 @@ class Pserver:
         storage, restored = await self._open_storage(message)
         reach_failpoint("open.after")
         make_run = AsyncRun if message.consistency.is_async else SyncRun
-        run: PserverRun = make_run(message, self.index, self._compute, self._metrics, storage, restored)
+        run = make_run(RunSetup(message, self.index, self._compute, self._metrics, storage, restored))
         await self._replace_run(run, StaleRun("this pserver serves another run now", current=message.run))
-        changes.end(message.number)
+        changes.end_change(message.number)
         await run.publish_initial()
         log.info("run installed", round=run.round)
 
-    def _changes_of(self, run: str) -> Changes:
+    def _changes_of(self, run: str) -> MembershipChanges:
         if self._changes.run != run:
-            self._changes = Changes(run)
+            self._changes = MembershipChanges(run)
         return self._changes
 
     async def _open_storage(self, message: InstallRun) -> tuple[RunStorage | None, Restored | None]:
@@ -234,7 +230,9 @@ class Pserver:
             raise StorageFailed(f"pserver {self.index} cannot restore its shard: {error}") from error
         except OSError as error:
             # A place that is busy, a disk that is full: the coordinator tries again, and ends that after some time.
-            self._has_looked = self.disk.held is not None  # a run that was served until now has to be found again
+            self._has_opened_folder = (
+                self.disk.held is not None
+            )  # a run that was served until now has to be found again
             raise TryAgain(f"pserver {self.index} cannot open the state of the run: {error}") from error
 
     def _check_size(self, plan: SlicePlan, index: PserverIndex) -> None:
@@ -266,9 +264,9 @@ class Pserver:
         reach_failpoint("install.after")
 
     async def _change_members(self, run: PserverRun, message: InstallMembers) -> None:
-        await run.ready_for_members()
-        if self._run is run and self._changes.is_news(message.number):  # no later change has begun meanwhile
-            self._changes.end(message.number)
+        await run.wait_until_changeable()
+        if self._run is run and self._changes.is_current(message.number):  # no later change has begun meanwhile
+            self._changes.end_change(message.number)
             await run.install_members(message)
 
     async def freeze(self, message: Freeze) -> FrozenRounds:
@@ -281,7 +279,7 @@ class Pserver:
         run = await self._opened_run()
         if run is not None and run.install.run != message.run:
             raise NotReady(f"this pserver serves run {run.install.run}", waiting_for="an installation")
-        self._changes_of(message.run).begin(message.number)
+        self._changes_of(message.run).begin_change(message.number)
         if run is None:
             frozen = self._freeze_held(message)
         elif run.install.attempt != message.attempt:
@@ -297,14 +295,14 @@ class Pserver:
         Raises TryAgain before this process has looked into its folder, or while it cannot: it listens a little earlier.
         """
         async with self._installing:
-            if not self._has_looked:
+            if not self._has_opened_folder:
                 if self.disk is None or self.disk.folder is None:
                     raise TryAgain("this pserver has not looked into its folder yet")
                 try:
                     await asyncio.to_thread(self.disk.open, self.index)
                 except OSError as error:
                     raise TryAgain(f"pserver {self.index} cannot read what it holds: {error}") from error
-                self._has_looked = True
+                self._has_opened_folder = True
             return self._run
 
     def _freeze_held(self, message: Freeze) -> FrozenRounds:
@@ -316,7 +314,7 @@ class Pserver:
             raise StaleRun("this pserver holds another attempt", current=held.attempt)
         return held.rounds
 
-    async def restorable(self, run: str, newest: Round | None = None) -> Ranges:
+    async def find_restorable(self, run: str, newest: Round | None = None) -> Ranges:
         """Return the ranges of rounds to which a run can go back here, whether it is served or found on the disk.
 
         With `newest` the checkpoint that leads to that round is read, and left out if it is damaged. If this process
@@ -325,11 +323,11 @@ class Pserver:
         """
         served = await self._opened_run()
         if served is not None and served.install.run == run:
-            return [] if served.storage is None else await self._search(served.storage.restorable, newest)
+            return [] if served.storage is None else await self._search(served.storage.find_restorable, newest)
         if self.disk is None:
             return []
         if self.disk.held is not None and self.disk.held.run == run:
-            return await self._search(self.disk.restorable, newest)
+            return await self._search(self.disk.find_restorable, newest)
         if self.index is None:
             raise NotReady("this pserver does not know yet who it is", waiting_for="its registration")
         return await self._search(self.disk.find_checkpoints, run, self.index)
@@ -353,7 +351,7 @@ class Pserver:
             raise StaleRun("this pserver serves another run", current=run.install.run)
         await run.want_checkpoint(message.round, is_over=message.is_over)
         if message.is_over:
-            await run.settle()
+            await run.wait_for_writes()
             if run.storage is None or message.round not in run.storage.checkpoints:
                 raise StorageFailed(f"pserver {self.index} has no checkpoint of the last round, {message.round}")
             run.storage.is_over = True
@@ -362,7 +360,7 @@ class Pserver:
         """What is missing before this process can serve, or None."""
         return "registration with the coordinator" if self.index is None else None
 
-    def heartbeat(self) -> PserverHeartbeat:
+    def make_heartbeat(self) -> PserverHeartbeat:
         """What the coordinator is told regularly."""
         run = self._run
         return PserverHeartbeat(
@@ -374,7 +372,7 @@ class Pserver:
             waiting_seconds=run.waiting_seconds if run else 0.0,
             failure=run.failure.to_problem() if run and isinstance(run.failure, Ended) else None,
             checkpoints=tuple(run.storage.checkpoints.values()) if run and run.storage else (),
-            coming_checkpoints=run.writer.find_coming(run.round) if run else (),
+            coming_checkpoints=run.writer.find_pending(run.round) if run else (),
             is_stopping=self.is_stopping,
             load=run.describe_load() if run else None,
             software=Software(**installed_versions()),
@@ -385,7 +383,7 @@ class Pserver:
         if self._run is not None:
             await self._run.stop()
 
-    def heard(self, reply: PserverHeartbeatReply, heartbeat: PserverHeartbeat) -> None:
+    def handle_heartbeat_reply(self, reply: PserverHeartbeatReply, heartbeat: PserverHeartbeat) -> None:
         """Take over what the coordinator says of the run, in answer to this heartbeat."""
         run = self._run
         if run is None:
@@ -393,9 +391,9 @@ class Pserver:
         run.notice = reply.notice
         is_of_this = (heartbeat.run, heartbeat.attempt) == (run.install.run, run.install.attempt)
         if reply.complete is not None and is_of_this:  # else it may be of rounds that have been undone since
-            run.writer.note_complete(reply.complete, tuple(file.round for file in heartbeat.checkpoints))
+            run.writer.update_complete(reply.complete, tuple(file.round for file in heartbeat.checkpoints))
 
-    async def state(self, *, with_digest: bool) -> PserverState:
+    async def describe_state(self, *, with_digest: bool) -> PserverState:
         """A picture for inspection; the digest reads the whole shard and is made on request only."""
         run = self._run
         if run is None:

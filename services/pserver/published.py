@@ -23,7 +23,7 @@ from ps_protocol.wire_types import WireTensor, quantised
 from .layout import BlockPlace, ShardLayout
 from .tensors import TORCH_DTYPES, view_bytes
 
-LentTensor = tuple[WireTensor, memoryview]
+BorrowedTensor = tuple[WireTensor, memoryview]
 
 
 class Published:
@@ -51,9 +51,9 @@ class Published:
     def load(self, values: Tensor | None) -> None:
         """Go on with what trainers had, or with the values."""
         self.values.copy_(self._exact if values is None else values)
-        self.forget_differences()
+        self.discard_deltas()
 
-    def forget_differences(self) -> None:
+    def discard_deltas(self) -> None:
         """Publish this round as it is, to all.
 
         That of an earlier life of the pserver has to be: a trainer that was being sent all of it, and not to the end,
@@ -66,18 +66,18 @@ class Published:
 
         Blocks whose difference is not finite, and those with `loaded` values, are published whole.
         """
-        self.forget_differences()
+        self.discard_deltas()
         for name in loaded:
             self.set(name)
         for name in stepped:
             if name in loaded:
                 continue
-            if name in self._differences and self._take_difference(self._layout.place[name]):
+            if name in self._differences and self._compute_delta(self._layout.place[name]):
                 self._newest.append(name)
             else:
                 self.set(name)
 
-    def _take_difference(self, place: BlockPlace) -> bool:
+    def _compute_delta(self, place: BlockPlace) -> bool:
         """Whether there is one: not if it is infinite, or no number."""
         exact, published = self._exact[place.begin : place.end], self.values[place.begin : place.end]
         integers, scales = self._differences[place.name]
@@ -88,7 +88,7 @@ class Published:
         add_difference(published, integers, scales)
         return True
 
-    def lend_differences(self) -> dict[str, Sequence[LentTensor]]:
+    def borrow_deltas(self) -> dict[str, Sequence[BorrowedTensor]]:
         """The newest by block: views that hold until the next round."""
         return {
             name: list(zip(self._specs[name], map(view_bytes, self._differences[name]), strict=True))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ps_protocol.consistency import oldest_start
 from ps_protocol.errors import StaleRound
+from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Rank, Round
 
 
@@ -39,7 +41,7 @@ class Pulls:
         kept = ", ".join(f"trainer {rank}: {sorted(pulls)}" for rank, pulls in sorted(self._pulls.items()))
         return f"<Pulls [{kept}]>"
 
-    def record(self, rank: Rank, step: Round, pull: Pull) -> None:
+    def record_pull(self, rank: Rank, step: Round, pull: Pull) -> None:
         """A get after `step` is answered; asked again, the newer answer counts."""
         pulls = self._pulls.setdefault(rank, {})
         pulls[step] = pull
@@ -48,7 +50,7 @@ class Pulls:
         for old in [known for known in pulls if known < oldest]:
             del pulls[old]
 
-    def find(self, rank: Rank, step: Round) -> Pull:
+    def find_pull(self, rank: Rank, step: Round) -> Pull:
         """What the trainer got after `step`; raises StaleRound if it got nothing then."""
         known = self._pulls.get(rank, {})
         pull = known.get(step)
@@ -61,6 +63,25 @@ class Pulls:
             )
         return pull
 
-    def forget(self, rank: Rank) -> None:
+    def forget_trainer(self, rank: Rank) -> None:
         """The trainer is gone."""
         self._pulls.pop(rank, None)
+
+
+def divide_rates(numbers: Sequence[HyperParameters], staleness: int) -> list[HyperParameters]:
+    """Return the groups' numbers with every rate divided by the staleness, which counts as 1 at least.
+
+    Zhang, Gupta, Lian, Liu: Staleness-aware async-SGD for distributed deep learning (IJCAI 2016), eq. 6.
+    """
+    return [{**group, "lr": group["lr"] / max(1, staleness)} for group in numbers if "lr" in group]  # type: ignore[operator]
+
+
+def compensate_gradient(gradient: Tensor, values: Tensor, pulled: Tensor, strength: float) -> Tensor:
+    """DC-ASGD: `g + λ·g⊙g⊙(w - w_pulled)`, the gradient as it would roughly be on today's values.
+
+    All tensors are of one block, of shape (num_elements,), and are only read. Returns a new float32 tensor.
+
+    Zheng et al.: Asynchronous stochastic gradient descent with delay compensation (ICML 2017), eq. 10.
+    """
+    total = gradient.to(torch.float32, copy=True)
+    return total.addcmul_(total.square(), values - pulled, value=strength)

@@ -54,7 +54,7 @@ class Reader(ABC):
         return Reading(self._shard.encode(names, metadata, encoder=encoder, pulled=True), Pull(versions, values))
 
 
-class ReadAnything(Reader):
+class UnsynchronizedReader(Reader):
     """`none`: a thread of its own reads while updates are written, so that even a block may be half old, half new."""
 
     def __init__(self, shard: Shard, compute: ComputeExecutor, *, keep_values: bool) -> None:
@@ -72,7 +72,7 @@ class ReadAnything(Reader):
         self._thread.close()
 
 
-class ReadBlocks(Reader):
+class BlockReader(Reader):
     """`block`: one job of the compute thread, which is in no update; but other blocks' updates may be queued yet."""
 
     async def read(self, names: Collection[str] | None, metadata: Mapping[str, str]) -> Reading:
@@ -80,7 +80,7 @@ class ReadBlocks(Reader):
         return await self._compute.run(self._encode, names, metadata)
 
 
-class ReadShard(Reader):
+class SnapshotReader(Reader):
     """`shard`: a marker in all queues at once; each block is copied when its worker gets there.
 
     A contribution is put into all queues at once too, so that it is before the marker in all of them or in none. One
@@ -88,12 +88,7 @@ class ReadShard(Reader):
     """
 
     def __init__(
-        self,
-        shard: Shard,
-        compute: ComputeExecutor,
-        queues: Mapping[str, BlockQueue],
-        *,
-        keep_values: bool,
+        self, shard: Shard, compute: ComputeExecutor, queues: Mapping[str, BlockQueue], *, keep_values: bool
     ) -> None:
         super().__init__(shard, compute, keep_values=keep_values)
         self._queues = queues
@@ -175,7 +170,7 @@ def make_reader(
 ) -> Reader:
     """The reader that keeps to what the run asks for."""
     if consistency == "none":
-        return ReadAnything(shard, compute, keep_values=keep_values)
+        return UnsynchronizedReader(shard, compute, keep_values=keep_values)
     if consistency == "block":
-        return ReadBlocks(shard, compute, keep_values=keep_values)
-    return ReadShard(shard, compute, queues, keep_values=keep_values)
+        return BlockReader(shard, compute, keep_values=keep_values)
+    return SnapshotReader(shard, compute, queues, keep_values=keep_values)

@@ -49,7 +49,7 @@ class ChunkEncoder:
             chunks.append(b"".join(pieces))
         return chunks
 
-    def lend(self, places: Iterable[BlockPlace]) -> list[memoryview]:
+    def borrow(self, places: Iterable[BlockPlace]) -> list[memoryview]:
         """Data of each block as pulled: views of the values, or of a tensor that is written again next time."""
         places = list(places)
         others = sum(DTYPE_BYTES[place.pulled] * place.block.num_elements for place in places if place.pulled != "F32")

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import xxhash
 from torch import Tensor
 
-from ps_protocol.controls import override_rates
-from ps_protocol.messages import Controls
+from ps_protocol.membership import Controls
 from ps_protocol.norms import ShardNorm
 from ps_protocol.vocabulary import Round
 from ps_protocol.wire_types import WireTensor
@@ -22,12 +21,11 @@ from services.runtime.failpoints import reach_failpoint
 from .captures import Captures
 from .durable.storage import RunStorage
 from .durable.update_log import Update
-from .loaded_slots import find_loaded
-from .reply import Reply
+from .optimizer_blocks import find_loaded
+from .reply import Reply, VersionedBlocks
 from .rounds import Apply
 from .shard import Shard
 from .tensors import StagedBlock
-from .versioned_blocks import VersionedBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +44,14 @@ class Measured:
 class RoundWork:
     """Owns what belongs to rounds beside the shard: the captures, and the round in which each block changed last."""
 
-    def __init__(
-        self,
-        shard: Shard,
-        storage: RunStorage | None,
-        identity: Mapping[str, str],
-        *,
-        lends: bool,
-    ) -> None:
+    def __init__(self, shard: Shard, storage: RunStorage | None, identity: Mapping[str, str], *, borrows: bool) -> None:
         """`identity` is in a reply's metadata; `lends`: a reply may consist of views of the values, which are called
         back in time."""
         self.captures = Captures()
         self._shard = shard
         self._storage = storage
         self._identity = identity
-        self._lends = lends
+        self._borrows = borrows
         self._changed = dict.fromkeys(shard.layout.place, shard.version)  # in which round each block did last
 
     def measure(self, apply: Apply[StagedBlock], controls: Controls) -> Measured:
@@ -81,7 +72,7 @@ class RoundWork:
         Raises OSError before anything has changed.
         """
         gradient, present = (measured.gradient, measured.present) if measured else self._aggregate(apply, controls)
-        numbers = override_rates(controls, apply.hyper_parameters)
+        numbers = controls.override_rates(apply.hyper_parameters)
         loaded = find_loaded([one.slots for one in apply.contributions])
         if self._storage is not None:
             logged = None if len(present) == len(self._shard.layout.places) else present
@@ -96,7 +87,7 @@ class RoundWork:
         self._shard.publish(present, masters)
         self._changed.update(dict.fromkeys((*present, *masters), apply.round))
         reach_failpoint("apply.after")
-        self.captures.take(apply.round)
+        self.captures.capture_round(apply.round)
         return self.encode(apply.round, outcome)
 
     def _aggregate(self, apply: Apply[StagedBlock], controls: Controls) -> tuple[Tensor, tuple[str, ...]]:
@@ -111,11 +102,11 @@ class RoundWork:
 
     def encode(self, round_: Round, outcome: Mapping[str, str]) -> Reply:
         """The version that the shard has, for everybody; `outcome` goes to the reply's metadata."""
-        blocks: list[tuple[WireTensor, bytes | memoryview]] = [*self._shard.lend()]
-        if not self._lends:
+        blocks: list[tuple[WireTensor, bytes | memoryview]] = [*self._shard.borrow()]
+        if not self._borrows:
             blocks = [(tensor, bytes(data)) for tensor, data in blocks]
         metadata = {**self._identity, "round": str(round_), **outcome}
-        versioned = VersionedBlocks(blocks, dict(self._changed), metadata, round_ - 1, self._shard.lend_differences())
+        versioned = VersionedBlocks(blocks, dict(self._changed), metadata, round_ - 1, self._shard.borrow_deltas())
         versioned.parts(round_ - 1)  # what most will ask for, while we are on this thread
         return Reply(round_, versioned.parts(), versioned)
 

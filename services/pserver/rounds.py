@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from ps_protocol.errors import ContributionMissing, FutureRound, StaleRound
+from ps_protocol.membership import Membership
 from ps_protocol.messages import FrozenRounds
 from ps_protocol.norms import ShardNorm
 from ps_protocol.optimizers import HyperParameters
@@ -59,7 +60,7 @@ class Apply(Generic[Payload]):
 
 @dataclass(frozen=True, slots=True)
 class Measure(Generic[Payload]):
-    """Order to aggregate what will be applied, and to tell its norm to those who ask; `norm_agreed` follows."""
+    """Order to aggregate what will be applied, and to tell its norm to those who ask; `accept_norm` follows."""
 
     apply: Apply[Payload]
 
@@ -165,7 +166,7 @@ class Rounds(Generic[Payload]):
         check_member(self.members, rank, incarnation)
         admit(round_, self.open, max(self.open + self.max_delay, self._starts.get(rank, 1) - 1))
 
-    def blocks_arrived(
+    def stage_blocks(
         self,
         rank: Rank,
         blocks: Mapping[str, Payload],
@@ -185,7 +186,7 @@ class Rounds(Generic[Payload]):
         self._has_fetched(rank, round_ - 1 - self.max_delay)
         return num_new
 
-    def slots_arrived(self, rank: Rank, slots: Mapping[str, Payload | StepState], round_: Round) -> int:
+    def stage_slots(self, rank: Rank, slots: Mapping[str, Payload | StepState], round_: Round) -> int:
         """Stage slots that a trainer has loaded, with its contribution; returns how many are new."""
         contribution = self._staged.get(round_, {}).get(rank, Contribution(incarnation=self.members.get(rank, 0)))
         num_new = contribution.stage_slots(rank, round_, slots)
@@ -200,7 +201,7 @@ class Rounds(Generic[Payload]):
     def _has_fetched(self, rank: Rank, version: Round) -> None:
         self._fetched[rank] = max(self._fetched.get(rank, version), version)
 
-    def batch_barrier_arrived(
+    def count_batch_barrier(
         self, rank: Rank, incarnation: Incarnation, round_: Round, *, is_finite: bool = True
     ) -> Apply[Payload] | Measure[Payload] | None:
         """Count a trainer's batch barrier and its verdict; returns the order that it completes, if any."""
@@ -225,7 +226,7 @@ class Rounds(Generic[Payload]):
         self._batch_barriers.setdefault(round_, set()).add(rank)
         self._has_fetched(rank, round_ - 1 - self.max_delay)
 
-    def fetch_barrier_arrived(
+    def count_fetch_barrier(
         self, rank: Rank, incarnation: Incarnation, round_: Round
     ) -> Apply[Payload] | Measure[Payload] | None:
         """Count a trainer's fetch barrier of an applied round."""
@@ -255,22 +256,18 @@ class Rounds(Generic[Payload]):
             verdicts={**self.history.nonfinite, **_as_tuples(self._nonfinite)},
         )
 
-    def members_changed(
-        self,
-        members: Mapping[Rank, Incarnation],
-        starts: Mapping[Rank, Round] | None = None,
-        sets: Mapping[Round, tuple[Rank, ...]] | None = None,
-        verdicts: Mapping[Round, tuple[Rank, ...]] | None = None,
-        paused_from: Round | None = None,
-    ) -> Apply[Payload] | Measure[Payload] | None:
+    def install_members(self, membership: Membership) -> Apply[Payload] | Measure[Payload] | None:
         """Install a set of members, for each decided round those whose contributions it takes, and end the freeze.
 
         What those who are gone have staged stays where it was decided that it counts, and is dropped elsewhere.
         """
-        before, self.members, self._starts = self.members, dict(members), dict(starts or {})
-        self._sets = {round_: frozenset(ranks) for round_, ranks in (sets or {}).items() if round_ > self.applied}
-        self.is_frozen, self.paused_from, self.measuring = False, paused_from, None
-        for round_, ranks in (verdicts or {}).items():
+        before, members = self.members, membership.members
+        self.members, self._starts = dict(members), membership.starts
+        self._sets = {round_: frozenset(ranks) for round_, ranks in membership.sets.items() if round_ > self.applied}
+        controls = membership.newest_controls
+        self.paused_from = controls.since if controls.is_paused else None
+        self.is_frozen, self.measuring = False, None
+        for round_, ranks in membership.verdicts.items():
             if round_ > self.applied:
                 self._nonfinite.setdefault(round_, set()).update(ranks)
         staged = {rank for ranks in (*self._staged.values(), *self._batch_barriers.values()) for rank in ranks}
@@ -296,14 +293,14 @@ class Rounds(Generic[Payload]):
                 self._batch_barriers.get(round_, set()).discard(rank)
                 self._nonfinite.get(round_, set()).discard(rank)
 
-    def norm_agreed(self) -> Apply[Payload]:
+    def accept_norm(self) -> Apply[Payload]:
         """Somebody has brought the global norm of what is being measured."""
         assert self.measuring is not None
         assert not self.is_frozen
         self.applying, self.measuring = self.measuring, None
         return self.applying
 
-    def round_applied(self, norm: ShardNorm | None = None) -> Apply[Payload] | Measure[Payload] | None:
+    def finish_apply(self, norm: ShardNorm | None = None) -> Apply[Payload] | Measure[Payload] | None:
         """The apply is done: its round becomes readable. Returns the next one if it is complete already.
 
         `norm` is what was told of it, for those who have yet to ask.
@@ -319,7 +316,9 @@ class Rounds(Generic[Payload]):
     def history_after(self, apply: Apply[Payload], norm: ShardNorm | None) -> History:
         """What will be remembered when this has been applied."""
         history = self.history.copy()
-        history.add(apply.round, apply.ranks, apply.nonfinite, norm, apply.hyper_parameters, keep=self.max_delay + 1)
+        history.add_round(
+            apply.round, apply.ranks, apply.nonfinite, norm, apply.hyper_parameters, keep=self.max_delay + 1
+        )
         return history
 
     def _start_apply(self) -> Apply[Payload] | Measure[Payload] | None:

@@ -31,9 +31,7 @@ class PserverSettings(ServiceSettings):
         "may use",
     )
     threads: int = Field(
-        default=1,
-        ge=1,
-        description="torch's threads for aggregating and stepping; the result does not depend on them",
+        default=1, ge=1, description="torch's threads for aggregating and stepping; the result does not depend on them"
     )
 
     @property

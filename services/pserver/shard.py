@@ -27,15 +27,13 @@ from ps_protocol.slots import FRESH, MASTER, split_key, write_states
 from ps_protocol.vocabulary import PserverIndex, Rank
 
 from .aggregation import Aggregator
+from .captures import Probes
 from .layout import ShardLayout
-from .loaded_slots import LoadedSlots
-from .optimizer_blocks import OptimizerBlocks
-from .parts import Part
-from .probes import Probes
-from .published import LentTensor, Published
+from .optimizer_blocks import LoadedState, OptimizerBlocks
+from .published import BorrowedTensor, Published
 from .reply_chunks import ChunkEncoder
 from .shard_state import ShardState
-from .tensors import TORCH_DTYPES, view_bytes
+from .tensors import TORCH_DTYPES, Part, view_bytes
 
 MASTER_BYTES = 4  # of an element
 
@@ -113,12 +111,7 @@ class Shard:
         """Multiply the newest aggregate, in place."""
         self._aggregator.scale(coefficient)
 
-    def apply(
-        self,
-        gradient: Tensor,
-        present: Collection[str],
-        hyper_parameters: list[HyperParameters],
-    ) -> None:
+    def apply(self, gradient: Tensor, present: Collection[str], hyper_parameters: list[HyperParameters]) -> None:
         """Step the present blocks once with a gradient of the layout. Raises BadInput if there is none.
 
         After any other exception the shard is in an unknown state.
@@ -143,18 +136,13 @@ class Shard:
             self.versions[name] += 1
 
     def apply_block(
-        self,
-        name: str,
-        gradient: Tensor,
-        hyper_parameters: list[HyperParameters],
-        *,
-        counter: Rank | None = None,
+        self, name: str, gradient: Tensor, hyper_parameters: list[HyperParameters], *, counter: Rank | None = None
     ) -> None:
         """Step one block once with a gradient of shape (num_elements,) in any floating dtype, which is only read.
 
         `counter`: see `OptimizerBlocks.apply`.
         """
-        whole = self._aggregator.take_block(name, gradient)
+        whole = self._aggregator.load_block(name, gradient)
         probed = self.probes.take((name,), self.block)
         self._step(whole, (name,), hyper_parameters, counter=counter)
         self.probes.tell(probed, self.block, self.version)
@@ -163,7 +151,7 @@ class Shard:
         """The bytes of the newest aggregate, for the log; see `Aggregator.encode`."""
         return self._aggregator.encode(present)
 
-    def load_slots(self, loaded: LoadedSlots) -> list[str]:
+    def load_slots(self, loaded: LoadedState) -> list[str]:
         """Give blocks the slots and the values that a trainer has loaded; return the blocks with other values.
 
         Raises BadInput if there is no optimizer.
@@ -198,7 +186,7 @@ class Shard:
         self.apply(self._aggregator.decode(data, present), names, hyper_parameters)
         self.publish(names, masters)
         if self.published is not None:
-            self.published.forget_differences()
+            self.published.discard_deltas()
 
     def replay_blocks(
         self,
@@ -219,7 +207,7 @@ class Shard:
         """Load the slots at the end of a record's data; return the data before them, and blocks with other values."""
         if loaded is None:
             return data, []
-        slots, data = LoadedSlots.from_log(loaded, data, self.layout)
+        slots, data = LoadedState.from_log(loaded, data, self.layout)
         return data, self.load_slots(slots)
 
     def copy_state(self) -> ShardState:
@@ -278,15 +266,15 @@ class Shard:
         encoder = encoder or (self._pulled_encoder if pulled else self._encoder)
         return [encode_header(entries, metadata), *encoder.encode(places, pulled=pulled)]
 
-    def lend(self) -> list[LentTensor]:
+    def borrow(self) -> list[BorrowedTensor]:
         """All blocks as trainers pull them, in plan order: views of the values, which hold until these change."""
         places = list(self.layout.place.values())
         tensors = [(p.name, p.pulled, (p.block.num_elements,)) for p in places]
-        return list(zip(tensors, self._pulled_encoder.lend(places), strict=True))
+        return list(zip(tensors, self._pulled_encoder.borrow(places), strict=True))
 
-    def lend_differences(self) -> dict[str, Sequence[LentTensor]]:
+    def borrow_deltas(self) -> dict[str, Sequence[BorrowedTensor]]:
         """The same of blocks that need not be sent whole to who has them as they were one round before."""
-        return {} if self.published is None else self.published.lend_differences()
+        return {} if self.published is None else self.published.borrow_deltas()
 
     def encode_buffers(self, metadata: Mapping[str, str] | None = None) -> list[bytes]:
         """A frame of the buffers that were set, in plan order and with their shapes."""

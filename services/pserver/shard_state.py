@@ -94,7 +94,7 @@ class ShardState:
         return state, metadata
 
 
-def cut_anew(
+def reslice(
     shards: Iterable[tuple[PserverIndex, ShardState]], old: SlicePlan, new: SlicePlan, index: PserverIndex
 ) -> ShardState:
     """The state of shard `index` of a new plan from the shards of another plan of the same parameters.

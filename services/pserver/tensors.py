@@ -2,20 +2,82 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import xxhash
 from torch import Tensor
 
+from ps_protocol.errors import BadInput
 from ps_protocol.frames import TensorEntry
+from ps_protocol.quantisation import dequantise
 from ps_protocol.vocabulary import Rank, Round
+from ps_protocol.wire_types import GROUP
 
 from .bodies import Body
 from .contribution import Contribution
-from .finite import is_finite
-from .parts import Part, QuantisedPart, SparsePart
+
+
+class Part(Protocol):
+    """What one trainer pushed of one block; only read."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """(num_elements,), of the block."""
+
+    def __getitem__(self, elements: slice) -> Tensor:
+        """The elements in a range that begins on a multiple of 256, as a floating tensor; maybe a view."""
+
+
+class QuantisedPart:
+    """int8 with a scale for each 256 elements; decoded range by range, so that never much of it is."""
+
+    def __init__(self, integers: Tensor, scales: Tensor) -> None:
+        self._integers, self._scales = integers, scales
+
+    @property
+    def shape(self) -> torch.Size:
+        """See Part."""
+        return self._integers.shape
+
+    def __getitem__(self, elements: slice) -> Tensor:
+        """See Part."""
+        begin, end, _ = elements.indices(len(self._integers))
+        return dequantise(self._integers[begin:end], self._scales[begin // GROUP : -(-end // GROUP)])
+
+
+class SparsePart:
+    """Some elements, at increasing indices; the others are 0."""
+
+    def __init__(self, values: Tensor, indices: Tensor, num_elements: int) -> None:
+        self._values, self._indices, self._num_elements = values, indices, num_elements
+
+    def check(self) -> None:
+        """Raise BadInput unless the indices increase and lie within the block."""
+        indices = self._indices
+        is_sorted = bool((indices[1:] > indices[:-1]).all())
+        if not is_sorted or not 0 <= int(indices[0]) <= int(indices[-1]) < self._num_elements:
+            raise BadInput(
+                "the indices of a sparse block have to increase, from 0 to below its size", code="malformed_frame"
+            )
+
+    @property
+    def shape(self) -> torch.Size:
+        """See Part."""
+        return torch.Size((self._num_elements,))
+
+    def __getitem__(self, elements: slice) -> Tensor:
+        """See Part."""
+        begin, end, _ = elements.indices(self._num_elements)
+        bounds = torch.tensor([begin, end], dtype=self._indices.dtype)
+        first, last = torch.searchsorted(self._indices, bounds).tolist()
+        dense = torch.zeros(end - begin)
+        dense[(self._indices[first:last] - begin).long()] = self._values[first:last]
+        return dense
+
 
 _PIECE_BYTES = 1 << 18  # that are compared at once
 
@@ -116,3 +178,16 @@ def check_blocks(blocks: Mapping[str, StagedBlock]) -> None:
 def find_nonfinite(blocks: Mapping[str, StagedBlock]) -> str | None:
     """Return the name of a block that holds NaN or infinity, if there is one."""
     return next((name for name, block in blocks.items() if not block.is_finite()), None)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a float32, bfloat16 or float16 tensor of any shape holds neither NaN nor infinity.
+
+    The sum of finite elements may overflow, but a sum is not finite if one of them is not. So a finite sum, which is
+    three times as fast, spares a look at the extremes, which propagate NaN and never overflow
+    (https://docs.pytorch.org/docs/stable/generated/torch.aminmax.html). Neither allocates anything: of 12.5 M float32
+    elements on one thread the sum takes 1.9 ms, the extremes 6.3, `isfinite().all()` 100.
+    """
+    if tensor.numel() == 0 or math.isfinite(tensor.sum().item()):
+        return True
+    return all(math.isfinite(extreme.item()) for extreme in torch.aminmax(tensor))

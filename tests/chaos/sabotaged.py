@@ -38,7 +38,7 @@ def break_dedupe() -> None:
 
     def admit(self: Clocks[object], rank: Rank, incarnation: Incarnation, step: Round) -> Admission:
         admission = _admit(self, rank, incarnation, step)
-        if admission == "already_applied" and step == self.opens[rank] - 1 and random.random() < 0.5:
+        if admission == "already_applied" and step == self.open_steps[rank] - 1 and random.random() < 0.5:
             self._steps[rank].open = step  # and once more
             return "open"
         return admission

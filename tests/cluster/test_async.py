@@ -426,7 +426,7 @@ def test_a_pserver_without_a_log_goes_on_from_its_checkpoint_and_logs_the_loss(t
             shutil.rmtree(tmp_path / "pserver-1")
         run.cluster.start_pserver(1)
         results = [result.split()[0] for result in run.results(90)]
-        lost = run.wait_for_line("an earlier life of this pserver has taken steps that it did not keep")
+        lost = run.wait_for_line("steps that an earlier incarnation of this pserver acknowledged are lost")
         assert "[pserver 1]" in lost
         assert all("/" in result for result in results)  # pserver 0 has all of them
         assert run.cluster.pserver_state(0).round == 2 * ROUNDS

@@ -18,7 +18,7 @@ from ps_protocol.errors import ERRORS, PROBLEM_CONTENT_TYPE, PROBLEM_TYPE_PREFIX
 from ps_protocol.routes import BARRIER, BARRIER_HEADER, SEND
 from services.pserver.bodies import PAGE_BYTES
 from trainer_client.testing import LocalCluster
-from trainer_client.transport.connections import make_bulk_transport
+from trainer_client.transport.exchange import make_bulk_transport
 
 from .bad_requests import CASES, LIMITS, MIB, Bad, World
 from .conftest import Carrier

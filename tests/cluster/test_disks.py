@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from services.runtime.checkpoints import complete_checkpoints, read_shard_file
-from services.runtime.places import open_place
+from services.runtime.storage import open_checkpoint_storage
 from trainer_client.testing import LocalCluster
 
 from ..soaking import parametrize_sampled
@@ -144,7 +144,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(disk: SmallDisk, t
         disk.fill()
         line = run.wait_for_line("a checkpoint could not be written; training goes on", 4)
         assert "No space left on device" in line
-        place = open_place(str(disk.path))
+        place = open_checkpoint_storage(str(disk.path))
         newest = complete_checkpoints(place, run.cluster.status().run)[0]
         assert newest.round in (5, 10, 15)
         for file in newest.shards:
@@ -186,13 +186,13 @@ KEEP = 2
 TROUBLE = """
 import os, time
 if os.environ.get("GRADPOST_PSERVER_INDEX") == "1":
-    from services.runtime.places import LocalPlace
-    write = LocalPlace.write
+    from services.runtime.storage import LocalStorage
+    write = LocalStorage.write
     def write_in_trouble(self, name, chunks):
         if name.endswith(".safetensors") and "/000000000000/" not in name:
             {trouble}
         write(self, name, chunks)
-    LocalPlace.write = write_in_trouble
+    LocalStorage.write = write_in_trouble
 """
 
 

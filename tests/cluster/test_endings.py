@@ -17,8 +17,7 @@ from torch import nn
 
 from ps_protocol.errors import ContributionConflict, NonFiniteGradient
 from services.pserver.durable.records import Record, read_records
-from services.pserver.durable.segments import list_segments
-from services.pserver.durable.update_log import Update
+from services.pserver.durable.update_log import Update, list_segments
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing.environment import find_our_packages
 
@@ -92,7 +91,7 @@ def test_asynchronous_a_log_that_has_lost_its_end_is_gone_on_from(tmp_path: Path
         run.cluster.start_pserver(0)
         for child in run.cluster.trainers:
             assert child.wait(60) == 0
-        run.wait_for_line("an earlier life of this pserver has taken steps that it did not keep")
+        run.wait_for_line("steps that an earlier incarnation of this pserver acknowledged are lost")
 
 
 def test_after_a_refused_gradient_only_the_same_one_corrected_can_follow(shared_cluster: StartCluster) -> None:

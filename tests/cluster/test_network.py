@@ -21,7 +21,7 @@ from gradpost.tokens import create_tokens
 from ps_config.tokens import SCOPES
 from ps_protocol.routes import AUDIT, CONTROLS, STATUS
 from services.runtime.checkpoints import complete_checkpoints
-from services.runtime.places import open_place
+from services.runtime.storage import open_checkpoint_storage
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
@@ -291,7 +291,7 @@ def find_libfaketime() -> str:
 
 def days_ahead(run: FaultyRun, checkpoints: Path) -> int:
     """The clock of the coordinator, compared with ours, when it completed its newest checkpoint."""
-    newest = complete_checkpoints(open_place(str(checkpoints)), run.cluster.status().run)[0]
+    newest = complete_checkpoints(open_checkpoint_storage(str(checkpoints)), run.cluster.status().run)[0]
     return round((datetime.fromisoformat(newest.created) - datetime.now(UTC)) / timedelta(days=1))
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from ps_http2.asgi import DISCARD_SECONDS
 from ps_http2.reader import MAX_FRAME_BYTES, MAX_HEADER_BYTES
+from ps_http2.server import MAX_STREAMS
 from ps_protocol import errors, messages, norms, routes
 from ps_protocol.errors import ERRORS
 from ps_protocol.fence import MAX_DIGITS, MAX_TEXT, Fence
@@ -21,9 +23,7 @@ from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PARAMETER_DTYPES, PROTOCOL_VERSION, WINDOW
 from services.coordinator.app import MAX_WAIT_SECONDS as MAX_PLAN_WAIT_SECONDS
 from services.pserver.endpoints import MAX_GET_BODY_BYTES, MAX_WAIT_SECONDS
-from services.runtime.guarded_protocol import MAX_HEAD_BYTES
-from services.runtime.http2_server import MAX_STREAMS
-from services.runtime.problems import DISCARD_SECONDS
+from services.runtime.http1 import MAX_HEAD_BYTES
 from services.runtime.routing import MAX_MESSAGE_BYTES, MAX_MESSAGE_ITEMS, MAX_PLAN_BYTES
 
 from .apps import call, run_coordinator, run_pserver

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from services.pserver.aggregation import Aggregator
-from services.pserver.parts import Part
+from services.pserver.tensors import Part
 from trainer_client.pushing.encoding import Remainder
 
 _aggregate = Aggregator.aggregate

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ps_protocol.local_sockets import bind_locally
+from ps_http2.local_sockets import bind_locally
 
 
 @pytest.fixture

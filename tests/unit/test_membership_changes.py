@@ -23,11 +23,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ps_protocol.errors import Conflict
+from ps_protocol.membership import Membership
 from ps_protocol.messages import FrozenRounds
 from ps_protocol.norms import AgreedNorm, ShardNorm, agree
 from ps_protocol.optimizers import HyperParameters
-from services.coordinator.decision import Membership, Rollback, decide, newest_common
-from services.pserver.changes import Changes
+from services.coordinator.decision import Rollback, decide, newest_common
+from services.pserver.admission import MembershipChanges
 from services.pserver.history import History
 from services.pserver.rounds import Measure, Rounds
 
@@ -44,11 +45,11 @@ class Pserver:
     history: dict[int, dict[int, int]] = field(default_factory=dict)  # by round: which life of each rank is in it
     norms: dict[int, ShardNorm] = field(default_factory=dict)  # by round, where gradients are clipped: what was told
     totals: dict[int, float] = field(default_factory=dict)  # and what it was clipped by
-    changes: Changes = field(default_factory=Changes)
+    changes: MembershipChanges = field(default_factory=MembershipChanges)
     life: int = 1
     is_up: bool = True  # else it holds what is on its disk, and serves nothing
 
-    def settle(self, order: object, norm: ShardNorm | None = None) -> None:
+    def wait_for_writes(self, order: object, norm: ShardNorm | None = None) -> None:
         """Applies are done at once, and what follows from them, up to a round that waits for its norm."""
         while order is not None and not isinstance(order, Measure):
             following = self.rounds.applying
@@ -60,7 +61,7 @@ class Pserver:
             self.history[following.round] = lives
             if norm is not None:
                 self.norms[following.round] = norm
-            order, norm = self.rounds.round_applied(norm), None
+            order, norm = self.rounds.finish_apply(norm), None
 
     def norm_of(self, round_: int, index: int) -> ShardNorm | None:
         """What it tells of a round that is complete here: its sum says which lives are in it, and which pserver it is.
@@ -82,7 +83,7 @@ class Pserver:
             return round_ <= self.rounds.applied
         if self.rounds.measuring is not None and round_ > self.rounds.applied:
             self.totals[round_] = norm.total
-            self.settle(self.rounds.norm_agreed(), own)
+            self.wait_for_writes(self.rounds.accept_norm(), own)
         return True
 
     def restore(self, applied: int, max_delay: int) -> None:
@@ -189,7 +190,7 @@ class Faults(RuleBasedStateMachine):
         except Conflict:
             return False
         if admission == "open":
-            pserver.rounds.blocks_arrived(trainer.rank, {"b": trainer.incarnation}, 1, NUMBERS, trainer.round)
+            pserver.rounds.stage_blocks(trainer.rank, {"b": trainer.incarnation}, 1, NUMBERS, trainer.round)
         trainer.pushed.add(index)
         return True
 
@@ -228,7 +229,7 @@ class Faults(RuleBasedStateMachine):
                 trainer.rank, round_
             ):
                 assert self._push(trainer, index)  # contribution_missing: the same bytes again
-            pserver.settle(rounds.batch_barrier_arrived(trainer.rank, trainer.incarnation, round_))
+            pserver.wait_for_writes(rounds.count_batch_barrier(trainer.rank, trainer.incarnation, round_))
         except Conflict:
             return
         if self.clips and not self._bring_norm(trainer, index, round_):
@@ -343,7 +344,7 @@ class Faults(RuleBasedStateMachine):
     def restart_pserver(self, which: int) -> None:
         pserver = self.pservers[which % len(self.pservers)]
         pserver.restore(pserver.rounds.applied, self.max_delay)
-        pserver.is_up, pserver.changes = False, Changes()
+        pserver.is_up, pserver.changes = False, MembershipChanges()
         pserver.life += 1
         self.is_dirty = True
 
@@ -400,7 +401,7 @@ class Faults(RuleBasedStateMachine):
     def _frozen(self, freeze: Sent) -> FrozenRounds | None:
         pserver = self.pservers[freeze.index]
         try:
-            pserver.changes.begin(freeze.number)
+            pserver.changes.begin_change(freeze.number)
         except Conflict:
             return None
         if pserver.attempt != freeze.attempt:  # it has missed a rollback
@@ -486,13 +487,13 @@ class Faults(RuleBasedStateMachine):
     def _installed_at(self, message: Sent, decided: Membership) -> bool:
         pserver = self.pservers[message.index]
         is_ours = message.life == pserver.life and message.attempt >= pserver.attempt
-        if not is_ours or not pserver.changes.is_news(message.number):
+        if not is_ours or not pserver.changes.is_current(message.number):
             return False
         if pserver.attempt != message.attempt:
             pserver.restore(message.resume, self.max_delay)
             pserver.attempt = message.attempt
-        pserver.changes.end(message.number)
-        pserver.settle(pserver.rounds.members_changed(decided.members, decided.starts, decided.sets))
+        pserver.changes.end_change(message.number)
+        pserver.wait_for_writes(pserver.rounds.install_members(decided))
         pserver.is_up = True
         return True
 

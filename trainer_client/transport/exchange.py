@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import httpx
 
 from ps_config.certificates import TlsFiles
 from ps_config.tokens import TokenPair
+from ps_http2.client import BODY_EXTENSION, SINK_EXTENSION, Http2Transport
 from ps_http2.stream import Sink
 
-from ..pushing.buckets import Payload
-from .connections import make_bulk_transport
-from .extensions import BODY_EXTENSION, SINK_EXTENSION
+from .http1 import Http1Transport
+
+
+def make_bulk_transport(tls: TlsFiles, *, http2: bool, local: str | None = None) -> httpx.AsyncBaseTransport:
+    """What carries tensors; with `local`, of HTTP/2 alone, to the one pserver that has this Unix socket."""
+    return Http2Transport(tls, local) if http2 else Http1Transport(tls)
+
+
+def make_bulk_client(tls: TlsFiles, auth: httpx.Auth | None, *, http2: bool) -> httpx.AsyncClient:
+    """httpx over it, for those to whom its time does not matter."""
+    transport = make_bulk_transport(tls, http2=http2)
+    return httpx.AsyncClient(transport=transport, auth=auth, timeout=None, trust_env=False)
 
 
 class Exchange:
@@ -31,7 +41,7 @@ class Exchange:
         url: httpx.URL,
         headers: Mapping[str, str],
         *,
-        body: Payload = (),
+        body: Sequence[memoryview] = (),
         sink: Sink | None = None,
     ) -> httpx.Response:
         """Send a request; the answer's body is still to come, and the answer has to be closed.
@@ -58,7 +68,7 @@ class Exchange:
         url: httpx.URL,
         headers: Mapping[str, str],
         *,
-        body: Payload = (),
+        body: Sequence[memoryview] = (),
     ) -> httpx.Response:
         """The same with an answer that is small, and whole."""
         response = await self.begin(method, url, headers, body=body)

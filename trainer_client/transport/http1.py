@@ -9,8 +9,7 @@ import httpx
 
 from ps_config.certificates import TlsFiles, client_context
 from ps_config.control_client import ControlTransport
-
-from .extensions import BODY_EXTENSION
+from ps_http2.client import BODY_EXTENSION
 
 CHUNK_BYTES = 1024 * 1024
 CONNECT_SECONDS = 5.0

@@ -1,31 +1,129 @@
 """What a pserver process finds and keeps on its disk: its folder, and the state of the run that it serves.
 
 At the start, before it registers:  open()      takes the folder, restores the run that was served there
-Once it is registered:              register()  writes the new incarnation down, which fences off the old life
+Once it is registered:              write_incarnation()  writes the new incarnation down, which fences off the old life
 For every installation:             open_run()  begins a run's state anew, or goes on at the round that is asked for
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ps_protocol.errors import StorageFailed
+from pydantic import field_validator
+
+from ps_protocol.errors import GradpostError, StorageFailed
+from ps_protocol.fields import Message
 from ps_protocol.messages import FrozenRounds, HeldRun, InstallRun
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
-from services.runtime.checkpoints import complete_checkpoints, read_manifest, read_shard_file
+from services.runtime.checkpoints import complete_checkpoints, leave_out_removed, read_manifest, read_shard_file
 from services.runtime.logs import get_logger
-from services.runtime.places import open_place
-from services.runtime.sealed import DamagedFile
+from services.runtime.storage import DamagedFile, lock_folder, open_checkpoint_storage, seal, unseal, write_file
 
 from ..history import History
 from ..shard import Shard
-from ..shard_state import ShardState, cut_anew
-from .folder import StateFolder, open_folder
+from ..shard_state import ShardState, reslice
 from .storage import Restored, RunStorage
+
+IDENTITY = "identity.json"
+
+
+class FolderTaken(GradpostError):  # noqa: N818 - as all of its kind
+    """Another process holds this folder."""
+
+
+class Identity(Message):
+    """Which life of the pserver wrote this, and what it served."""
+
+    incarnation: Incarnation = 0
+    run: InstallRun | None = None
+
+    @field_validator("run", mode="before")
+    @classmethod
+    def _accept_earlier(cls, run: Any) -> Any:
+        match run:
+            case {"consistency": {"step_count": "trainer"}}:
+                raise ValueError("step_count is trainer, and its log does not say whose steps it counts")
+            case {"consistency": consistency}:
+                return {**run, "consistency": leave_out_removed(consistency)}
+        return run
+
+
+class StateFolder:
+    """Locked as long as this object is open. Raises FolderTaken, and OSError if the disk cannot be used."""
+
+    def __init__(self, state_dir: Path, index: PserverIndex) -> None:
+        self.index = index
+        self.path = state_dir / f"pserver-{index}"
+        lock = lock_folder(self.path)
+        if lock is None:
+            raise FolderTaken(
+                f"{self.path} is in use by another process; a pserver needs a folder of its own "
+                "(GRADPOST_PSERVER_INDEX, GRADPOST_STATE_DIR)"
+            )
+        self._lock = lock
+        try:
+            self.identity = self._read_identity()
+        except OSError:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        run = self.identity.run.run if self.identity.run else "no run"
+        return f"<StateFolder {self.path} [incarnation {self.identity.incarnation} | {run}]>"
+
+    @property
+    def log_path(self) -> Path:
+        """Where the log of the run lies."""
+        return self.path / "log"
+
+    def _read_identity(self) -> Identity:
+        path = self.path / IDENTITY
+        if not path.exists():
+            return Identity()
+        try:
+            return unseal(path.read_bytes(), Identity, str(path))
+        except DamagedFile as error:
+            raise DamagedFile(f"{error}; delete it, and the run goes back to the newest checkpoint") from None
+
+    def write_identity(self, incarnation: Incarnation, run: InstallRun | None) -> None:
+        """Remember who this process is now. Raises FolderTaken if a later life has written there (the lock is lost)."""
+        if self._read_identity().incarnation > incarnation:
+            raise FolderTaken(f"{self.path} belongs to a later life of pserver {self.index}")
+        self.identity = Identity(incarnation=incarnation, run=run)
+        write_file(self.path / IDENTITY, [seal(self.identity)])
+
+    def delete_log(self) -> None:
+        """Delete the log of a run that is no more. Raises OSError: what is left would be taken for the next run's."""
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self.log_path)
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        os.close(self._lock)
+
+
+def open_folder(state_dir: Path, index: PserverIndex | None) -> StateFolder | None:
+    """The folder of this index or, without one, of any pserver here that nobody holds; None if there is none.
+
+    Raises FolderTaken if the index is given and another process holds its folder.
+    """
+    if index is not None:
+        return StateFolder(state_dir, index)
+    for path in sorted(state_dir.glob("pserver-*")):
+        number = path.name.removeprefix("pserver-")
+        if number.isdigit():
+            try:
+                return StateFolder(state_dir, int(number))
+            except FolderTaken:
+                continue
+    return None
+
 
 log = get_logger()
 
@@ -44,11 +142,11 @@ class Disk:
         self.folder: StateFolder | None = None
         self.held: HeldRun | None = None
         self._state_dir = state_dir
-        self._place = open_place(checkpoints or str(state_dir / "checkpoints"))
+        self._place = open_checkpoint_storage(checkpoints or str(state_dir / "checkpoints"))
         self._storage: RunStorage | None = None
         self._restored: Restored | None = None
 
-    def measure(self) -> DiskUsage:
+    def measure_usage(self) -> DiskUsage:
         """Bytes of the file system, in all and free; zeros if it cannot be asked."""
         folder = self._state_dir if self._state_dir.exists() else self._state_dir.parent
         try:
@@ -63,7 +161,7 @@ class Disk:
         return None if self.folder is None else self.folder.index
 
     @property
-    def previous(self) -> Incarnation:
+    def previous_incarnation(self) -> Incarnation:
         """The newest life that has written there; 0 if none has."""
         return 0 if self.folder is None else self.folder.identity.incarnation
 
@@ -98,12 +196,12 @@ class Disk:
             attempt=install.attempt,
             plan=storage.plan.digest,
             rounds=rounds,
-            restorable=tuple(storage.restorable()),
+            restorable=tuple(storage.find_restorable()),
         )
 
-    def restorable(self, newest: Round | None) -> list[tuple[Round, Round]]:
+    def find_restorable(self, newest: Round | None) -> list[tuple[Round, Round]]:
         """The ranges of rounds to which the run that is held can go back: see `RunStorage.restorable`."""
-        return [] if self._storage is None else self._storage.restorable(newest)
+        return [] if self._storage is None else self._storage.find_restorable(newest)
 
     def find_checkpoints(self, run: str, index: PserverIndex) -> list[tuple[Round, Round]]:
         """The rounds of a run, of which nothing is held, that this pserver can go back to: complete checkpoints."""
@@ -118,11 +216,11 @@ class Disk:
                 log.warning("a checkpoint is damaged", round=manifest.round, error=str(error))
         return found
 
-    def register(self, index: PserverIndex, incarnation: Incarnation) -> None:
+    def write_incarnation(self, index: PserverIndex, incarnation: Incarnation) -> None:
         """Write down who this process is now; takes the folder of this index if it is another."""
         if self.folder is None or self.folder.index != index:
             if self.folder is not None:
-                self._let_go()
+                self._close_folder()
             self.folder = StateFolder(self._state_dir, index)
         self.folder.write_identity(incarnation, self.folder.identity.run)
 
@@ -142,10 +240,10 @@ class Disk:
             self._restored = None  # one shard at a time
             taken = self._restore_from(install, install.source)  # or nothing changes
         if install.restore is None or install.source is not None or known is None or known.run != install.run:
-            self.folder.forget_log()  # it is another run's
+            self.folder.delete_log()  # it is another run's
         storage = RunStorage(install, self.folder.index, self.folder.log_path, self._place)
         try:
-            restored = self._go_on(storage, install, taken)
+            restored = self._resume_storage(storage, install, taken)
             self.folder.write_identity(self.folder.identity.incarnation, install)
         except BaseException:
             storage.close()  # it may be tried again and again
@@ -153,11 +251,11 @@ class Disk:
         self.held = self._storage = self._restored = None
         return storage, restored
 
-    def _go_on(self, storage: RunStorage, install: InstallRun, taken: Restored | None) -> Restored | None:
+    def _resume_storage(self, storage: RunStorage, install: InstallRun, taken: Restored | None) -> Restored | None:
         """Bring storage to where the run begins, and give its shard, if it does not begin with initial values."""
         before, restored = self._storage, self._restored
         if install.restore is None:
-            storage.forget_checkpoints()  # other initial values, of an attempt that was given up
+            storage.delete_checkpoints()  # other initial values, of an attempt that was given up
             return None
         if taken is not None:
             restored = taken
@@ -188,15 +286,15 @@ class Disk:
         def read_shards() -> Iterator[tuple[PserverIndex, ShardState]]:
             for file in manifest.shards:
                 shard_state, metadata = ShardState.decode(read_shard_file(self._place, source, file))
-                history.take_outcomes(History.from_json(metadata["history"]))
+                history.adopt_outcomes(History.from_json(metadata["history"]))
                 yield file.pserver, shard_state
 
-        state = cut_anew(read_shards(), manifest.slice_plan(), plan, self.folder.index)
+        state = reslice(read_shards(), manifest.slice_plan(), plan, self.folder.index)
         shard = Shard(plan, self.folder.index)
         shard.load_state(state)
         return Restored(shard, history)
 
-    def _let_go(self) -> None:
+    def _close_folder(self) -> None:
         assert self.folder is not None
         if self._storage is not None:
             self._storage.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -32,15 +32,66 @@ from services.runtime.checkpoints import (
 )
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
-from services.runtime.places import Place
-from services.runtime.sealed import DamagedFile, seal, unseal
+from services.runtime.storage import CheckpointStorage, DamagedFile, read_file, seal, unseal, write_file
 
 from ..history import History
 from ..shard import Shard
 from ..shard_state import ShardState
-from .own_checkpoints import OwnCheckpoints
 from .records import Buffer
 from .update_log import Update, UpdateLog
+
+_DIGEST_BYTES = 16
+_NAME = re.compile(r"(\d{12})\.checkpoint")
+
+
+class OwnCheckpoints:
+    """The checkpoints in one pserver's folder. Every method but `rounds` blocks on the disk and may raise OSError."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        self._rounds = {int(found[1]) for name in names if (found := _NAME.fullmatch(name))}
+
+    @property
+    def rounds(self) -> Collection[Round]:
+        """The rounds of the checkpoints that are whole, as far as is known."""
+        return tuple(self._rounds)
+
+    def write(self, round_: Round, chunks: Sequence[Buffer]) -> None:
+        """Write the shard after a round; it is on the disk when this returns."""
+        digest = xxhash.xxh3_128()
+        for chunk in chunks:
+            digest.update(chunk)
+        write_file(self._path(round_), [digest.digest(), *chunks])
+        self._rounds.add(round_)
+
+    def read(self, round_: Round) -> memoryview:
+        """Return the bytes of a shard. Raises DamagedFile."""
+        path = self._path(round_)
+        data = read_file(path)
+        if xxhash.xxh3_128_digest(data[_DIGEST_BYTES:]) != data[:_DIGEST_BYTES]:
+            raise DamagedFile.wrong_digest(path)
+        return data[_DIGEST_BYTES:]
+
+    def discard(self, round_: Round) -> None:
+        """Do not use this one any more: it is damaged."""
+        self._rounds.discard(round_)
+
+    def delete_others(self, rounds: Collection[Round]) -> None:
+        """Delete all others."""
+        for round_ in self._rounds - set(rounds):
+            self._path(round_).unlink(missing_ok=True)
+            self._rounds.discard(round_)
+
+    def resume(self, round_: Round) -> None:
+        """Delete those behind this round, and what an earlier life of this pserver had begun to write."""
+        self.delete_others([own for own in self._rounds if own <= round_])
+        for path in self._folder.glob(".*.checkpoint.*"):
+            path.unlink(missing_ok=True)
+
+    def _path(self, round_: Round) -> Path:
+        return self._folder / f"{round_:012}.checkpoint"
+
 
 log = get_logger()
 
@@ -65,11 +116,11 @@ class Restored:
 class RunStorage:
     """Synchronous. `append` and `snapshot` are called one at a time; what `snapshot` returns may run beside them."""
 
-    def __init__(self, install: InstallRun, index: PserverIndex, log_path: Path, place: Place) -> None:
+    def __init__(self, install: InstallRun, index: PserverIndex, log_path: Path, place: CheckpointStorage) -> None:
         self.plan = SlicePlan.from_json(install.plan)
         self.checkpoints: dict[Round, ShardFile] = {}  # those of ours that are whole, as far as we know
         self.undone: list[Round] = []  # of those that were found, by a later attempt than theirs
-        self.own = OwnCheckpoints(log_path)
+        self.own_checkpoints = OwnCheckpoints(log_path)
         self.is_over = False  # the run is finished: its last checkpoint is all that will be needed
         self._install = install
         self._index = index
@@ -83,7 +134,7 @@ class RunStorage:
     @property
     def rounds(self) -> list[Round]:
         """The rounds of all checkpoints from which this pserver can restore its shard, newest first."""
-        return sorted({*self.checkpoints, *self.own.rounds}, reverse=True)
+        return sorted({*self.checkpoints, *self.own_checkpoints.rounds}, reverse=True)
 
     @property
     def log_bytes(self) -> int:
@@ -111,7 +162,7 @@ class RunStorage:
         """Copy the shard between two updates; the result writes the copy, on any thread, and may raise OSError."""
         return self._snapshot(shard.copy_state(), history, is_own=is_own)
 
-    def snapshot_standing(self, shard: Shard, history: History) -> Callable[[], object]:
+    def snapshot_unchanging(self, shard: Shard, history: History) -> Callable[[], object]:
         """The same without a copy, of a shard that does not change before it is written."""
         return self._snapshot(shard.view_state(), history, is_own=False)
 
@@ -127,7 +178,7 @@ class RunStorage:
             "history": history.to_json(),
         }
         if is_own:
-            return lambda: self.own.write(state.version, state.encode(self.plan, metadata))
+            return lambda: self.own_checkpoints.write(state.version, state.encode(self.plan, metadata))
         steps = {rank: step for rank, (_, step) in history.steps.items()}
         return lambda: self.checkpoints.get(state.version) or self._write(state, metadata, steps)
 
@@ -177,7 +228,7 @@ class RunStorage:
                 with self._pruning:
                     file = None if self._is_promised else self.checkpoints.pop(round_, None)
                 if file is not None:
-                    self._delete_or_keep(file)
+                    self._try_delete(file)
 
     def prune_folder(self, complete: Sequence[Round] | None) -> None:
         """Delete what no restart needs: the log reaches back over as many checkpoints as are kept, own ones included.
@@ -189,7 +240,7 @@ class RunStorage:
             if not rounds or self._is_promised:
                 return
             is_over = self.is_over and (rounds[0] in (complete or ()) or self._has_manifest(rounds[0]))
-            self.own.keep([] if is_over else rounds)
+            self.own_checkpoints.delete_others([] if is_over else rounds)
             self._log.prune(rounds[0 if is_over else -1])
             if is_over:
                 self._log.shrink()
@@ -198,7 +249,7 @@ class RunStorage:
         manifest = read_manifest(self._place, self._install.run, round_)
         return manifest is not None and manifest.attempt == self._install.attempt
 
-    def _delete_or_keep(self, file: ShardFile) -> None:
+    def _try_delete(self, file: ShardFile) -> None:
         try:
             self._delete(file.round)
         except OSError:
@@ -233,7 +284,7 @@ class RunStorage:
             else:
                 self.checkpoints[round_] = file
 
-    def forget_checkpoints(self) -> None:
+    def delete_checkpoints(self) -> None:
         """Delete those of this shard: the run begins anew."""
         self.find_checkpoints()
         for round_ in [*self.checkpoints, *self.undone]:
@@ -278,15 +329,15 @@ class RunStorage:
     def _read(self, round_: Round) -> tuple[ShardState, History, int] | None:
         """A checkpoint's shard, its history and its bytes; None, and it is not tried again, if it is damaged."""
         try:
-            if round_ in self.own.rounds:
-                data = self.own.read(round_)
+            if round_ in self.own_checkpoints.rounds:
+                data = self.own_checkpoints.read(round_)
             else:
                 data = read_shard_file(self._place, self._install.run, self.checkpoints[round_])
             state, metadata = ShardState.decode(data)
             return state, History.from_json(metadata["history"]), len(data)
         except (DamagedFile, GradpostError, KeyError, ValueError) as error:
             log.warning("a checkpoint is damaged", round=round_, error=str(error))
-            self.own.forget(round_)
+            self.own_checkpoints.discard(round_)
             self.checkpoints.pop(round_, None)
             return None
 
@@ -306,7 +357,7 @@ class RunStorage:
                 break
             if update.origin is None:
                 restored.shard.replay(gradient, update.present, update.hyper_parameters, update.loaded)
-                restored.history.add(
+                restored.history.add_round(
                     update.round, update.ranks, update.nonfinite, update.norm, update.hyper_parameters, keep=keep
                 )
                 continue
@@ -318,7 +369,7 @@ class RunStorage:
             restored.history.steps[rank] = update.origin
         restored.is_short = self.has_log and newest is None and self._log.is_short
 
-    def restorable(self, newest: Round | None = None) -> list[tuple[Round, Round]]:
+    def find_restorable(self, newest: Round | None = None) -> list[tuple[Round, Round]]:
         """Ranges of rounds, first and last, that can be restored as far as the log's digests tell; newest first.
 
         With `newest` the checkpoint that leads to that round is read first, and left out if it is damaged.
@@ -350,7 +401,7 @@ class RunStorage:
         for later in [later for later in self.checkpoints if later > round_]:
             self.undone.append(later)
             del self.checkpoints[later]
-        self.own.resume(round_)
+        self.own_checkpoints.resume(round_)
         if self.has_log:
             self._log.resume(round_)
         try:

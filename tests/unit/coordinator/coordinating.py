@@ -1,4 +1,4 @@
-"""A coordinator with pservers that are made up: their answers can be refused, delayed or lost."""
+"""A coordinator with simulated pservers, whose responses can be refused, delayed or lost."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from starlette.types import ASGIApp, Message
 
 from ps_protocol.errors import GradpostError, NotReady
 from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRun
@@ -19,22 +20,22 @@ from ps_protocol.routes import FREEZE, MEMBERS, RESTORABLE, RUN
 from services.coordinator.coordinator import Coordinator
 from services.coordinator.settings import CoordinatorSettings
 
-from .support import join_all, registration
+from .support import alive, join_all, leaving, registration
 
 Answer = Callable[[InstallRun | InstallMembers], Any]
 
 
 class FakePservers:
-    """Their side of the control API; `answer` may refuse, hang, or lose the response of one of them."""
+    """The control API of two pservers; `answer` may refuse, delay or lose the response of one of them."""
 
     def __init__(self) -> None:
         self.frozen: list[Freeze] = []
         self.taken: dict[str, list[InstallRun | InstallMembers]] = {"0": [], "1": []}
         self.answer: dict[str, Answer] = {}
-        self.empty: set[str] = set()  # have lost what they held
-        self.ranges = [[0, 4]]  # that everybody can restore
-        self.pages: list[httpx.Response] = []  # of a proxy, before what they can restore
-        self.short: set[str] = set()  # have lost the end of their logs
+        self.empty: set[str] = set()  # pservers that have lost their state
+        self.ranges = [[0, 4]]  # rounds that every pserver can restore
+        self.pages: list[httpx.Response] = []  # responses of a proxy, sent before `ranges`
+        self.short: set[str] = set()  # pservers that have lost the end of their logs
         self.on_freeze: Callable[[], None] = lambda: None  # called once
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -44,7 +45,7 @@ class FakePservers:
             on_freeze, self.on_freeze = self.on_freeze, lambda: None
             on_freeze()
             if index in self.empty:
-                raise NotReady("it holds nothing of the run")
+                raise NotReady("the pserver has no state of the run")
             rounds = FrozenRounds(applied=4, is_short=index in self.short)
             return httpx.Response(200, content=rounds.model_dump_json())
         if request.url.path == RESTORABLE and self.pages:
@@ -63,9 +64,20 @@ class FakePservers:
     def told(self, index: str) -> list[tuple[str, str, int]]:
         return [(type(m).__name__, m.run, m.number) for m in self.taken[index]]
 
+    def hold(self, *indices: str, kind: type = object) -> asyncio.Event:
+        """Delay the installations of this kind on these pservers until the event is set."""
+        may_go_on = asyncio.Event()
+
+        async def wait(message: object) -> None:
+            if isinstance(message, kind):
+                await may_go_on.wait()
+
+        self.answer |= dict.fromkeys(indices, wait)
+        return may_go_on
+
 
 def answering(pservers: FakePservers) -> Callable[[httpx.Request], Coroutine[Any, Any, httpx.Response]]:
-    """What they raise as the answer that it is."""
+    """Return a handler that turns the errors of `pservers` into responses."""
 
     async def handle(request: httpx.Request) -> httpx.Response:
         try:
@@ -107,7 +119,58 @@ def begin(coordinator: Coordinator) -> list[tuple[int, str, int]]:
     return [(j.rank, j.run, j.incarnation) for j in joined]
 
 
+@asynccontextmanager
+async def training(pservers: FakePservers | None = None, **settings: Any) -> AsyncIterator[Coordinator]:
+    """Yield a coordinator whose run trains with logs, waits for lost trainers, and has long leases."""
+    settings = {"lease_seconds": 30, "on_trainer_loss": "wait", "durability": "log", **settings}
+    async with coordinating(pservers or FakePservers(), **settings) as coordinator:
+        [first, *_] = begin(coordinator)
+        await coordinator.wait_for_plan(*first, 5)
+        yield coordinator
+
+
+def heartbeat(coordinator: Coordinator, rank: int, round_: int, **changes: Any) -> None:
+    run = coordinator.cluster.run
+    message = alive(run.trainers[rank].incarnation, run.name, round_).model_copy(update=changes)
+    coordinator.cluster.trainer_heartbeat(rank, message, coordinator.now())
+
+
+def leave(coordinator: Coordinator, rank: int, outcome: str = "done", **changes: Any) -> None:
+    run = coordinator.cluster.run
+    message = leaving(outcome, run.trainers[rank].incarnation, run.name, **changes)
+    coordinator.cluster.leave_trainer(rank, message, coordinator.now())
+    coordinator.changed()
+
+
 async def eventually(condition: Callable[[], bool], seconds: float = 5) -> None:
     async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - what it looks at tells nobody
+        while not condition():  # noqa: ASYNC110 - the condition has no event to wait for
             await asyncio.sleep(0.005)
+
+
+class AsgiClient:
+    """Calls one path of an application without a body, and disconnects when `leaves` is set.
+
+    `send` receives the response.
+    """
+
+    def __init__(self, path: str, query: bytes = b"") -> None:
+        self.leaves = asyncio.Event()
+        self._scope: dict[str, Any] = {
+            "type": "http", "method": "GET", "path": path, "query_string": query, "http_version": "2",
+            "headers": [(b"host", b"localhost")],
+        }  # fmt: skip
+        self._has_sent = False
+
+    async def call(self, app: ASGIApp) -> None:
+        await app(self._scope, self.receive, self.send)
+
+    async def receive(self) -> Message:
+        if self._has_sent:
+            await self.leaves.wait()
+            return {"type": "http.disconnect"}
+        self._has_sent = True
+        return {"type": "http.request"}
+
+    async def send(self, message: Message) -> None:
+        raise NotImplementedError

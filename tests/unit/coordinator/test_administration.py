@@ -1,96 +1,82 @@
-"""What an administrator asks for and cannot have leaves the run as it is; what takes its time is no failure."""
+"""Requests of an administrator, and rollbacks: what cannot be done leaves the run as it is."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from dataclasses import replace
 
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import Conflict, NotFound, TryAgain
+from ps_protocol.messages import FrozenRounds, HeldRun
 from services.coordinator import administration
 from services.coordinator.administration import Administration
+from services.coordinator.coordinator import Coordinator
 from services.coordinator.metrics import measure_cluster
 
-from .coordinating import FakePservers, begin, coordinating, eventually
-from .support import alive, leaving
+from .coordinating import FakePservers, eventually, heartbeat, leave, training
+from .support import beat, leaving, registration
 
 pytestmark = pytest.mark.asyncio
 
 
-async def test_nobody_goes_back_without_those_who_are_done() -> None:
-    """They would not take their steps again, so that the run would fail: it was not asked for that."""
-    async with coordinating(FakePservers(), lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
-        [first, second] = begin(coordinator)
-        await coordinator.wait_for_plan(*first, 5)
-        cluster = coordinator.cluster
-        cluster.trainer_heartbeat(1, alive(run=second[1], round_=4), coordinator.now())
-        cluster.leave_trainer(1, leaving("done", run=second[1], round=4), coordinator.now())
-        cluster.complete_checkpoints[:] = [2]
+def outcomes(coordinator: Coordinator) -> list[str]:
+    return [entry.outcome for entry in coordinator.audit.entries()]
+
+
+async def test_a_rollback_behind_the_rounds_of_a_trainer_that_is_done_is_refused() -> None:
+    """The trainer would not train them again, so that the run would fail."""
+    async with training() as coordinator:
+        run = coordinator.cluster.run
+        heartbeat(coordinator, 1, 4)
+        leave(coordinator, 1, round=4)
+        coordinator.cluster.complete_checkpoints[:] = [2]
         with pytest.raises(Conflict, match="trainer 1"):
             await Administration(coordinator).roll_back("me", 2)
-        assert cluster.run.state == "training"
-        assert cluster.run.rollback_to is None
-        assert [entry.outcome for entry in coordinator.audit.entries()] == ["requested", "failed"]
+        assert (run.state, run.rollback_to, outcomes(coordinator)) == ("training", None, ["requested", "failed"])
 
 
-async def test_a_checkpoint_that_goes_while_another_change_is_under_way_is_not_gone_back_to() -> None:
-    """The run would fail: no pserver could restore it."""
-    pservers, goes_on = FakePservers(), asyncio.Event()
-    async with coordinating(pservers, lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
-        [first, _] = begin(coordinator)
-        await coordinator.wait_for_plan(*first, 5)
+async def test_a_rollback_is_refused_if_its_checkpoint_is_deleted_during_another_change() -> None:
+    pservers = FakePservers()
+    async with training(pservers) as coordinator:
         coordinator.cluster.complete_checkpoints[:] = [2]
         administrator = Administration(coordinator)
-
-        async def hang(_: Any) -> None:
-            await goes_on.wait()
-
-        pservers.answer["0"] = hang
+        may_go_on = pservers.hold("0")
         pausing = asyncio.create_task(administrator.pause("me"))
         await asyncio.sleep(0)
-        going_back = asyncio.create_task(administrator.roll_back("me", 2))
+        rolling_back = asyncio.create_task(administrator.roll_back("me", 2))
         await eventually(lambda: coordinator.cluster.run.is_changing)
         coordinator.cluster.complete_checkpoints[:] = [4]
-        goes_on.set()
+        may_go_on.set()
         await pausing
         with pytest.raises(NotFound, match="of this run there are: 4"):
-            await going_back
+            await rolling_back
         assert coordinator.cluster.run.rollback_to is None
 
 
-async def test_what_is_under_way_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pserver takes longer than an administrator waits; the change comes about all the same."""
+async def test_a_change_that_takes_longer_than_its_request_is_done_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(administration, "WAIT_SECONDS", 0.1)
-    pservers, goes_on = FakePservers(), asyncio.Event()
-    async with coordinating(pservers, lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
-        [first, _] = begin(coordinator)
-        await coordinator.wait_for_plan(*first, 5)
-
-        async def hang(_: Any) -> None:
-            await goes_on.wait()
-
-        pservers.answer["0"] = hang
+    pservers = FakePservers()
+    async with training(pservers) as coordinator:
+        may_go_on = pservers.hold("0")
         with pytest.raises(TryAgain, match="under way"):
             await Administration(coordinator).pause("me")
-        assert [entry.outcome for entry in coordinator.audit.entries()] == ["requested"]
-        goes_on.set()
+        assert outcomes(coordinator) == ["requested"]
+        may_go_on.set()
         run = coordinator.cluster.run
-        await eventually(lambda: bool(run.controls) and run.installed_number == run.number)
-        assert run.controls[-1].is_paused
-        await eventually(lambda: len(coordinator.audit.entries()) == 2)  # nobody asks any more
+        await eventually(lambda: bool(run.membership.controls) and run.installed_number == run.number)
+        assert run.membership.newest_controls.is_paused
+        await eventually(lambda: len(coordinator.audit.entries()) == 2)
         last = coordinator.audit.entries()[-1]
-        assert (last.number, last.outcome, last.round) == (1, "done", run.controls[-1].since)
+        assert (last.number, last.outcome, last.round) == (1, "done", run.membership.newest_controls.since)
 
 
-async def test_what_is_asked_for_while_all_have_to_go_back_counts_from_there_on() -> None:
-    """A pserver has lost the end of its log, and the change of members becomes a rollback."""
+async def test_controls_that_are_set_during_a_rollback_apply_from_its_round_on() -> None:
+    """A pserver has lost the end of its log, so that the change becomes a rollback."""
     pservers = FakePservers()
-    async with coordinating(pservers, lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
-        [first, _] = begin(coordinator)
-        await coordinator.wait_for_plan(*first, 5)
+    async with training(pservers) as coordinator:
         administrator, run = Administration(coordinator), coordinator.cluster.run
         await administrator.set_rate("me", 0.5, None)
         pservers.short.add("0")
@@ -98,73 +84,66 @@ async def test_what_is_asked_for_while_all_have_to_go_back_counts_from_there_on(
         assert (run.attempt, run.wanted) == (1, None)
         assert (done.round, done.controls.is_paused, done.controls.rates) == (5, True, {0: 0.5})
         for taken in pservers.taken.values():
-            assert [(one.since, one.is_paused, one.rates) for one in taken[-1].controls] == [(5, True, {0: 0.5})]
+            controls = taken[-1].membership.controls
+            assert [(one.since, one.is_paused, one.rates) for one in controls] == [(5, True, {0: 0.5})]
 
 
-async def test_a_rollback_to_a_checkpoint_that_pservers_cannot_restore_is_refused() -> None:
+async def test_a_rollback_to_a_round_that_a_pserver_cannot_restore_is_refused() -> None:
     pservers = FakePservers()
-    async with coordinating(pservers, lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
-        [first, _] = begin(coordinator)
-        await coordinator.wait_for_plan(*first, 5)
-        administrator = Administration(coordinator)
+    async with training(pservers) as coordinator:
+        administrator, run = Administration(coordinator), coordinator.cluster.run
         coordinator.cluster.complete_checkpoints[:] = [3]
         pservers.ranges = [[0, 2]]
-        run = coordinator.cluster.run
         with pytest.raises(Conflict, match="not every pserver can restore round 3"):
             await administrator.roll_back("me", 3)
-        assert [entry.outcome for entry in coordinator.audit.entries()] == ["requested", "failed"]
+        assert outcomes(coordinator) == ["requested", "failed"]
         assert (run.state, run.attempt, run.rollback_to) == ("training", 0, None)
         pservers.ranges = [[3, 3], [0, 2]]
         assert (await administrator.roll_back("me", 3)).round == 4
 
 
-@pytest.mark.parametrize("obstacle", ["a trainer leaves", "a pserver does not answer"])
-async def test_a_rollback_is_refused_when_something_comes_between(obstacle: str) -> None:
-    """Only the administrator wants the run to go back, so it does not fail for that."""
+@pytest.mark.parametrize(
+    ("does_a_trainer_leave", "expected"),
+    [
+        (True, "trainer 1 cannot take the rounds after 2 again, being done; the run goes on"),
+        (False, "a pserver did not say what it can restore"),
+    ],
+)
+async def test_a_rollback_that_becomes_impossible_meanwhile_is_refused(does_a_trainer_leave: bool, expected: str):
     pservers = FakePservers()
-    async with coordinating(pservers, lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
-        [first, second] = begin(coordinator)
-        await coordinator.wait_for_plan(*first, 5)
+    async with training(pservers) as coordinator:
         cluster = coordinator.cluster
-        cluster.trainer_heartbeat(1, alive(run=second[1], round_=4), coordinator.now())
+        heartbeat(coordinator, 1, 4)
         cluster.complete_checkpoints[:] = [2]
-        if obstacle == "a trainer leaves":
-            message = leaving("done", run=second[1], round=4, attempt=0)
+        if does_a_trainer_leave:
+            message = leaving("done", run=cluster.run.name, round=4, attempt=0)
             pservers.on_freeze = lambda: cluster.leave_trainer(1, message, coordinator.now())
-            expected = "trainer 1 cannot take the rounds after 2 again, being done; the run goes on"
         else:
             pservers.pages.append(httpx.Response(500, text="a shard cannot be read"))
-            expected = "a pserver did not say what it can restore"
         with pytest.raises(Conflict, match=expected):
             await Administration(coordinator).roll_back("me", 2)
         assert (cluster.run.state, cluster.run.attempt) == ("training", 0)
-        assert [entry.outcome for entry in coordinator.audit.entries()] == ["requested", "failed"]
+        assert outcomes(coordinator) == ["requested", "failed"]
 
 
 @pytest.mark.parametrize("attempt", [0, None, 1])
-async def test_a_trainer_that_leaves_with_rounds_that_are_undone_has_not_trained_them(attempt: int | None) -> None:
-    """It learns of the rollback only with its next step, and there is none."""
-    async with coordinating(FakePservers(), lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
-        [first, second] = begin(coordinator)
-        await coordinator.wait_for_plan(*first, 5)
+async def test_a_trainer_that_leaves_with_rounds_of_the_attempt_before_a_rollback_ends_the_run(attempt: int | None):
+    """The trainer learns of the rollback with its next step only, and there is none."""
+    async with training() as coordinator:
         run = coordinator.cluster.run
         coordinator.cluster.complete_checkpoints[:] = [2]
         await Administration(coordinator).roll_back("me", 2)
-        coordinator.cluster.leave_trainer(
-            1, leaving("done", run=second[1], round=4, attempt=attempt), coordinator.now()
-        )
+        leave(coordinator, 1, round=4, attempt=attempt)
         if attempt == 0:
             assert run.failure is not None
             assert run.failure.code == "pserver_lost"
             assert "rounds 3 to 4 are lost, and trainer 1 cannot take them again" in run.failure.detail
-        else:  # the trainer has taken them again, or the request does not say of which attempt they are
+        else:  # the trainer has trained them again, or the request does not name the attempt
             assert run.failure is None
 
 
-async def test_a_checkpoint_that_takes_its_time_keeps_nobody_from_going_on() -> None:
-    async with coordinating(FakePservers(), lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
-        [first, _] = begin(coordinator)
-        await coordinator.wait_for_plan(*first, 5)
+async def test_a_paused_run_is_resumed_while_a_checkpoint_is_being_made() -> None:
+    async with training() as coordinator:
         administrator = Administration(coordinator)
         await administrator.pause("me")
         made = asyncio.create_task(administrator.checkpoint("me"))
@@ -178,15 +157,116 @@ async def test_a_checkpoint_that_takes_its_time_keeps_nobody_from_going_on() -> 
         assert sorted(done) == [(1, "pause"), (2, "checkpoint"), (3, "resume")]
 
 
-async def test_who_is_evicted_counts_as_no_loss() -> None:
-    """An alert about it would stand to the end of the run."""
+async def test_an_evicted_trainer_is_not_counted_as_lost() -> None:
     registry = CollectorRegistry()
-    async with coordinating(FakePservers(), lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
-        [first, _] = begin(coordinator)
-        await coordinator.wait_for_plan(*first, 5)
+    async with training() as coordinator:
         measure_cluster(coordinator.cluster, registry)
         await Administration(coordinator).evict("me", 1)
-        assert coordinator.cluster.run.trainers[1].state == "lost"
-        assert registry.get_sample_value("gradpost_trainers_gone") == 0
-        coordinator.cluster.run.trainers[1].why = "trainer 1 has said nothing for 30 s"
+        evicted = coordinator.cluster.run.trainers[1]
+        assert (evicted.state, registry.get_sample_value("gradpost_trainers_gone")) == ("lost", 0)
+        evicted.why = "no heartbeat for 30 s"
         assert registry.get_sample_value("gradpost_trainers_gone") == 1
+
+
+# ---------------------------------------------------------------- pservers that come back without some rounds
+
+
+async def test_a_pserver_that_lost_rounds_causes_a_rollback_though_no_trainer_reported_them() -> None:
+    """All trainers that had pulled them may have died: their next incarnations would train other values."""
+    pservers = FakePservers()
+    async with training(pservers) as coordinator:
+        pservers.short.add("0")
+        pservers.pages += [
+            httpx.Response(502, content=b"<h1>Bad Gateway</h1>"),
+            httpx.Response(502, json={"message": "upstream connect error"}),
+            httpx.Response(200, content=b"?"),
+        ]
+        coordinator.cluster.register_pserver(registration("0", index=0), coordinator.now())
+        coordinator.cluster.run.number += 1
+        coordinator.changed()
+        await eventually(lambda: coordinator.cluster.run.attempt == 1)
+        assert coordinator.cluster.run.resume == 4
+
+
+@pytest.mark.parametrize(
+    ("reported", "round_", "attempt", "is_rolled_back"),
+    [
+        (5, 5, 0, True),
+        (5, 4, 0, False),
+        (4, 5, 0, False),  # some clients send the round that is in progress
+        (5, 9, 1, False),
+    ],
+)
+async def test_rounds_that_a_lost_trainer_had_pulled_are_remembered(reported, round_, attempt, is_rolled_back) -> None:
+    """The pservers have round 4 alone: the log of one was cut off, and the trainer that had round 5 has died."""
+    pservers = FakePservers()
+    async with training(pservers) as coordinator:
+        run = coordinator.cluster.run
+        coordinator.cluster.pserver_heartbeat(0, beat(run=run.name, round_=reported), coordinator.now())
+        heartbeat(coordinator, 0, round_, attempt=attempt)
+        leave(coordinator, 0, "failed")
+        await eventually(lambda: all(len(taken) == 2 for taken in pservers.taken.values()))
+        assert run.attempt == is_rolled_back
+        if is_rolled_back:
+            assert (run.resume, run.pulled) == (4, 0)
+
+
+@pytest.mark.parametrize("has_trained", [True, False])
+async def test_a_run_begins_again_with_initial_values_only_before_its_first_round(has_trained: bool) -> None:
+    """All pservers have lost their disks: a trainer could send trained values only."""
+    pservers = FakePservers()
+    async with training(pservers) as coordinator:
+        run = coordinator.cluster.run
+        heartbeat(coordinator, 0, 5 * has_trained)
+        pservers.empty |= {"0", "1"}
+        pservers.ranges = []
+        run.number += 1
+        coordinator.changed()
+        await eventually(lambda: run.is_over or run.attempt == 1)
+        assert (run.failure is not None and run.failure.code == "pserver_lost") == has_trained
+
+
+async def test_the_round_in_which_a_trainer_starts_does_not_count_as_pulled() -> None:
+    async with training() as coordinator:
+        run = coordinator.cluster.run
+        run.membership = replace(run.membership, starts={0: 7})
+        for round_, pulled in ((6, 0), (7, 7)):
+            heartbeat(coordinator, 0, round_)
+            assert run.pulled == pulled
+
+
+@pytest.mark.parametrize(
+    ("restored", "received", "named", "reported", "is_rolled_back"),
+    [
+        (4, 5, 2, None, True),
+        (4, 5, 1, None, False),  # an earlier incarnation is named
+        (4, 4, 2, None, False),  # nothing is lost
+        (4, 9, 2, 5, False),  # the pserver has applied a round since it came back
+        (None, 0, 1, 4, False),  # the pserver has never been away
+    ],
+)
+async def test_a_trainer_causes_a_rollback_only_if_a_pserver_came_back_with_fewer_rounds(
+    restored, received, named, reported, is_rolled_back
+) -> None:
+    async with training() as coordinator:
+        cluster, run = coordinator.cluster, coordinator.cluster.run
+        if restored is not None:
+            assert run.plan is not None
+            rounds = FrozenRounds(applied=restored)
+            held = HeldRun(run=run.name, attempt=0, plan=run.plan.digest, rounds=rounds, restorable=((0, 4),))
+            request = registration("new", address="http://0:1/", index=0, previous=1, held=held)
+            cluster.register_pserver(request, coordinator.now())
+            coordinator.changed()
+            await eventually(lambda: not run.is_changing)
+        if reported is not None:
+            incarnation = cluster.registry.members[0].info.incarnation
+            cluster.pserver_heartbeat(0, beat(incarnation, run.name, reported), coordinator.now())
+        for _ in range(2):  # the second heartbeat changes nothing more
+            heartbeat(coordinator, 0, received, ahead_of={0: named})
+        assert run.is_changing == is_rolled_back
+        coordinator.changed()
+        await eventually(lambda: not run.is_changing)
+        assert run.attempt == is_rolled_back
+        if is_rolled_back:
+            [event] = [event for event in coordinator.events.after(0) if event.kind == "rollback"]
+            assert "pserver 0 came back with round 4, and trainer 0 has received round 5" in event.text

@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from ps_protocol.errors import NotReady, StaleRound, TryAgain
-from ps_protocol.messages import Controls, WantCheckpoint
+from ps_protocol.membership import Controls, Membership
+from ps_protocol.messages import WantCheckpoint
 from ps_protocol.routes import WANT_CHECKPOINT
 from services.coordinator import checkpointing
 from services.coordinator.administration import Administration
@@ -212,7 +213,7 @@ async def test_pservers_of_a_paused_asynchronous_run_do_not_get_to_a_common_numb
     async with coordinating(writers, lease_seconds=30, mode="async") as coordinator:
         [trainer, _] = begin(coordinator)
         await coordinator.wait_for_plan(*trainer, 5)
-        coordinator.cluster.run.controls = (Controls(is_paused=True),)
+        coordinator.cluster.run.membership = Membership({}, controls=(Controls(is_paused=True),))
         writers.rounds = [94, 93]
         writers.tell(coordinator.cluster, written=[[], []], coming=[[], []])
         with pytest.raises(TryAgain, match=r"is paused, and its pservers have taken \[93, 94\] contributions"):
@@ -227,7 +228,7 @@ async def test_the_last_checkpoint_holds_what_pservers_have_taken_meanwhile(monk
     async def want(http: object, member: object, run: str, round_: int, *, is_over: bool) -> None:
         asked.append(round_)
         if round_ < 95:
-            raise StaleRound("contribution 90 was taken before others", current=95)
+            raise StaleRound("later contributions than 90 have been committed", current=95)
 
     monkeypatch.setattr("services.coordinator.coordinator.want_checkpoint", want)
     async with coordinating(FakePservers(), lease_seconds=30) as coordinator:
@@ -256,7 +257,7 @@ async def test_a_place_that_hangs_holds_up_no_change_of_members(monkeypatch):
         rank, run, incarnation = trainers[2]
         cluster.leave_trainer(rank, leaving("failed", run=run, incarnation=incarnation), coordinator.now())
         coordinator.changed()
-        await eventually(lambda: all(taken[-1].members == {0: 1, 1: 1} for taken in pservers.taken.values()))
+        await eventually(lambda: all(taken[-1].membership.members == {0: 1, 1: 1} for taken in pservers.taken.values()))
     assert not is_let_go.is_set()
     is_let_go.set()
 

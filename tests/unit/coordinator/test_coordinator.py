@@ -1,4 +1,4 @@
-"""The shell: waiting for pservers does not stop the clock, and nobody hears of what the disk does not have."""
+"""The coordinator's event loop: it changes pservers despite faults, and acknowledges only what is on its disk."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from ps_protocol.errors import NotReady, StorageFailed, TrainerLost
-from ps_protocol.messages import InstallMembers, Message, PserverState
+from ps_protocol.errors import BadModel, NotReady, StalePserver, StorageFailed, TrainerLost, TryAgain
+from ps_protocol.fields import Message
+from ps_protocol.messages import InstallMembers, InstallRun, PserverState
 from ps_protocol.routes import DECLARE_MODEL, JOIN_TRAINER, LEAVE, REGISTER_PSERVER
 from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
@@ -22,57 +23,211 @@ from services.coordinator.record import ClusterRecord, RecordFile, RunRecord, Tr
 from services.coordinator.settings import CoordinatorSettings
 from services.runtime.metrics import ServiceMetrics
 
-from .coordinating import FakePservers, begin, coordinating, eventually
+from ...raising import raises_code
+from .coordinating import FakePservers, begin, coordinating, eventually, leave, training
 from .support import alive, beat, joining, leaving, model, registration
 
 pytestmark = pytest.mark.asyncio
 
 
-async def test_leases_end_while_a_pserver_keeps_the_coordinator_waiting():
+# ---------------------------------------------------------------- changes of pservers
+
+
+async def test_trainers_receive_the_plan_when_every_pserver_has_it():
     pservers = FakePservers()
-
-    async def hang(message: object) -> None:
-        if isinstance(message, InstallMembers):
-            await asyncio.sleep(1.5)
-
-    pservers.answer["1"] = hang
-    async with coordinating(pservers) as coordinator:
-        trainers = begin(coordinator)
-        await eventually(lambda: coordinator.cluster.run.state == "training")
-        run, cluster = trainers[0][1], coordinator.cluster
-        cluster.leave_trainer(1, leaving(run=run), coordinator.now())  # pserver 1 is told, and hangs
-        coordinator.changed()
-        begun = coordinator.now()
-        while cluster.run.failure is None:
-            cluster.pserver_heartbeat(0, beat(run=run), coordinator.now())
-            cluster.pserver_heartbeat(1, beat(run=run), coordinator.now())
-            await asyncio.sleep(0.05)
-        assert isinstance(cluster.run.failure, TrainerLost)  # trainer 0 has been silent
-        assert coordinator.now() - begun < 1.2
+    may_install = pservers.hold("1")
+    async with coordinating(pservers, lease_seconds=30) as coordinator:
+        [trainer, _] = begin(coordinator)
+        waiting = asyncio.create_task(coordinator.wait_for_plan(*trainer, 20))
+        await eventually(lambda: len(pservers.taken["0"]) == 1)
+        assert not waiting.done()
+        assert coordinator.cluster.run.state == "gathering"
+        may_install.set()
+        ready = await asyncio.wait_for(waiting, 2)
+        assert [p.index for p in ready.pservers] == [0, 1]
+        assert pservers.told("0") == pservers.told("1") == [("InstallRun", trainer[1], 4)]
 
 
-async def test_a_pause_of_the_coordinator_is_nobodys_fault():
-    """It could not hear the heartbeats: every lease begins anew, and then counts as ever."""
+async def test_an_unsuccessful_wait_for_the_plan_names_what_is_missing():
     async with coordinating(FakePservers()) as coordinator:
+        coordinator.cluster.join_trainer(joining("a", 0), coordinator.now())
+        run = coordinator.cluster.run.name
+        with pytest.raises(NotReady, match="pserver 0, pserver 1, trainer 0 to declare its model, trainer 1"):
+            await coordinator.wait_for_plan(0, run, 1, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("error", "num_installations"),
+    [
+        (httpx.ReadTimeout("the response was lost"), 2),
+        # The installation may arrive before the response to the registration.
+        (StalePserver("this installation was meant for another incarnation of this pserver"), 1),
+    ],
+)
+async def test_an_installation_is_repeated(error: Exception, num_installations: int) -> None:
+    pservers = FakePservers()
+    errors = [error]
+
+    async def fail(message: InstallRun | InstallMembers) -> None:
+        if errors:
+            if num_installations == 2:
+                pservers.taken["0"].append(message)
+            raise errors.pop()
+
+    pservers.answer["0"] = fail
+    async with coordinating(pservers, lease_seconds=30) as coordinator:
         begin(coordinator)
         await eventually(lambda: coordinator.cluster.run.state == "training")
-        time.sleep(0.7)  # noqa: ASYNC251 - SIGSTOP, SIGCONT
+        assert [kind for kind, _, _ in pservers.told("0")] == ["InstallRun"] * num_installations
+
+
+@pytest.mark.parametrize(
+    ("refusal", "failure", "reason"),
+    [
+        (BadModel("too large"), "pserver_lost", "pserver 1 cannot serve the run: too large"),
+        (StorageFailed("it is damaged"), "storage_failed", "pserver 1 cannot serve the run: it is damaged"),
+        (TryAgain("no space left"), "pserver_lost", r"no change could be carried out for 0\.5 s: .*no space left"),
+    ],
+)
+async def test_a_pserver_that_cannot_install_the_run_ends_it(refusal: Exception, failure: str, reason: str) -> None:
+    pservers = FakePservers()
+    num_attempts = 0
+
+    async def refuse(message: object) -> None:
+        nonlocal num_attempts
+        num_attempts += isinstance(message, InstallRun)
+        if isinstance(message, InstallRun) or isinstance(refusal, TryAgain):
+            raise refusal
+
+    pservers.answer["1"] = refuse
+    async with coordinating(pservers, lease_seconds=30, rejoin_timeout_seconds=0.5) as coordinator:
+        [trainer, _] = begin(coordinator)
+        with raises_code(failure, match=reason):
+            await asyncio.wait_for(coordinator.wait_for_plan(*trainer, 20), 5)
+    assert (num_attempts > 1) == isinstance(refusal, TryAgain)
+
+
+async def test_a_failure_reaches_every_pserver_and_every_waiting_trainer():
+    pservers = FakePservers()
+    async with training(pservers, on_trainer_loss="fail") as coordinator:
+        run = coordinator.cluster.run
+        leave(coordinator, 1, "failed", reason="no data")
+        await eventually(lambda: all(len(taken) == 2 for taken in pservers.taken.values()))
+        for taken in pservers.taken.values():
+            assert isinstance(taken[1], InstallMembers)
+            assert taken[1].failure is not None
+            assert taken[1].failure["detail"] == "trainer 1 failed: no data"
+        errors = await asyncio.gather(
+            *(coordinator.wait_for_plan(0, run.name, 1, 5) for _ in range(2)), return_exceptions=True
+        )
+        assert [type(e) for e in errors] == [TrainerLost, TrainerLost]
+        assert errors[0] is not errors[1]
+
+
+async def test_a_run_that_begins_during_a_reconciliation_is_left_to_the_next_one():
+    pservers = FakePservers()
+    async with training(pservers, durability="none", on_trainer_loss="fail") as coordinator:
+        cluster, old = coordinator.cluster, coordinator.cluster.run.name
+        for rank in (0, 1):
+            cluster.leave_trainer(rank, leaving(run=old), coordinator.now())
+        reconciling = asyncio.create_task(coordinator._installer.reconcile())
+        await asyncio.sleep(0)  # it has seen the old run, and has not sent anything yet
+        cluster.join_trainer(joining("next", 0), coordinator.now())
+        await reconciling
+        assert cluster.run.name != old
+        assert not [kind for kind, run, _ in pservers.told("0") if run == cluster.run.name]
+
+
+async def test_pservers_receive_the_newest_members_only():
+    pservers = FakePservers()
+    may_go_on = pservers.hold("0", "1", kind=InstallMembers)
+    async with training(pservers, num_trainers=3) as coordinator:
+        for rank in (0, 1):
+            leave(coordinator, rank)
+            await asyncio.sleep(0.01)
+        may_go_on.set()
+        await eventually(lambda: all(taken[-1].membership.members == {2: 1} for taken in pservers.taken.values()))
+        numbers = [number for _, _, number in pservers.told("0")]
+        assert numbers == sorted(set(numbers))
+
+
+# ---------------------------------------------------------------- time
+
+
+async def test_leases_expire_while_the_coordinator_waits_for_a_pserver():
+    pservers = FakePservers()
+    async with training(pservers, lease_seconds=0.4, on_trainer_loss="fail") as coordinator:
+        may_go_on = pservers.hold("1", kind=InstallMembers)
+        cluster, begin_time = coordinator.cluster, coordinator.now()
+        leave(coordinator, 1)
+        while cluster.run.failure is None:
+            for index in (0, 1):
+                cluster.pserver_heartbeat(index, beat(run=cluster.run.name), coordinator.now())
+            await asyncio.sleep(0.05)
+        assert isinstance(cluster.run.failure, TrainerLost)  # trainer 0 has sent no heartbeat
+        assert coordinator.now() - begin_time < 1.2
+        may_go_on.set()
+
+
+async def test_a_pause_of_the_coordinator_renews_every_lease_once():
+    async with training(lease_seconds=0.4, on_trainer_loss="fail") as coordinator:
+        time.sleep(0.7)  # noqa: ASYNC251 - as between SIGSTOP and SIGCONT: no heartbeat can be received
         await asyncio.sleep(0.2)
         assert coordinator.cluster.run.failure is None
         await eventually(lambda: coordinator.cluster.run.failure is not None)
 
 
+async def test_all_trainers_receive_the_same_duration_of_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Trainers print it at the end, each at another time."""
+    async with httpx.AsyncClient() as http:
+        coordinator = Coordinator(CoordinatorSettings(state_dir=tmp_path), http)
+
+    async def summarize(round_: int, now: float) -> tuple[int, float]:
+        async def answer(_: object) -> list[PserverState]:
+            facts = {"index": 0, "transports": (), "shard_bytes": 0, "pushed_bytes": 0, "pulled_bytes": 0}
+            return [PserverState.model_construct(run=coordinator.cluster.run.name, round=round_, **facts)]
+
+        monkeypatch.setattr(coordinator, "ask_pservers", answer)
+        monkeypatch.setattr(coordinator, "now", lambda: now)
+        summary = await coordinator.summary()
+        return summary.rounds, summary.seconds
+
+    assert await summarize(0, 5.0) == (0, 0.0)
+    coordinator.cluster.run.started_at = 10.0
+    assert await summarize(0, 11.0) == (0, 1.0)  # not negative: the round is the same as before the start
+    assert [await summarize(*case) for case in ((7, 12.0), (7, 13.0), (8, 14.0))] == [(7, 2.0), (7, 2.0), (8, 4.0)]
+
+
+async def test_cancelled_waits_leave_nothing_behind() -> None:
+    """A closed event stream is cancelled repeatedly until it has ended, as anyio does."""
+    async with coordinating(FakePservers(), lease_seconds=30) as coordinator, asyncio.timeout(10):
+        for _ in range(20):
+            waits = [asyncio.create_task(coordinator.wait_until(lambda: False, 30)) for _ in range(5)]
+            for _ in range(3):
+                await asyncio.sleep(0)
+            while not all(wait.done() for wait in waits):
+                for wait in waits:
+                    wait.cancel()
+                coordinator.changed()
+                await asyncio.sleep(0)
+            assert all(wait.cancelled() for wait in waits)
+        await coordinator.wait_until(lambda: True, 1)
+
+
+# ---------------------------------------------------------------- the disk
+
+
 class SlowFile:
-    """Of the records it writes the first such one only when it may."""
+    """Delays the first matching write of the coordinator's record until `may_write` is set."""
 
     def __init__(self, coordinator: Coordinator, is_slow: Callable[[RunRecord], bool]) -> None:
-        self.is_asked, self.may_write = threading.Event(), threading.Event()
+        self.is_writing, self.may_write = threading.Event(), threading.Event()
         self.newest: RunRecord | None = None
         write = coordinator._file.write
 
         def write_slowly(record: ClusterRecord) -> None:
             if record.run is not None and is_slow(record.run):
-                self.is_asked.set()
+                self.is_writing.set()
                 assert self.may_write.wait(10)
             write(record)
             self.newest = record.run
@@ -80,14 +235,13 @@ class SlowFile:
         coordinator._file.write = write_slowly  # type: ignore[method-assign]
 
 
-async def test_nobody_trains_before_the_disk_has_it_that_the_run_has_begun():
-    """Another life of the coordinator would begin it anew, and pservers would forget what they have logged."""
-    pservers = FakePservers()
-    async with coordinating(pservers, lease_seconds=30) as coordinator:
+async def test_no_trainer_begins_before_the_disk_has_the_beginning_of_the_run():
+    """A restarted coordinator would begin the run again, and pservers would forget what they have logged."""
+    async with coordinating(FakePservers(), lease_seconds=30) as coordinator:
         file = SlowFile(coordinator, lambda run: run.state == "training")
         [trainer, _] = begin(coordinator)
         waiting = asyncio.create_task(coordinator.wait_for_plan(*trainer, 20))
-        assert await asyncio.to_thread(file.is_asked.wait, 10)
+        assert await asyncio.to_thread(file.is_writing.wait, 10)
         await asyncio.sleep(0.05)
         assert not waiting.done()
         with pytest.raises(NotReady):
@@ -98,35 +252,30 @@ async def test_nobody_trains_before_the_disk_has_it_that_the_run_has_begun():
         assert file.newest.state == "training"
 
 
-async def test_nobody_hears_of_a_rollback_before_the_disk_has_it():
-    """Trainers that followed would be ahead of another life of the coordinator."""
+async def test_no_trainer_learns_of_a_rollback_before_the_disk_has_it():
+    """Its rounds would be ahead of those of a restarted coordinator."""
     pservers = FakePservers()
-    async with coordinating(pservers, lease_seconds=30, on_trainer_loss="wait", durability="log") as coordinator:
-        [trainer, other] = begin(coordinator)
-        await coordinator.wait_for_plan(*trainer, 5)
+    async with training(pservers) as coordinator:
         file, cluster = SlowFile(coordinator, lambda run: run.attempt == 1), coordinator.cluster
+        message = alive(run=cluster.run.name)
         pservers.empty.add("1")
-        rank, run, incarnation = other
-        cluster.leave_trainer(rank, leaving("failed", run=run, incarnation=incarnation), coordinator.now())
-        coordinator.changed()
-        assert await asyncio.to_thread(file.is_asked.wait, 10)
-        reply = cluster.trainer_heartbeat(0, alive(run=run), coordinator.now())
+        leave(coordinator, 1, "failed")
+        assert await asyncio.to_thread(file.is_writing.wait, 10)
+        reply = cluster.trainer_heartbeat(0, message, coordinator.now())
         assert (reply.attempt, reply.resume) == (0, 0)
-        joining_again = asyncio.create_task(coordinator.keep())  # of another request: it must not undo the decision
+        another_request = asyncio.create_task(coordinator.keep())  # must not undo the decision
         file.may_write.set()
-        await joining_again
+        await another_request
         await eventually(lambda: cluster.run.attempt == 1)
-        reply = cluster.trainer_heartbeat(0, alive(run=run), coordinator.now())
+        reply = cluster.trainer_heartbeat(0, message, coordinator.now())
         assert (reply.attempt, reply.resume) == (1, 4)
         assert file.newest is not None
         assert (file.newest.attempt, file.newest.resume) == (1, 4)
 
 
-async def test_nothing_is_acknowledged_that_the_disk_does_not_have(monkeypatch):
-    """Else another life of the coordinator would not know of it."""
+async def test_no_request_is_acknowledged_before_the_disk_has_its_change(monkeypatch):
     async with coordinating(FakePservers(), lease_seconds=30, num_trainers=1) as coordinator:
-        app = make_coordinator_app(coordinator, ServiceMetrics("coordinator"))
-        transport = httpx.ASGITransport(app)
+        transport = httpx.ASGITransport(make_coordinator_app(coordinator, ServiceMetrics("coordinator")))
         headers = {"content-type": "application/json"}
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers) as http:
             file, is_full = coordinator._file, True
@@ -178,42 +327,3 @@ async def test_one_coordinator_at_a_time_uses_a_folder(tmp_path):
         await one.run(stop)
         await other.recall()
         await other.run(stop)
-
-
-async def test_all_who_ask_after_the_same_round_hear_the_same_seconds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Trainers print them at the end, and one may be slower than another by then."""
-    async with httpx.AsyncClient() as http:
-        coordinator = Coordinator(CoordinatorSettings(state_dir=tmp_path), http)
-
-    async def ask(round_: int, now: float) -> tuple[int, float]:
-        async def answer(_: object) -> list[PserverState]:
-            facts = {"index": 0, "transports": (), "shard_bytes": 0, "pushed_bytes": 0, "pulled_bytes": 0}
-            return [PserverState.model_construct(run=coordinator.cluster.run.name, round=round_, **facts)]
-
-        monkeypatch.setattr(coordinator, "ask_pservers", answer)
-        monkeypatch.setattr(coordinator, "now", lambda: now)
-        summary = await coordinator.summary()
-        return summary.rounds, summary.seconds
-
-    assert await ask(0, 5.0) == (0, 0.0)
-    coordinator.cluster.run.started_at = 10.0
-    assert await ask(0, 11.0) == (0, 1.0)  # not less than nothing: the round is the same as before the start
-    assert [await ask(7, 12.0), await ask(7, 13.0), await ask(8, 14.0)] == [(7, 2.0), (7, 2.0), (8, 4.0)]
-
-
-async def test_waits_that_are_given_up_hold_nothing() -> None:
-    """Who closes an event stream is cancelled again and again until it is over, as anyio does."""
-    async with coordinating(FakePservers(), lease_seconds=30) as coordinator, asyncio.timeout(10):
-        for _ in range(20):
-            waits = [asyncio.create_task(coordinator.wait_until(lambda: False, 30)) for _ in range(5)]
-            for _ in range(3):
-                await asyncio.sleep(0)
-            while not all(wait.done() for wait in waits):
-                for wait in waits:
-                    wait.cancel()
-                coordinator.changed()
-                await asyncio.sleep(0)
-            assert all(wait.cancelled() for wait in waits)
-        await coordinator.wait_until(lambda: True, 1)

@@ -9,12 +9,13 @@ import pkgutil
 import pytest
 
 import ps_config
+import ps_http2
 import ps_protocol
 
 MODULES = [
     *(
         f"{package.__name__}.{module.name}"
-        for package in (ps_config, ps_protocol)
+        for package in (ps_config, ps_http2, ps_protocol)
         for module in pkgutil.iter_modules(package.__path__)
     ),
     "services.pserver.history",

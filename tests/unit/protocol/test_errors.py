@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ps_protocol import errors
 from ps_protocol.errors import ERRORS, BadInput, Conflict, Ended, GradpostError, TryAgain, error_from_problem
 
-from ..test_import_rules import ROOT
+from ..test_project import ROOT
 from .strategies import few, json_values
 
 FAMILIES = (BadInput, Conflict, TryAgain, Ended)

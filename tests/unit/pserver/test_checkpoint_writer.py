@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 
 from ps_protocol.errors import StaleRun, StorageFailed, TryAgain
+from ps_protocol.membership import Membership
 from ps_protocol.messages import PserverHeartbeatReply, WantCheckpoint
-from services.pserver.durable import own_checkpoints
-from services.pserver.durable.segments import list_segments
+from services.pserver.durable import storage
+from services.pserver.durable.update_log import list_segments
 from services.runtime.checkpoints import Manifest, round_folder, write_manifest
-from services.runtime.places import Place
+from services.runtime.storage import CheckpointStorage
 
 from .support import Bench, bench, encode, initial_values
 from .test_async_run import until
-
-pytestmark = pytest.mark.asyncio
 
 
 class SlowPlace:
@@ -31,7 +30,7 @@ class SlowPlace:
         self.most = 0
         self.writing: set[str] = set()
         self.twice: list[str] = []
-        place: Place = b.run.storage._place
+        place: CheckpointStorage = b.run.storage._place
         write = place.write
 
         def write_slowly(name: str, chunks: Iterable[bytes]) -> None:
@@ -98,12 +97,12 @@ async def test_a_request_that_is_repeated_writes_once_and_another_one_comes_agai
         await asyncio.gather(*(want(b, 1) for _ in range(3)))
         with pytest.raises(TryAgain, match="the checkpoint of round 1 is being written"):
             await want(b, 2)
-        assert b.pserver.heartbeat().coming_checkpoints == (1,)
+        assert b.pserver.make_heartbeat().coming_checkpoints == (1,)
         place.may_write.set()
-        await b.run.settle()
+        await b.run.wait_for_writes()
         assert (place.most, place.twice) == (1, [])
         assert 1 in b.run.storage.checkpoints
-        assert b.pserver.heartbeat().coming_checkpoints == ()
+        assert b.pserver.make_heartbeat().coming_checkpoints == ()
         assert b.metric("gradpost_checkpoint_failures_total") == 0
 
 
@@ -116,7 +115,7 @@ async def test_one_that_is_wanted_after_the_round_that_is_being_applied_is_made(
         await asyncio.sleep(0.05)
         may_go_on.set()
         await asyncio.wait_for(asyncio.gather(playing, wanted), 10)
-        await b.run.settle()
+        await b.run.wait_for_writes()
         assert 1 in b.run.storage.checkpoints
 
 
@@ -130,8 +129,8 @@ async def test_one_that_is_wanted_while_another_is_about_to_be_written_is_refuse
             await want(b, 2)
         may_go_on.set()
         await asyncio.wait_for(playing, 10)
-        await b.run.settle()
-        assert b.pserver.heartbeat().coming_checkpoints == ()
+        await b.run.wait_for_writes()
+        assert b.pserver.make_heartbeat().coming_checkpoints == ()
 
 
 async def test_a_round_that_was_passed_while_the_place_was_busy_does_not_come_any_more(tmp_path: Path, monkeypatch):
@@ -142,20 +141,20 @@ async def test_a_round_that_was_passed_while_the_place_was_busy_does_not_come_an
         await want(b, 1)
         await b.play_round(2)
         place.may_write.set()
-        await b.run.settle()
-        assert (b.pserver.heartbeat().coming_checkpoints, sorted(b.run.storage.checkpoints)) == ((), [0, 1])
+        await b.run.wait_for_writes()
+        assert (b.pserver.make_heartbeat().coming_checkpoints, sorted(b.run.storage.checkpoints)) == ((), [0, 1])
 
 
 async def test_of_several_rounds_that_are_named_the_last_one_counts(tmp_path: Path):
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=100) as b:
         for named in (2, 5, 3):
             await want(b, named)
-        assert b.pserver.heartbeat().coming_checkpoints == (3,)
+        assert b.pserver.make_heartbeat().coming_checkpoints == (3,)
         for round_ in range(1, 6):
             await b.play_round(round_)
-        await b.run.settle()
+        await b.run.wait_for_writes()
         assert sorted(b.run.storage.checkpoints) == [0, 3]
-        assert b.pserver.heartbeat().coming_checkpoints == ()
+        assert b.pserver.make_heartbeat().coming_checkpoints == ()
 
 
 @pytest.mark.parametrize("error", [OSError("no space left on device"), MemoryError()])
@@ -167,11 +166,11 @@ async def test_a_checkpoint_that_failed_is_not_coming_any_more(tmp_path: Path, m
             raise error
 
         monkeypatch.setattr(b.run.storage._place, "write", refuse)
-        b.pserver.has_news.clear()
+        b.pserver.heartbeat_is_due.clear()
         await b.play_round(1)
-        await b.run.settle()
-        assert b.pserver.has_news.is_set()
-        assert b.pserver.heartbeat().coming_checkpoints == ()
+        await b.run.wait_for_writes()
+        assert b.pserver.heartbeat_is_due.is_set()
+        assert b.pserver.make_heartbeat().coming_checkpoints == ()
 
 
 @pytest.mark.parametrize("place_hangs", [False, True])
@@ -184,13 +183,13 @@ async def test_without_named_rounds_and_beside_a_place_that_hangs_the_log_stays_
             await want(b, 2)
         for round_ in range(1, 31):
             await b.play_round(round_)
-            await b.run.writer.finish("folder")
+            await b.run.writer.wait_for_writes("folder")
         assert sorted(b.run.storage.checkpoints) == [0]
-        assert sorted(b.run.storage.own.rounds) == [28, 30]
+        assert sorted(b.run.storage.own_checkpoints.rounds) == [28, 30]
         assert [segment.base for segment in list_segments(tmp_path / "pserver-0" / "log")] == [28, 30]
         digest = b.run.shard.digest()
         place.may_write.set()
-        await b.run.settle()
+        await b.run.wait_for_writes()
     async with bench(state_dir=tmp_path, durability="log", incarnation=2) as b:
         assert (b.run.round, b.run.shard.digest()) == (30, digest)
 
@@ -204,16 +203,16 @@ async def test_a_folder_that_takes_no_checkpoint_is_tried_again_after_an_interva
             tries += 1
             raise OSError("Input/output error")
 
-        monkeypatch.setattr(own_checkpoints, "write_file", refuse)
+        monkeypatch.setattr(storage, "write_file", refuse)
         for round_ in range(1, 10):
             await b.play_round(round_)
-            await b.run.writer.finish("folder")
-        assert (tries, b.run.storage.own.rounds) == (3, ())
+            await b.run.writer.wait_for_writes("folder")
+        assert (tries, b.run.storage.own_checkpoints.rounds) == (3, ())
         monkeypatch.undo()
         for round_ in range(10, 13):
             await b.play_round(round_)
-        await b.run.settle()
-        assert b.run.storage.own.rounds == (12,)
+        await b.run.wait_for_writes()
+        assert b.run.storage.own_checkpoints.rounds == (12,)
 
 
 async def test_a_pserver_deletes_what_the_coordinator_does_not_need_any_more(tmp_path: Path):
@@ -222,15 +221,17 @@ async def test_a_pserver_deletes_what_the_coordinator_does_not_need_any_more(tmp
             if round_ % 2 == 0:
                 await want(b, round_)
             await b.play_round(round_)
-            await b.run.settle()
+            await b.run.wait_for_writes()
         assert sorted(b.run.storage.checkpoints) == [0, 2, 4]
-        heartbeat = b.pserver.heartbeat()
-        b.pserver.heard(PserverHeartbeatReply(complete=None), heartbeat)
-        b.pserver.heard(PserverHeartbeatReply(complete=(4, 2)), heartbeat.model_copy(update={"attempt": 1}))
-        await b.run.settle()
+        heartbeat = b.pserver.make_heartbeat()
+        b.pserver.handle_heartbeat_reply(PserverHeartbeatReply(complete=None), heartbeat)
+        b.pserver.handle_heartbeat_reply(
+            PserverHeartbeatReply(complete=(4, 2)), heartbeat.model_copy(update={"attempt": 1})
+        )
+        await b.run.wait_for_writes()
         assert sorted(b.run.storage.checkpoints) == [0, 2, 4]
-        b.pserver.heard(PserverHeartbeatReply(complete=(4, 2)), heartbeat)
-        await b.run.settle()
+        b.pserver.handle_heartbeat_reply(PserverHeartbeatReply(complete=(4, 2)), heartbeat)
+        await b.run.wait_for_writes()
         assert sorted(b.run.storage.checkpoints) == [2, 4]
 
 
@@ -242,8 +243,8 @@ async def test_a_run_that_is_over_keeps_no_log(tmp_path: Path, is_told: bool):
             await b.play_round(round_)
         await want(b, 3, is_over=True)
         if is_told:
-            b.pserver.heard(PserverHeartbeatReply(complete=(3, 0)), b.pserver.heartbeat())
-            await b.run.settle()
+            b.pserver.handle_heartbeat_reply(PserverHeartbeatReply(complete=(3, 0)), b.pserver.make_heartbeat())
+            await b.run.wait_for_writes()
         else:
             storage = b.run.storage
             manifest = Manifest(
@@ -267,7 +268,8 @@ async def test_initial_values_of_an_attempt_that_was_given_up_do_not_stay(tmp_pa
         names = {name: f"{name}.block0" for name in initial_values()}
         first = asyncio.create_task(b.upload_initial())
         await until(lambda: bool(place.writing))
-        other = b.install.model_copy(update={"attempt": 1, "number": 2, "uploader": 1, "members": {1: 1}})
+        members = Membership({1: 1})
+        other = b.install.model_copy(update={"attempt": 1, "number": 2, "uploader": 1, "membership": members})
 
         async def install() -> None:
             is_asked.set()
@@ -303,7 +305,9 @@ async def test_initial_values_are_not_written_after_their_attempt_was_given_up(t
         monkeypatch.setattr(old, "_encode_initial", encode_slowly)
         uploading = asyncio.create_task(b.upload_initial())
         assert await asyncio.to_thread(is_encoding.wait, 10)
-        other = b.install.model_copy(update={"attempt": 1, "number": 2, "uploader": 1, "members": {1: 1}})
+        other = b.install.model_copy(
+            update={"attempt": 1, "number": 2, "uploader": 1, "membership": Membership({1: 1})}
+        )
         installing = asyncio.create_task(b.pserver.install_run(other))
         await until(lambda: old.failure is not None)
         may_go_on.set()

@@ -6,12 +6,10 @@ import asyncio
 
 import pytest
 
-from services.pserver import copies as module
-from services.pserver.copies import Copies
+from services.pserver import limits as module
+from services.pserver.limits import Copies
 
 from ...raising import raises_code
-
-pytestmark = pytest.mark.asyncio
 
 
 async def test_as_many_at_once_as_fit() -> None:

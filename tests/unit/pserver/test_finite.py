@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.pserver.finite import is_finite
+from services.pserver.tensors import is_finite
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -26,18 +26,17 @@ class SlowDisk(Disk):
         super().__init__(folder)
         self.begun, self.may_end = threading.Event(), threading.Event()
 
-    def register(self, index: int, incarnation: int) -> None:
+    def write_incarnation(self, index: int, incarnation: int) -> None:
         self.begun.set()
         assert self.may_end.wait(10)
-        super().register(index, incarnation)
+        super().write_incarnation(index, incarnation)
 
 
-@pytest.mark.asyncio
 async def test_a_run_that_comes_before_the_identity_is_on_the_disk_waits_for_it_and_stays(tmp_path: Path) -> None:
     async with bench() as b:
         b.pserver.disk = disk = SlowDisk(tmp_path)
         answer = PserverRegistered(index=0, incarnation=2, lease_seconds=10)
-        registering = asyncio.create_task(b.pserver.registered(answer))
+        registering = asyncio.create_task(b.pserver.adopt_identity(answer))
         await asyncio.to_thread(disk.begun.wait, 10)
         installing = asyncio.create_task(b.install_next_run(incarnation=2, durability="log"))
         await asyncio.sleep(0.05)  # it does not use the disk meanwhile
@@ -63,23 +62,22 @@ class SlowlyOpened(Disk):
         return opened
 
 
-@pytest.mark.asyncio
 async def test_a_change_of_members_waits_for_a_run_that_is_being_opened(tmp_path: Path) -> None:
     """It is neither served nor held then, and would pass for lost."""
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
         install = b.install.model_copy(update={"restore": 1, "number": 2})
-        await b.pserver.look_into_folder(0)
+        await b.pserver.open_folder(0)
         slow = SlowlyOpened(tmp_path)
         assert b.pserver.disk is not None
         assert b.pserver.disk.folder is not None
         b.pserver.disk.folder.close()
         b.pserver.disk = slow
-        await b.pserver.look_into_folder(0)
+        await b.pserver.open_folder(0)
         installing = asyncio.create_task(b.pserver.install_run(install))
         await asyncio.to_thread(slow.begun.wait, 10)
         freezing = asyncio.create_task(b.freeze(3))
-        asking = asyncio.create_task(b.pserver.restorable(install.run))
+        asking = asyncio.create_task(b.pserver.find_restorable(install.run))
         await asyncio.sleep(0.05)
         assert not freezing.done()
         slow.may_end.set()
@@ -89,7 +87,6 @@ async def test_a_change_of_members_waits_for_a_run_that_is_being_opened(tmp_path
         assert ranges == [(0, 1)]
 
 
-@pytest.mark.asyncio
 async def test_who_asks_again_what_can_be_restored_waits_for_the_same_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +95,7 @@ async def test_who_asks_again_what_can_be_restored_waits_for_the_same_answer(
         await b.play_round(1)
         storage, may_end, looks = b.run.storage, threading.Event(), 0
         assert storage is not None
-        look = RunStorage.restorable
+        look = RunStorage.find_restorable
 
         def look_slowly(storage: RunStorage, newest: int | None) -> list[tuple[int, int]]:
             nonlocal looks
@@ -106,38 +103,36 @@ async def test_who_asks_again_what_can_be_restored_waits_for_the_same_answer(
             assert may_end.wait(10)
             return look(storage, newest)
 
-        monkeypatch.setattr(RunStorage, "restorable", look_slowly)
+        monkeypatch.setattr(RunStorage, "find_restorable", look_slowly)
         for _ in range(3):
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(b.pserver.restorable(b.install.run), 0.02)
-        asking = asyncio.create_task(b.pserver.restorable(b.install.run))
+                await asyncio.wait_for(b.pserver.find_restorable(b.install.run), 0.02)
+        asking = asyncio.create_task(b.pserver.find_restorable(b.install.run))
         await asyncio.sleep(0)
         may_end.set()
         assert (await asking, looks) == ([(0, 1)], 1)
         await b.play_round(2)
-        assert (await b.pserver.restorable(b.install.run), looks) == ([(0, 2)], 2)
+        assert (await b.pserver.find_restorable(b.install.run), looks) == ([(0, 2)], 2)
 
 
-@pytest.mark.asyncio
 async def test_what_is_held_can_be_restored_before_the_pserver_knows_who_it_is(tmp_path: Path) -> None:
     """A coordinator that comes back takes its word, and nobody's else."""
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
-        await b.pserver.look_into_folder(0)
+        await b.pserver.open_folder(0)
         b.pserver.index = None
-        assert await b.pserver.restorable(b.install.run) == [(0, 1)]
+        assert await b.pserver.find_restorable(b.install.run) == [(0, 1)]
         with pytest.raises(NotReady, match="who it is"):
-            await b.pserver.restorable("another run")
+            await b.pserver.find_restorable("another run")
         b.pserver.index = 0
         await b.pserver.install_run(b.install.model_copy(update={"restore": 1, "number": 2}))
 
 
-@pytest.mark.asyncio
 async def test_an_installation_that_was_given_up_does_not_bring_back_what_is_held(tmp_path: Path) -> None:
     """It arrives when a later change is being decided on what this pserver holds."""
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
-        await b.pserver.look_into_folder(0)
+        await b.pserver.open_folder(0)
         late = b.install.model_copy(update={"restore": 1, "number": 2})
         assert (await b.freeze(3)).applied == 1
         with pytest.raises(Conflict, match="is over"):
@@ -148,7 +143,6 @@ async def test_an_installation_that_was_given_up_does_not_bring_back_what_is_hel
         assert b.run.round == 1
 
 
-@pytest.mark.asyncio
 async def test_what_is_decided_on_another_attempt_ends_the_changes_before_it(tmp_path: Path) -> None:
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
@@ -162,27 +156,25 @@ async def test_what_is_decided_on_another_attempt_ends_the_changes_before_it(tmp
         assert b.run.install.attempt == 1
 
 
-@pytest.mark.asyncio
 async def test_a_pserver_that_has_not_looked_into_its_folder_does_not_say_that_it_holds_nothing(tmp_path: Path) -> None:
     """It listens already, under the address of its former life, and everybody would go back."""
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
     next_life = Pserver(b.compute, PserverMetrics(CollectorRegistry(), b.compute), LIMITS, disk=Disk(tmp_path))
     freeze = Freeze(run=b.install.run, attempt=0, number=2)
-    for ask in (next_life.freeze(freeze), next_life.restorable(b.install.run)):
+    for ask in (next_life.freeze(freeze), next_life.find_restorable(b.install.run)):
         with pytest.raises(TryAgain, match="has not looked") as refusal:
             await ask
         assert not isinstance(refusal.value, NotReady)  # which is what one says that holds nothing
-    await next_life.look_into_folder(0)
+    await next_life.open_folder(0)
     assert (await next_life.freeze(freeze)).applied == 1
 
 
-@pytest.mark.asyncio
 async def test_a_run_that_could_not_be_opened_is_still_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that is full, or a place that is busy, for a moment: the coordinator tries again, and nobody goes back."""
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
-        await b.pserver.look_into_folder(0)
+        await b.pserver.open_folder(0)
         assert b.pserver.disk is not None
         assert b.pserver.disk.folder is not None
 
@@ -199,7 +191,6 @@ async def test_a_run_that_could_not_be_opened_is_still_held(tmp_path: Path, monk
         await b.play_round(2)
 
 
-@pytest.mark.asyncio
 async def test_a_run_that_could_not_go_back_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else this pserver would pass for one without a log, and all would go back to a checkpoint."""
     async with bench(state_dir=tmp_path, durability="log") as b:
@@ -215,8 +206,8 @@ async def test_a_run_that_could_not_go_back_is_found_again(tmp_path: Path, monke
             with pytest.raises(TryAgain, match="cannot open the state of the run"):
                 await b.pserver.install_run(back)
             with pytest.raises(TryAgain, match="cannot read what it holds"):
-                await b.pserver.restorable(b.install.run)
-        assert await b.pserver.restorable(b.install.run) == [(0, 3)]
+                await b.pserver.find_restorable(b.install.run)
+        assert await b.pserver.find_restorable(b.install.run) == [(0, 3)]
         with pytest.raises(StaleRun):
             await b.pserver.freeze(Freeze(run=b.install.run, attempt=1, number=3))
         await b.pserver.install_run(back.model_copy(update={"number": 3}))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.pserver.load import LoadMeter
-from services.pserver.metrics import PserverMetrics
+from services.pserver.metrics import LoadMeter, PserverMetrics
 from services.runtime.compute import ComputeExecutor
 
 

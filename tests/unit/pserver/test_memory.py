@@ -18,8 +18,6 @@ from services.pserver.shard import Shard
 from .oracle import make_options
 from .support import Bench, bench
 
-pytestmark = pytest.mark.asyncio
-
 ADAM = [make_options("Adam", lr=0.01)]
 
 
@@ -109,7 +107,7 @@ async def test_a_pserver_that_has_come_back_restores_one_shard_at_a_time(tmp_pat
     async with bench(1, **settings, incarnation=2, restore=1, attempt=1, number=2) as pserver:
         assert pserver.run.round == 1
         for _ in range(2):
-            await pserver.pserver.look_into_folder(0)
+            await pserver.pserver.open_folder(0)
         await pserver.pserver.install_run(pserver.install)
     assert alive == [0, 0, 0, 0, 0]
 

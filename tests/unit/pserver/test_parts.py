@@ -15,9 +15,8 @@ from ps_protocol.vocabulary import ParameterSpec
 from ps_protocol.wire_types import GROUP, WireTypes
 from services.pserver.bodies import Body, BufferPool
 from services.pserver.layout import ShardLayout
-from services.pserver.parts import Part, QuantisedPart, SparsePart
 from services.pserver.pushes import read_blocks
-from services.pserver.tensors import check_blocks
+from services.pserver.tensors import Part, QuantisedPart, SparsePart, check_blocks
 
 from ...raising import raises_code
 

@@ -16,9 +16,9 @@ from ps_protocol.plan import make_plan
 from ps_protocol.quantisation import PIECE
 from ps_protocol.vocabulary import ParameterSpec
 from ps_protocol.wire_types import GROUP, WireTypes
+from services.pserver.reply import VersionedBlocks
 from services.pserver.shard import Shard
-from services.pserver.shard_state import ShardState, cut_anew
-from services.pserver.versioned_blocks import VersionedBlocks
+from services.pserver.shard_state import ShardState, reslice
 from trainer_client.pulling.differences import Differences
 from trainer_client.tensors import TORCH_DTYPES, writable_bytes
 from trainer_client.transport.frame_sink import FrameSink
@@ -82,7 +82,7 @@ class Trainer:
     async def pull(self, shard: Shard, changed: dict[str, int]) -> int:
         """How many bytes it takes."""
         versioned = VersionedBlocks(
-            shard.lend(), changed, {"round": str(shard.version)}, shard.version - 1, shard.lend_differences()
+            shard.borrow(), changed, {"round": str(shard.version)}, shard.version - 1, shard.borrow_deltas()
         )
         body = b"".join(versioned.parts(self.round))
         await self.differences.add(self.read(body))
@@ -105,7 +105,6 @@ rounds = st.lists(
 )
 
 
-@pytest.mark.asyncio
 @settings(deadline=None, max_examples=40)
 @given(rounds, st.integers(0, 99))
 async def test_trainers_have_the_bits_that_are_published(history: list, seed: int) -> None:
@@ -130,7 +129,6 @@ async def test_trainers_have_the_bits_that_are_published(history: list, seed: in
             assert_has_what_is_published(trainers[rank], shard)
 
 
-@pytest.mark.asyncio
 async def test_a_difference_is_a_quarter_of_the_bytes() -> None:
     shard, trainer, late = new_shard(), Trainer.new(), Trainer.new()
     all_of_it = await trainer.pull(shard, dict.fromkeys(NAMES, 0))
@@ -143,7 +141,6 @@ async def test_a_difference_is_a_quarter_of_the_bytes() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
-@pytest.mark.asyncio
 async def test_what_has_no_difference_is_published_as_it_is(bad: float) -> None:
     """3e38 is finite, and how far it is from -3e38 is not."""
     shard, trainer = new_shard(), Trainer.new()
@@ -164,13 +161,13 @@ async def test_what_has_no_difference_is_published_as_it_is(bad: float) -> None:
 
 def test_a_reply_that_breaks_off_adds_nothing() -> None:
     shard, trainer = new_shard(), Trainer.new()
-    before = VersionedBlocks(shard.lend(), dict.fromkeys(NAMES, 0), {})
+    before = VersionedBlocks(shard.borrow(), dict.fromkeys(NAMES, 0), {})
     trainer.read(b"".join(before.parts()))
     kept = {name: values.clone() for name, values in trainer.values.items()}
     move(shard, DIFFERING, 1)
     shard.publish(DIFFERING)
     changed = {**dict.fromkeys(DIFFERING, 1), "half.block0": 0}
-    body = b"".join(VersionedBlocks(shard.lend(), changed, {}, 0, shard.lend_differences()).parts(0))
+    body = b"".join(VersionedBlocks(shard.borrow(), changed, {}, 0, shard.borrow_deltas()).parts(0))
     sink = FrameSink(trainer.memory, FrameLimits(), trainer.differences.memory)
     sink.feed(body[:-1])
     assert all(torch.equal(trainer.values[name], kept[name]) for name in NAMES)
@@ -185,7 +182,7 @@ def test_it_is_in_copies_and_files_and_moves_with_its_elements() -> None:
     restored = Shard(PLAN, 0)
     restored.load_state(state)
     assert restored.digest() == shard.digest()
-    assert restored.lend_differences() == {}  # nobody is known to have the round before
+    assert restored.borrow_deltas() == {}  # nobody is known to have the round before
     other, _ = ShardState.decode(memoryview(bytearray(data)))
     other.published = None
     off = Shard(PLAN, 0)
@@ -198,7 +195,7 @@ def test_it_is_in_copies_and_files_and_moves_with_its_elements() -> None:
     cut = make_plan(PARAMETERS, 3, min_block_size=100, optimizer=SGD, wire=WireTypes(pull="int8"))
     for index in range(3):
         other = Shard(cut, index)
-        other.load_state(cut_anew([(0, shard.copy_state())], PLAN, cut, index))
+        other.load_state(reslice([(0, shard.copy_state())], PLAN, cut, index))
         for name, place in other.layout.place.items():
             whole = published(shard, f"{place.block.parameter}.block0")
             assert torch.equal(published(other, name), whole[place.block.begin : place.block.end])
@@ -207,11 +204,11 @@ def test_it_is_in_copies_and_files_and_moves_with_its_elements() -> None:
 def test_from_a_run_that_pulled_values_these_are_what_trainers_have() -> None:
     plain = make_plan(PARAMETERS, 1, min_block_size=1 << 30, optimizer=SGD)
     shard = Shard(plain, 0)
-    shard.load_state(cut_anew([(0, new_shard().copy_state())], PLAN, plain, 0))
+    shard.load_state(reslice([(0, new_shard().copy_state())], PLAN, plain, 0))
     assert shard.published is None
     assert shard.copy_state().published is None
     back = Shard(PLAN, 0)
-    back.load_state(cut_anew([(0, shard.copy_state())], plain, PLAN, 0))
+    back.load_state(reslice([(0, shard.copy_state())], plain, PLAN, 0))
     assert all(torch.equal(published(back, name), back.block(name)) for name in NAMES)
 
 

@@ -17,18 +17,16 @@ from prometheus_client import CollectorRegistry
 from ps_protocol.errors import StorageFailed
 from ps_protocol.messages import PserverRegistered, RegisterPserver, WantCheckpoint
 from services.pserver import registration
-from services.pserver.durable import own_checkpoints
+from services.pserver.durable import storage
 from services.pserver.durable.disk import Disk
 from services.pserver.metrics import PserverMetrics
 from services.pserver.pserver import Pserver
 from services.pserver.registration import Registration
 from services.pserver.settings import PserverSettings
 from services.runtime.compute import ComputeExecutor
-from services.runtime.places import LocalPlace
+from services.runtime.storage import LocalStorage
 
 from .support import LIMITS, bench
-
-pytestmark = pytest.mark.asyncio
 
 
 async def test_a_page_of_a_proxy_is_no_answer(tmp_path: Path) -> None:
@@ -120,11 +118,11 @@ async def test_a_place_that_fails_to_read_is_asked_again_before_a_pserver_regist
     async with bench(state_dir=tmp_path) as one:
         await one.play_round(1)
         await one.pserver.want_checkpoint(WantCheckpoint(run=one.install.run, round=1))
-        await one.run.settle()
-    read, errors, stop = LocalPlace.read, [OSError("Input/output error")], asyncio.Event()
+        await one.run.wait_for_writes()
+    read, errors, stop = LocalStorage.read, [OSError("Input/output error")], asyncio.Event()
     registered: list[RegisterPserver] = []
 
-    def read_badly(place: LocalPlace, name: str) -> memoryview:
+    def read_badly(place: LocalStorage, name: str) -> memoryview:
         if errors:
             raise errors.pop()
         return read(place, name)
@@ -136,7 +134,7 @@ async def test_a_place_that_fails_to_read_is_asked_again_before_a_pserver_regist
         stop.set()
         return httpx.Response(200, json={"index": 0, "incarnation": 2, "lease_seconds": 10})
 
-    monkeypatch.setattr(LocalPlace, "read", read_badly)
+    monkeypatch.setattr(LocalStorage, "read", read_badly)
     monkeypatch.setattr(registration, "RETRY_SECONDS", 0.01)
     compute = ComputeExecutor()
     pserver = Pserver(compute, PserverMetrics(CollectorRegistry(), compute), LIMITS, disk=Disk(tmp_path))
@@ -157,7 +155,7 @@ async def test_heartbeats_say_that_a_pserver_stops_while_it_writes_its_last_chec
     """Without a log the coordinator would take the silence for a shard that is lost, which ends the run."""
     may_write, stop = threading.Event(), asyncio.Event()
     said: list[tuple[bool, bool]] = []
-    write = own_checkpoints.write_file
+    write = storage.write_file
 
     def write_slowly(*arguments: Any) -> None:
         assert may_write.wait(10)
@@ -173,7 +171,7 @@ async def test_heartbeats_say_that_a_pserver_stops_while_it_writes_its_last_chec
             may_write.set()
         return httpx.Response(200, json={"complete": None, "notice": "", "stop": False, "exit_code": 0})
 
-    monkeypatch.setattr(own_checkpoints, "write_file", write_slowly)
+    monkeypatch.setattr(storage, "write_file", write_slowly)
     async with (
         bench(state_dir=tmp_path, incarnation=1) as one,
         httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http,

@@ -10,8 +10,6 @@ from ps_protocol.errors import StaleRound
 from services.pserver import reply as reply_module
 from services.pserver.reply import Reply
 
-pytestmark = pytest.mark.asyncio
-
 
 def make_reply() -> Reply:
     return Reply(7, [b"head", memoryview(bytearray(b"values"))])
@@ -31,7 +29,7 @@ async def read(reply: Reply, until: asyncio.Event, log: list[str]) -> None:
 async def test_nobody_reads_it() -> None:
     reply = make_reply()
     async with asyncio.timeout(0.05):
-        await reply.call_back()
+        await reply.revoke()
 
 
 async def test_who_has_read_it_is_not_waited_for() -> None:
@@ -39,12 +37,12 @@ async def test_who_has_read_it_is_not_waited_for() -> None:
     async with reply.reading():
         pass
     async with asyncio.timeout(0.05):
-        await reply.call_back()
+        await reply.revoke()
 
 
 async def test_who_comes_later_reads_nothing() -> None:
     reply = make_reply()
-    await reply.call_back()
+    await reply.revoke()
     with pytest.raises(StaleRound, match="round 7 is being overwritten"):
         async with reply.reading():
             pytest.fail("it is read")
@@ -56,7 +54,7 @@ async def test_those_who_are_about_to_end_are_waited_for(monkeypatch: pytest.Mon
     ends = [asyncio.Event(), asyncio.Event()]
     readers = [asyncio.create_task(read(reply, end, log)) for end in ends]
     await asyncio.sleep(0)
-    calling = asyncio.create_task(reply.call_back())
+    calling = asyncio.create_task(reply.revoke())
     for end in ends:
         await asyncio.sleep(0.01)
         assert not calling.done()
@@ -75,7 +73,7 @@ async def test_those_who_go_on_are_ended(monkeypatch: pytest.MonkeyPatch) -> Non
     loop = asyncio.get_running_loop()
     begun = loop.time()
     asyncio.get_running_loop().call_later(0.01, ends[0].set)
-    await asyncio.wait_for(reply.call_back(), 5)
+    await asyncio.wait_for(reply.revoke(), 5)
     assert loop.time() - begun >= 0.05
     assert log == ["begun"] * 3 + ["read"] + ["ended"] * 2
     ended = await asyncio.gather(*readers, return_exceptions=True)
@@ -96,7 +94,7 @@ async def test_it_is_called_back_only_once_the_last_has_let_go(monkeypatch: pyte
 
     reader = asyncio.create_task(cling())
     await asyncio.sleep(0)
-    calling = asyncio.create_task(reply.call_back())
+    calling = asyncio.create_task(reply.revoke())
     await asyncio.sleep(0.05)
     assert not calling.done()
     lets_go.set()
@@ -113,7 +111,7 @@ async def test_a_reader_that_is_cancelled_is_none() -> None:
     with pytest.raises(asyncio.CancelledError):
         await reader
     async with asyncio.timeout(0.05):
-        await reply.call_back()
+        await reply.revoke()
     assert log == ["begun", "ended"]
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from ps_protocol.errors import GradpostError
+from ps_protocol.membership import Membership
 from services.pserver.rounds import Apply, Measure, Rounds
 
 from ...soaking import examples
@@ -218,14 +219,14 @@ class Interleavings(RuleBasedStateMachine):
     @rule()
     def the_norm_is_brought(self) -> None:
         measured = self.rounds.measuring
-        assert self.rounds.norm_agreed() is measured
+        assert self.rounds.accept_norm() is measured
         self.model.is_measuring = False
         self._begin_apply(measured)
 
     @precondition(lambda self: self.model.is_applying)
     @rule()
     def apply_ends(self) -> None:
-        self.rounds.round_applied()
+        self.rounds.finish_apply()
         self.model.finish_apply()
 
     @precondition(lambda self: len(self.model.members) > 1)
@@ -338,7 +339,7 @@ class Interleavings(RuleBasedStateMachine):
         order: list[Apply[str] | Measure[str] | None] = []
 
         def barrier() -> str:
-            arrived = getattr(self.rounds, f"{event.kind}_barrier_arrived")
+            arrived = getattr(self.rounds, f"count_{event.kind}_barrier")
             order.append(arrived(event.rank, event.incarnation, event.round))
             return "open" if event.round == self.model.applied + 1 else "already_applied"
 
@@ -357,7 +358,7 @@ class Interleavings(RuleBasedStateMachine):
         if self.rounds.admit(push.rank, push.incarnation, push.round) == "already_applied":
             return "already_applied"
         number, numbers = push.said or (None, None)
-        return self.rounds.blocks_arrived(push.rank, dict(push.blocks), number, numbers)
+        return self.rounds.stage_blocks(push.rank, dict(push.blocks), number, numbers)
 
     def _expect(self, expected: Any, act: Callable[[], Any], *, changes: bool = True) -> Any:
         """Compare answers. A refusal, and what must not change anything, leaves everything as it was."""
@@ -373,7 +374,7 @@ class Interleavings(RuleBasedStateMachine):
 
     def _change_members(self, members: dict[int, int]) -> None:
         self.model.change_members(members)
-        self._check_order(self.rounds.members_changed(members))
+        self._check_order(self.rounds.install_members(Membership(members)))
 
     def _what_it_owes(self, rank: int) -> list[Push]:
         """The pushes that make a member's contribution complete, given what it has staged and said."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ps_protocol.frames import parse_frame
 from ps_protocol.routes import SINCE_KEY
-from services.pserver.versioned_blocks import LARGE_BYTES, VersionedBlocks
+from services.pserver.reply import LARGE_BYTES, VersionedBlocks
 
 SIZES = {"small": 3, "large": LARGE_BYTES // 4 + 1, "other": 5, "larger": LARGE_BYTES}
 

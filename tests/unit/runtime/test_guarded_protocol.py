@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.runtime import problems
+from ps_http2 import asgi
 from services.runtime.app import add_raw_route
 
 from .support import Running, Sample, running
@@ -95,7 +95,7 @@ async def test_one_connection_too_many() -> None:
 
 
 async def test_the_rest_of_a_refused_body_cannot_go_on_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(problems, "DISCARD_SECONDS", 0.1)
+    monkeypatch.setattr(asgi, "DISCARD_SECONDS", 0.1)
     async with running(Sample().make_app()) as server:
         reader, writer = await connect(server)
         writer.write(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nx")

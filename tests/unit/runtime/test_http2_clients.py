@@ -13,10 +13,10 @@ from h2.connection import H2Connection
 from h2.events import DataReceived, ResponseReceived
 from starlette.responses import Response
 
+from ps_http2.asgi import receive_into
 from services.runtime.app import add_raw_route
-from services.runtime.limits import RequestLimits
 from services.runtime.logs import configure_logs
-from services.runtime.own_memory import receive_into
+from services.runtime.settings import RequestLimits
 
 from .support import Running, Sample, running
 

@@ -17,14 +17,15 @@ from h2.settings import SettingCodes
 from hpack import Encoder
 from starlette.types import Receive, Scope, Send
 
-from ps_http2 import frames
+from ps_http2 import asgi, frames
+from ps_http2 import server as http2_server
+from ps_http2.asgi import receive_into, send_from
 from ps_http2.connection import MAX_USELESS_FRAMES
 from ps_http2.frames import PREFACE, Code, pack, pack_number, pack_settings
-from services.runtime import guarded_protocol, http2_server, problems
+from ps_http2.server import MAX_RESETS, MAX_STREAMS, ServerConnection
+from services.runtime import http1
 from services.runtime.app import add_raw_route
-from services.runtime.http2_server import MAX_RESETS, MAX_STREAMS, ServerConnection
-from services.runtime.limits import RequestLimits
-from services.runtime.own_memory import receive_into, send_from
+from services.runtime.settings import RequestLimits
 
 from ..http2.sockets import GET, Caller, connect, get, post
 from .support import Running, Sample, running
@@ -111,7 +112,7 @@ async def served(
             super().__init__(*args, **kwargs)
             connections.append(self)
 
-    monkeypatch.setattr(guarded_protocol, "ServerConnection", Remembered)
+    monkeypatch.setattr(http1, "ServerConnection", Remembered)
     sample = Sample()
     app = sample.make_app(limits)
     service = Served(None, sample, connections)  # type: ignore[arg-type]
@@ -174,7 +175,7 @@ async def test_every_kind_of_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_an_answer_before_the_body_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is whole, and the client is told that the rest is not wanted."""
-    monkeypatch.setattr(problems, "DISCARD_SECONDS", 0.1)
+    monkeypatch.setattr(asgi, "DISCARD_SECONDS", 0.1)
     async with served(monkeypatch) as service, await service.connect() as caller:
         number = caller.ask(post(b"/raw-refusal"), end_stream=False)
         caller.h2.send_data(number, b"12345")

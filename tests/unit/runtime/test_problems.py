@@ -9,10 +9,10 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from ps_http2 import asgi
 from ps_protocol.errors import RoundPending, StaleRound, TryAgain, error_from_problem
-from services.runtime import problems
+from services.runtime.errors import problem_response
 from services.runtime.logs import configure_logs
-from services.runtime.problems import problem_response
 
 from .support import Sample, running
 from .test_security import ask_raw
@@ -138,7 +138,7 @@ async def test_the_answer_arrives_although_the_body_was_not_read(client: httpx.A
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_body_that_does_not_come_delays_the_answer_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(problems, "DISCARD_SECONDS", 0.1)
+    monkeypatch.setattr(asgi, "DISCARD_SECONDS", 0.1)
     async with running(Sample().make_app()) as running_server:
         host, port = running_server.address.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))

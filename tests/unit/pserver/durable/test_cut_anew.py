@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.pserver.shard import Shard
-from services.pserver.shard_state import ShardState, concatenate, cut_anew
+from services.pserver.shard_state import ShardState, concatenate, reslice
 
 from ..oracle import make_numbers
 from .support import GROUPS, SPEC, gradients, new_shard, plan_for, step
@@ -51,7 +51,7 @@ def test_values_slots_counts_and_buffers_are_the_same_on_other_pservers(
     shards = []
     for index in range(after):
         shard = Shard(new, index)
-        shard.load_state(cut_anew(iter(states), old, new, index))
+        shard.load_state(reslice(iter(states), old, new, index))
         assert (shard.is_initialised, shard.version) == (True, rounds)
         shards.append(shard)
     expected = trained(new, rounds, take_step)

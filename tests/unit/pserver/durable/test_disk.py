@@ -10,12 +10,10 @@ import pytest
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import StorageFailed
-from services.pserver.durable.disk import Disk
-from services.pserver.durable.folder import IDENTITY, FolderTaken, StateFolder, open_folder
+from services.pserver.durable.disk import IDENTITY, Disk, FolderTaken, StateFolder, open_folder
 from services.pserver.history import History
 from services.runtime.checkpoints import MANIFEST, Manifest, round_folder, write_manifest
-from services.runtime.places import open_place
-from services.runtime.sealed import DamagedFile
+from services.runtime.storage import DamagedFile, open_checkpoint_storage
 
 from ...earlier_files import rewrite_sealed
 from .support import digest_after, install_for, new_shard, plan_for, step
@@ -32,9 +30,9 @@ def flip(path: Path) -> None:
 def train(folder: Path, rounds: int, checkpoints: tuple[int, ...], url: str = "") -> None:
     """One life of a pserver, with a coordinator that completes its checkpoints."""
     url = url or str(folder / "shared")
-    disk, place = Disk(folder / "state", url), open_place(url)
+    disk, place = Disk(folder / "state", url), open_checkpoint_storage(url)
     disk.open(0)
-    disk.register(0, 1)
+    disk.write_incarnation(0, 1)
     storage, _ = disk.open_run(install_for(PLAN))
     shard = new_shard(PLAN)
     for round_ in range(rounds + 1):
@@ -56,7 +54,7 @@ def test_it_finds_who_it_was_and_what_it_held(tmp_path):
     train(tmp_path, 6, (0, 4))
     disk = Disk(tmp_path / "state", str(tmp_path / "shared"))
     disk.open(None)
-    assert (disk.index, disk.previous) == (0, 1)
+    assert (disk.index, disk.previous_incarnation) == (0, 1)
     assert disk.held is not None
     assert (disk.held.run, disk.held.rounds.applied, disk.held.restorable) == ("run1", 6, ((0, 6),))
 
@@ -96,7 +94,7 @@ def test_an_identity_that_is_damaged_is_not_believed(tmp_path, accident):
     path.unlink()
     disk = Disk(tmp_path / "state")  # the lock was let go
     disk.open(0)
-    assert (disk.index, disk.previous, disk.held) == (0, 0, None)
+    assert (disk.index, disk.previous_incarnation, disk.held) == (0, 0, None)
 
 
 def test_an_identity_that_cannot_be_read_is_not_damaged(tmp_path):
@@ -109,7 +107,7 @@ def test_an_identity_that_cannot_be_read_is_not_damaged(tmp_path):
     path.with_suffix(".whole").rename(path)
     disk = Disk(tmp_path / "state")
     disk.open(0)
-    assert disk.previous == 1
+    assert disk.previous_incarnation == 1
 
 
 @pytest.mark.parametrize("lost", ["identity", "folder"])
@@ -126,11 +124,11 @@ def test_without_its_disk_it_goes_back_to_a_complete_checkpoint(tmp_path, lost, 
     disk.open(0)
     assert disk.find_checkpoints("run1", 0) == [(4, 4), (0, 0)]
     assert disk.find_checkpoints("run1", 1) == disk.find_checkpoints("run2", 0) == []
-    disk.register(0, 2)
+    disk.write_incarnation(0, 2)
     storage, restored = disk.open_run(install_for(PLAN, restore=4, attempt=1, incarnation=2))
     assert restored is not None
     assert (restored.round, restored.shard.digest()) == (4, digest_after(PLAN, 4))
-    assert storage.restorable() == [(4, 4), (0, 0)]
+    assert storage.find_restorable() == [(4, 4), (0, 0)]
 
 
 def test_damaged_checkpoints_are_no_way_back(tmp_path):
@@ -145,7 +143,7 @@ def test_nothing_is_deleted_for_a_checkpoint_that_is_not_there(tmp_path):
     train(tmp_path, 6, (0,))
     disk = Disk(tmp_path / "state", str(tmp_path / "shared"))
     disk.open(0)
-    disk.register(0, 2)
+    disk.write_incarnation(0, 2)
     with pytest.raises(StorageFailed, match="there is no checkpoint of round 6 of run run0"):
         disk.open_run(install_for(PLAN, restore=6, source="run0", incarnation=2))
     assert disk.folder is not None
@@ -161,14 +159,14 @@ def test_a_run_does_not_begin_with_a_damaged_checkpoint(tmp_path, name):
     train(tmp_path, 4, (0, 4))
     flip(tmp_path / "shared" / round_folder("run1", 4) / name)
     disk = Disk(tmp_path / "other", str(tmp_path / "shared"))
-    disk.register(0, 1)
+    disk.write_incarnation(0, 1)
     with pytest.raises(DamagedFile, match=rf"{name} in .* is damaged"):
         disk.open_run(install_for(PLAN, run="run2", restore=4, source="run1"))
 
 
 def test_a_run_does_not_begin_with_a_checkpoint_that_is_not_there(tmp_path):
     disk = Disk(tmp_path / "state")
-    disk.register(0, 1)
+    disk.write_incarnation(0, 1)
     with pytest.raises(StorageFailed, match="there is no checkpoint of round 4 of run run1"):
         disk.open_run(install_for(PLAN, run="run2", restore=4, source="run1"))
 
@@ -197,7 +195,7 @@ def test_a_later_life_fences_off_an_earlier_one(tmp_path):
 def reopened(folder: Path) -> Disk:
     disk = Disk(folder / "state", str(folder / "shared"))
     disk.open(0)
-    disk.register(0, 2)
+    disk.write_incarnation(0, 2)
     return disk
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from services.pserver.durable.segments import list_segments
 from services.pserver.durable.storage import RunStorage
-from services.pserver.durable.update_log import Update, UpdateLog
+from services.pserver.durable.update_log import Update, UpdateLog, list_segments
 from services.pserver.history import History
 from services.pserver.shard import Shard
 
@@ -75,7 +74,7 @@ def test_any_round_since_the_oldest_checkpoint_can_be_restored(tmp_path, round_)
     assert restored is not None
     assert restored.shard.digest() == digest_after(PLAN, round_)
     assert reopen(tmp_path).restore(12) is None
-    assert reopen(tmp_path).restorable() == [(0, 11)]
+    assert reopen(tmp_path).find_restorable() == [(0, 11)]
 
 
 def test_a_torn_tail_is_cut_off(tmp_path):
@@ -99,7 +98,7 @@ def test_damage_in_the_middle_of_the_log_ends_what_can_be_restored_there(tmp_pat
     train(tmp_path, 11)
     flip(segment(tmp_path, 8), 0.1)  # in round 9 of 9 to 11
     storage = reopen(tmp_path)
-    assert storage.restorable() == [(0, 8)]
+    assert storage.find_restorable() == [(0, 8)]
     restored = storage.restore()
     assert restored is not None
     assert restored.round == 8
@@ -109,7 +108,7 @@ def test_damage_in_an_older_part_of_the_log_costs_only_the_rounds_there(tmp_path
     train(tmp_path, 11)
     flip(segment(tmp_path, 4), 0.4)  # in round 6 of 5 to 8
     storage = reopen(tmp_path)
-    assert storage.restorable() == [(8, 11), (0, 5)]
+    assert storage.find_restorable() == [(8, 11), (0, 5)]
     assert storage.restore(6) is None
     for round_ in (5, 11):
         restored = storage.restore(round_)
@@ -156,14 +155,14 @@ def test_a_log_of_an_earlier_version_ends_where_it_sets_values(tmp_path, monkeyp
         )
         train(tmp_path, 11)
     storage = reopen(tmp_path)
-    assert storage.restorable() == [(0, 8)]
+    assert storage.find_restorable() == [(0, 8)]
     restored = storage.restore()
     assert restored is not None
     assert (restored.round, restored.is_short) == (8, True)
     assert restored.shard.digest() == digest_after(PLAN, 8)
     storage.resume(8, storage._install)
     step(restored.shard, 9, storage)
-    assert reopen(tmp_path).restorable() == [(0, 9)]
+    assert reopen(tmp_path).find_restorable() == [(0, 9)]
 
 
 @pytest.mark.parametrize("name", ["pserver-0-of-2.safetensors", "pserver-0-of-2.json"])
@@ -223,10 +222,10 @@ def test_without_a_log_a_checkpoint_is_what_there_is(tmp_path):
     restored = storage.restore()
     assert restored is not None
     assert restored.round == 8
-    assert sorted(storage.restorable()) == [(0, 0), (4, 4), (8, 8)]
+    assert sorted(storage.find_restorable()) == [(0, 0), (4, 4), (8, 8)]
     flip(tmp_path / "checkpoints" / "run1" / f"{4:012}" / "pserver-0-of-2.safetensors", 0.5)
-    assert sorted(storage.restorable(newest=3)) == [(0, 0), (4, 4), (8, 8)]
-    assert sorted(storage.restorable(newest=4)) == [(0, 0), (8, 8)]
+    assert sorted(storage.find_restorable(newest=3)) == [(0, 0), (4, 4), (8, 8)]
+    assert sorted(storage.find_restorable(newest=4)) == [(0, 0), (8, 8)]
 
 
 def test_the_log_reaches_back_over_as_many_checkpoints_as_are_kept(tmp_path):
@@ -234,7 +233,7 @@ def test_the_log_reaches_back_over_as_many_checkpoints_as_are_kept(tmp_path):
     storage.prune_folder(complete=None)
     assert sorted(storage.checkpoints) == [0, 4, 8]
     assert [segment.base for segment in list_segments(tmp_path / "log-0")] == [4, 8]
-    assert reopen(tmp_path).restorable() == [(4, 11), (0, 0)]
+    assert reopen(tmp_path).find_restorable() == [(4, 11), (0, 0)]
 
 
 @pytest.mark.parametrize(
@@ -260,17 +259,17 @@ def test_only_what_no_complete_checkpoint_can_need_is_deleted_from_the_place(tmp
 
 def test_nothing_is_deleted_that_the_run_may_go_back_to_before_it_goes_on(tmp_path):
     storage = train(tmp_path, 11, checkpoints=(2, 4, 8))
-    ranges = storage.restorable()
+    ranges = storage.find_restorable()
     storage.prune_place((8, 4))
     storage.prune_folder(complete=(8, 4))
-    assert reopen(tmp_path).restorable() == ranges
+    assert reopen(tmp_path).find_restorable() == ranges
     restored = storage.restore()
     assert restored is not None
     storage.snapshot(restored.shard, restored.history, is_own=True)  # the run goes on
     storage.close()
     storage.prune_place((8, 4))
     storage.prune_folder(complete=(8, 4))
-    assert reopen(tmp_path).restorable() == [(4, 11)]
+    assert reopen(tmp_path).find_restorable() == [(4, 11)]
 
 
 def test_a_checkpoint_that_cannot_be_deleted_now_is_deleted_later(tmp_path, monkeypatch):
@@ -305,7 +304,7 @@ def test_a_pserver_that_is_named_no_round_keeps_its_log_short_by_itself(tmp_path
     assert [segment.base for segment in list_segments(tmp_path / "log-0")] == [24, 28]
     assert list(storage.checkpoints) == [0]  # of which others may have their part
     again = reopen(tmp_path)
-    assert again.restorable() == [(24, 30), (0, 0)]
+    assert again.find_restorable() == [(24, 30), (0, 0)]
     restored = again.restore()
     assert restored is not None
     assert (restored.round, restored.shard.digest()) == (30, digest_after(PLAN, 30))
@@ -326,7 +325,7 @@ def test_going_back_deletes_checkpoints_of_its_own_that_lie_behind(tmp_path):
     storage = reopen(tmp_path)
     assert storage.restore(26) is not None
     storage.resume(26, storage._install.model_copy(update={"attempt": 1}))
-    assert reopen(tmp_path).restorable() == [(24, 26), (0, 0)]
+    assert reopen(tmp_path).find_restorable() == [(24, 26), (0, 0)]
     assert [path.name for path in (tmp_path / "log-0").glob("*.checkpoint*")] == [f"{24:012}.checkpoint"]
 
 
@@ -354,7 +353,7 @@ def test_a_run_that_is_over_keeps_its_last_checkpoint_and_no_log(tmp_path):
     storage.snapshot(shard, History())()
     storage.is_over = True
     storage.prune_folder(complete=(0,))
-    assert reopen(tmp_path).restorable() == [(28, 30), (0, 0)]  # until the coordinator says that it is complete
+    assert reopen(tmp_path).find_restorable() == [(28, 30), (0, 0)]  # until the coordinator says that it is complete
     storage.prune_folder(complete=(30, 0))
     assert sum(path.stat().st_size for path in (tmp_path / "log-0").iterdir()) == 0
     again = reopen(tmp_path)
@@ -427,7 +426,7 @@ def test_going_back_deletes_what_lies_behind(tmp_path):
     assert sorted(storage.checkpoints) == [0, 4]
     storage.close()
     storage = reopen(tmp_path)
-    assert storage.restorable() == [(0, 6)]
+    assert storage.find_restorable() == [(0, 6)]
     step(Shard(PLAN, 0), 1)  # nothing is shared with another shard
     assert storage.restore(7) is None
 
@@ -452,7 +451,7 @@ def test_a_place_that_does_not_delete_does_not_keep_the_run_from_going_back(tmp_
     storage.close()
     storage = RunStorage(storage._install, 0, tmp_path / "log-0", place_in(tmp_path))
     storage.find_checkpoints()
-    assert storage.restorable() == [(0, 6)]
+    assert storage.find_restorable() == [(0, 6)]
 
 
 def test_histories_from_before_there_were_norms_are_read():

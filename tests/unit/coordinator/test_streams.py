@@ -1,0 +1,200 @@
+"""Long responses: events, and parameters that a slow client reads."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from starlette.types import ASGIApp, Message
+
+from ps_protocol.frames import LENGTH_BYTES, FrameLimits, encode_header, parse_header
+from ps_protocol.plan import make_plan
+from ps_protocol.vocabulary import ParameterSpec
+from services.coordinator.app import make_coordinator_app
+from services.coordinator.coordinator import Coordinator
+from services.coordinator.inspection import arriving
+from services.coordinator.inspection.event_stream import MAX_STREAMS
+from services.coordinator.inspection.parameters import open_parameter, wait_for_newer
+from services.coordinator.settings import CoordinatorSettings
+from services.runtime import large_replies
+from services.runtime.large_replies import MAX_AT_ONCE, PART_BYTES
+from services.runtime.metrics import ServiceMetrics
+
+from .coordinating import AsgiClient, eventually, training
+from .support import beat, registration
+
+pytestmark = pytest.mark.asyncio
+
+NUM_PARTS = 50
+NUM_ELEMENTS = NUM_PARTS * PART_BYTES // 2 + 1  # of bfloat16, in parts that begin in the middle of an element
+ONE = (0x3F80).to_bytes(2, "little")
+
+
+class EventReader(AsgiClient):
+    def __init__(self) -> None:
+        super().__init__("/v1/events/stream")
+        self.status = asyncio.get_running_loop().create_future()
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status.set_result(message["status"])
+
+
+async def test_event_streams_are_limited_and_a_closed_one_makes_room() -> None:
+    async with httpx.AsyncClient() as http, asyncio.TaskGroup() as tasks:
+        app = make_coordinator_app(Coordinator(CoordinatorSettings(), http), ServiceMetrics("coordinator"))
+        for _ in range(2):
+            readers = [EventReader() for _ in range(MAX_STREAMS + 5)]
+            calls = [tasks.create_task(reader.call(app)) for reader in readers]
+            statuses = [await reader.status for reader in readers]
+            assert (statuses.count(200), statuses.count(503)) == (MAX_STREAMS, 5)
+            for reader, call in zip(readers, calls, strict=True):
+                reader.leaves.set()
+                await call
+
+
+class ParameterReader(AsgiClient):
+    """Reads the parts of a parameter when `may_read` is set."""
+
+    def __init__(self) -> None:
+        super().__init__("/v1/parameters/w", b"format=npy")
+        self.may_read = asyncio.Event()
+        self.has_headers = asyncio.Event()
+        self.start: dict[str, Any] = {}
+        self.parts: list[bytes] = []
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.start = dict(message)
+            self.has_headers.set()
+            return
+        await self.may_read.wait()
+        self.parts.append(message["body"])
+
+
+class Pservers(httpx.AsyncBaseTransport):
+    """Pservers that serve one parameter of a block each, part by part as the parts are read."""
+
+    def __init__(self, number: int = 1) -> None:
+        self.plan = make_plan([ParameterSpec("w", (NUM_ELEMENTS,), "BF16")], number)
+        self.num_taken = [0] * number
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        [block] = [block for block in self.plan.blocks if block.name == request.url.params["name"]]
+        facts = {"run": "r", "attempt": "0", "round": "7"}
+        header = encode_header([(block.name, "BF16", (block.num_elements,))], facts)
+        num_bytes = 2 * block.num_elements
+
+        async def parts() -> AsyncIterator[bytes]:
+            yield header
+            for begin in range(0, num_bytes, PART_BYTES - 1):
+                self.num_taken[block.pserver] += 1
+                yield (ONE * (PART_BYTES // 2 + 1))[begin % 2 :][: min(PART_BYTES - 1, num_bytes - begin)]
+
+        return httpx.Response(200, content=parts())
+
+
+@asynccontextmanager
+async def serving(pservers: Pservers) -> AsyncIterator[Coordinator]:
+    async with httpx.AsyncClient(transport=pservers) as http:
+        number = len(pservers.num_taken)
+        coordinator = Coordinator(CoordinatorSettings(num_pservers=number), http)
+        for index in range(number):
+            coordinator.cluster.register_pserver(registration(str(index), index=index), coordinator.now())
+        coordinator.cluster.run.plan = pservers.plan
+        yield coordinator
+
+
+def read(app: ASGIApp, tasks: asyncio.TaskGroup) -> tuple[ParameterReader, asyncio.Task[None]]:
+    reader = ParameterReader()
+    return reader, tasks.create_task(reader.call(app))
+
+
+async def test_slow_readers_are_limited_and_unread_parts_are_not_buffered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_replies, "PATIENCE_SECONDS", 0.1)
+    pservers = Pservers()
+    async with serving(pservers) as coordinator, asyncio.TaskGroup() as tasks:
+        app = make_coordinator_app(coordinator, ServiceMetrics("coordinator"))
+        slow = [read(app, tasks) for _ in range(MAX_AT_ONCE)]
+        for reader, _ in slow:
+            await reader.has_headers.wait()
+        late, refused = read(app, tasks)
+        late.may_read.set()
+        await refused
+        assert (late.start["status"], json.loads(b"".join(late.parts))["code"]) == (503, "overloaded")
+        assert pservers.num_taken[0] <= 3 * MAX_AT_ONCE
+        for reader, answered in slow:
+            reader.may_read.set()
+            await answered
+            headers = dict(reader.start["headers"])
+            assert headers[b"gradpost-round"] == b"7"
+            assert headers[b"etag"] == b'"r.0.7"'  # of the values that were read, not of the run as it is now
+            body = b"".join(reader.parts)
+            assert len(body) == int(headers[b"content-length"])
+            values = np.load(io.BytesIO(body))
+            assert (values.dtype, values.shape) == (np.float32, (NUM_ELEMENTS,))
+            assert (values == 1).all()
+
+
+async def test_nothing_more_is_read_for_a_client_that_has_disconnected() -> None:
+    pservers = Pservers()
+    async with serving(pservers) as coordinator, asyncio.TaskGroup() as tasks:
+        reader, answered = read(make_coordinator_app(coordinator, ServiceMetrics("coordinator")), tasks)
+        await reader.has_headers.wait()
+        reader.leaves.set()
+        await asyncio.sleep(0)
+        reader.may_read.set()
+        await answered
+        assert pservers.num_taken[0] <= 5
+
+
+async def test_a_part_that_is_arriving_is_delivered_to_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arriving, "STILL_SECONDS", 0.0)
+    is_reading, may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def parts() -> AsyncIterator[bytes]:
+        is_reading.set()
+        await may_go_on.wait()
+        yield b"last"
+
+    header = encode_header([("w.block0", "F32", (1,))])[LENGTH_BYTES:]
+    frame = arriving.ArrivingFrame(parse_header(header, FrameLimits()), parts(), b"")
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(frame.keep_moving())
+        await is_reading.wait()
+        reading = tasks.create_task(anext(frame.read(4)))
+        await asyncio.sleep(0)
+        may_go_on.set()
+        assert await reading == b"last"
+
+
+async def test_later_blocks_are_received_while_a_slow_client_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise their pserver would close the connection as stalled."""
+    monkeypatch.setattr(arriving, "STILL_SECONDS", 0.02)
+    pservers = Pservers(2)
+    async with serving(pservers) as coordinator, open_parameter(coordinator, "w", "safetensors") as stream:
+        parts = [await anext(stream.parts), await anext(stream.parts)]
+        await eventually(lambda: pservers.num_taken[1] > 10)
+        parts += [part async for part in stream.parts]
+        assert len(b"".join(parts)) == stream.num_bytes
+        assert b"".join(parts).endswith(ONE * NUM_ELEMENTS)
+
+
+async def test_a_parameter_without_elements_has_the_round_that_all_pservers_have() -> None:
+    """No pserver has a block of it: a client that waits for a newer version would ask again without a pause."""
+    async with training() as coordinator:
+        cluster = coordinator.cluster
+        cluster.run.plan = make_plan([ParameterSpec("none", (0, 7))], 2)
+        for index, round_ in ((0, 9), (1, 8)):
+            cluster.pserver_heartbeat(index, beat(run=cluster.run.name, round_=round_), coordinator.now())
+        assert not await wait_for_newer(coordinator, "none", 8, 0.01)
+        assert await wait_for_newer(coordinator, "none", 7, 0.01)
+        async with open_parameter(coordinator, "none", "npy") as stream:
+            assert stream.headers["gradpost-round"] == "8"

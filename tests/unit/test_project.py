@@ -1,0 +1,332 @@
+"""Checks of the whole project: its dependencies, imports, Makefile and language."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tokenize
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gradpost
+from ps_protocol.errors import ERRORS
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGES: list[str] = SETTINGS["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+
+
+def run(arguments: list[str], folder: Path = ROOT, **environment: str) -> tuple[int, str]:
+    """Return the exit code of a process, and what it wrote to stdout and stderr."""
+    process = subprocess.run(
+        arguments,
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return process.returncode, process.stdout
+
+
+def parse(source: str) -> ast.Module:
+    try:
+        return ast.parse(source)
+    except SystemError:  # CPython 3.11, if another thread parses or prints a traceback at the time (gh-106905)
+        return ast.parse(source)
+
+
+def python_files(folder: str) -> list[Path]:
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert files
+    return files
+
+
+# ---------------------------------------------------------------- dependencies
+
+
+def normalise(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def names_of(requirements: list[str]) -> set[str]:
+    return {normalise(re.split(r"[\[<>=]", requirement)[0]) for requirement in requirements}
+
+
+LOCKS = [
+    [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
+    for name in ("requirements.lock", "requirements-bench.lock", "requirements-adapters.lock")
+]
+
+
+def test_locks_are_sorted_lists_of_exact_public_versions_for_any_platform() -> None:
+    for lines in LOCKS:
+        assert [line.lower() for line in lines] == sorted(line.lower() for line in lines)
+        for line in lines:
+            assert re.fullmatch(r"[A-Za-z0-9._-]+==[0-9]+(\.[0-9]+)*(\.?(post|rc|a|b)[0-9]+)?", line), line
+            assert not re.match("nvidia|triton|cuda|pip=", line), line
+
+
+def test_locks_name_each_declared_dependency_once() -> None:
+    project = SETTINGS["project"]
+    declared = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
+    locked = names_of([line for lines in LOCKS for line in lines])
+    assert len(locked) == sum(map(len, LOCKS))
+    assert not names_of(declared) - locked
+
+
+def imported_by(file: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module)
+    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - set(PACKAGES)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_import_is_declared(package: str) -> None:
+    distributions = packages_distributions()
+    # fastapi and pydantic are built on these two.
+    known = names_of(SETTINGS["project"]["dependencies"]) | {"starlette", "pydantic-core"}
+    undeclared = {
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in python_files(package)
+        for name in imported_by(file)
+        if not known & {normalise(d) for d in distributions.get(name, [name])}
+    }
+    assert not undeclared
+
+
+AUDIT = ROOT / ".ci" / "audit.py"
+FINE = {"name": "fine", "version": "1.0", "vulns": []}
+VULNERABLE = {"name": "bad", "version": "0.1", "vulns": [{"id": "CVE-1", "fix_versions": ["0.2"], "aliases": []}]}
+SKIPPED = {"name": "unknown", "skip_reason": "Dependency not found"}
+UNREACHABLE = "Traceback\nrequests.exceptions.ConnectionError: no name api.osv.dev"
+
+
+@pytest.mark.skipif(not AUDIT.exists(), reason="is not in a source distribution")
+@pytest.mark.parametrize(
+    ("packages", "error", "code", "expected_code", "said"),
+    [
+        ([FINE, FINE], "", 0, 0, r"audit: 2 packages looked up, 0 with known vulnerabilities\n$"),
+        ([FINE, VULNERABLE], "", 1, 1, r"audit: bad 0\.1: CVE-1, mended in 0\.2\n"),
+        ([FINE, SKIPPED], "", 0, 1, r"unknown was not looked up: Dependency not found"),
+        (None, UNREACHABLE, 1, 0, r"audit: NOT DONE, since osv\.dev cannot be reached: requests\.exceptions\.Conn"),
+        (None, "KeyError: 'name'", 0, 1, ""),
+        (None, "KeyError: 'name'", 1, 1, ""),
+    ],
+)
+def test_audit_fails_unless_no_package_is_vulnerable_or_the_advisories_are_unreachable(
+    packages: list[Any] | None, error: str, code: int, expected_code: int, said: str, tmp_path: Path
+) -> None:
+    report = "" if packages is None else json.dumps({"dependencies": packages, "fixes": []})
+    script = f"import sys\nassert '--requirement' in sys.argv\nprint({report!r})\nprint({error!r}, file=sys.stderr)"
+    (tmp_path / "pip_audit.py").write_text(f"{script}\nsys.exit({code})")
+    actual_code, output = run([sys.executable, "-P", str(AUDIT)], PYTHONPATH=str(tmp_path))
+    assert (actual_code, re.search(said, output) is not None) == (expected_code, True), output
+
+
+# ---------------------------------------------------------------- imports
+
+
+def run_import_linter(folder: Path) -> tuple[int, set[tuple[str, str]], str]:
+    """Return the exit code, the verdict on each contract, and the output."""
+    pytest.importorskip("importlinter")
+    script = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+    code, output = run([sys.executable, "-P", "-c", script], folder, PYTHONPATH=str(folder))
+    return code, set(re.findall(r"^(.+) (KEPT|BROKEN)\b", output, re.MULTILINE)), output
+
+
+def test_import_contracts_are_kept_and_violations_are_noticed(tmp_path: Path) -> None:
+    """Check both ways: a contract over misspelt modules would always be kept."""
+    contracts = [contract["name"] for contract in SETTINGS["tool"]["importlinter"]["contracts"]]
+    code, verdicts, output = run_import_linter(ROOT)
+    assert (code, verdicts) == (0, {(name, "KEPT") for name in contracts}), output
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for path, line in [
+        ("ps_protocol/slicing.py", "import services.runtime"),
+        ("services/runtime/__init__.py", "import services.pserver"),
+        ("ps_protocol/plan.py", "import pydantic"),
+        ("ps_http2/frames.py", "import ps_protocol"),
+        ("ps_http2/connection.py", "import httpx"),
+        ("ps_http2/client.py", "import starlette"),
+        ("ps_http2/stream.py", "from . import connection"),
+        ("services/pserver/rounds.py", "import asyncio"),
+    ]:
+        with (tmp_path / path).open("a") as file:
+            file.write(f"\n{line}\n")
+    code, verdicts, output = run_import_linter(tmp_path)
+    assert (code, verdicts) == (1, {(name, "BROKEN") for name in contracts}), output
+
+
+def test_public_names_are_imported_without_torch_until_one_needs_it() -> None:
+    program = (
+        "import sys, gradpost\n"
+        "assert 'torch' not in sys.modules and 'pydantic' not in sys.modules\n"
+        "print([name for name in gradpost.__all__ if getattr(gradpost, name).__name__ != name])\n"
+        "assert 'torch' in sys.modules\n"
+    )
+    assert run([sys.executable, "-P", "-c", program]) == (0, "[]\n")
+    assert {error.family for error in ERRORS.values()} <= {getattr(gradpost, name) for name in gradpost.__all__}
+
+
+PICKLING_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+# The last two parts of the names of functions and modules that unpickle, or may.
+PICKLING_NAMES = {
+    "torch.load",
+    "torch.save",
+    "np.load",
+    "numpy.load",
+    "pandas.read_pickle",
+    "hub.load",
+    "multiprocessing.connection",
+}
+
+
+def find_unpickling(source: str) -> set[str]:
+    found = set()
+    for node in ast.walk(parse(source)):
+        match node:
+            case ast.Import(names=names):
+                found |= {alias.name for alias in names if alias.name.partition(".")[0] in PICKLING_MODULES}
+            case ast.ImportFrom(module=str(name), names=names):
+                found |= {f"{name.rpartition('.')[2]}.{alias.name}" for alias in names} & PICKLING_NAMES
+                found |= {name} if name.partition(".")[0] in PICKLING_MODULES else set()
+            case ast.Attribute(value=ast.Name(id=name) | ast.Attribute(attr=name), attr=attribute):
+                found |= {f"{name}.{attribute}"} & PICKLING_NAMES
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_nothing_that_unpickles_is_used(package: str) -> None:
+    assert {str(file): found for file in python_files(package) if (found := find_unpickling(file.read_text()))} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["import pickle", "import shelve as s", "from marshal import loads", "from torch import load", "x = torch.load(f)",
+     "import dill.source", "a.hub.load(x)", "from multiprocessing import connection"],
+)  # fmt: skip
+def test_unpickling_would_be_noticed(line: str) -> None:
+    assert find_unpickling(line)
+
+
+# ---------------------------------------------------------------- the Makefile
+
+
+def make(*arguments: str) -> list[str]:
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    code, output = run(["make", "--no-print-directory", f"PYTHON={sys.executable}", *arguments])
+    assert code == 0, output
+    return output.splitlines()
+
+
+def test_make_lists_every_target() -> None:
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert targets is not None
+    listed = re.findall(r"^  make ([a-z-]+) +\S", "\n".join(make()), re.MULTILINE)
+    assert sorted(listed) == sorted(targets[1].split())
+
+
+def test_make_passes_its_arguments_on() -> None:
+    train = make("--dry-run", "train", "MODE=sync", "TRAINERS=3")[-1]
+    assert train == ".venv/bin/gradpost up --mode sync --pservers 2 --trainers 3 -- python examples/digits.py"
+    chaos = make("--dry-run", "chaos", "ARGS=--minutes 3 --seed 1")[-1]
+    assert chaos == ".venv/bin/python -m tests.chaos --minutes 3 --seed 1"
+
+
+def test_test_all_is_test_and_what_that_leaves_out() -> None:
+    quick, all_ = (make("--dry-run", target) for target in ("test", "test-all"))
+    assert all_[: len(quick)] == quick
+    assert all("adapters" in line for line in all_[len(quick) : -2])  # if they are not installed yet
+    side_by_side, alone = all_[-2:]
+    assert quick[-1] == side_by_side.replace('"extended and not soak and not alone"', '"not extended and not soak"')
+    assert side_by_side == alone.replace("and alone", "and not alone") + " -n 2 --dist loadfile"
+
+
+def test_soak_runs_what_test_all_leaves_out_and_ends_within_an_hour() -> None:
+    side_by_side, alone, chaos = make("--dry-run", "soak", "ARGS=--seed 7")[-3:]
+    assert '-m "(soak or hypothesis) and not alone"' in side_by_side
+    assert "tests/attacks tests/chaos -m alone" in alone
+    seconds = [int(*re.findall(r"--session-timeout (\d+)", line)) for line in (side_by_side, alone)]
+    [minutes] = re.findall(r"tests\.chaos --minutes (\d+) --seed 7$", chaos)
+    assert sum(seconds) + 60 * int(minutes) < 3600
+
+
+# ---------------------------------------------------------------- language
+
+# Folders whose docstrings, comments and strings follow the rules below.
+PLAIN = ["examples", "ps_config", "tests/unit/up"]
+
+FRAGMENT = re.compile(r"(Of|Who|Whom|Whose|Whoever|Those|What|Whether|The same)\b")
+# Spelt so that this file contains none of the words.
+ARCHAISM = re.compile(r"\b(a(?:new)|who(?:ever)|(?:no|some|every)(?:body))\b", re.IGNORECASE)
+QUOTATION = re.compile(r"""`[^`]*`|"[^"]*"|“[^”]*”""")
+
+
+def find_fragments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the beginning of each docstring that is no sentence."""
+    for node in ast.walk(parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            begin = (ast.get_docstring(node) or "A class.").partition("\n\n")[0].strip()
+            if begin[0].islower() or begin[-1] not in ".:?!" or FRAGMENT.match(begin):
+                yield node.body[0].lineno, begin
+
+
+def find_archaisms(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each comment and string that contains such a word outside quotations."""
+    strings = (node for node in ast.walk(parse(source)) if isinstance(node, ast.Constant))
+    texts = [(node.lineno, node.value) for node in strings if isinstance(node.value, str)]
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    texts += [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+    return ((line, text) for line, text in texts if ARCHAISM.search(QUOTATION.sub("", text)))
+
+
+@pytest.mark.parametrize("folder", PLAIN)
+def test_docstrings_are_sentences_and_words_are_plain(folder: str) -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{line}: {text[:100]}"
+        for file in python_files(folder)
+        for find in (find_fragments, find_archaisms)
+        for line, text in find(file.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("docstring", "is_refused"),
+    [
+        ("Return the ranks.", False),
+        ("`encode` undoes this.\n\nIn any order", False),
+        ("Return the ranks", True),
+        ("return the ranks.", True),
+        ("Of a further process: its place.", True),
+        ("The same for a bucket.", True),
+        ("Whether it has lasted.", True),
+    ],
+)
+def test_a_fragment_would_be_noticed(docstring: str, is_refused: bool) -> None:
+    assert bool(list(find_fragments(f"def f():\n    {docstring!r}"))) == is_refused
+
+
+@pytest.mark.parametrize("word", ["a" + "new", "Who" + "ever", "no" + "body"])
+def test_an_archaism_would_be_noticed(word: str) -> None:
+    for line, is_refused in ((f"# {word}", True), (f"x = f'{word} {{y}}'", True), (f"# the word `{word}`", False)):
+        assert bool(list(find_archaisms(line))) == is_refused, line
