@@ -69,7 +69,7 @@ def test_tls_on_every_link(http2: bool, tmp_path: Path, shared_cluster: StartClu
 
 def count_connections(session: Session, tcp: list[int]) -> None:
     """To the ports of the pservers, of this process, in which the trainers are threads."""
-    ports = {int(pserver.info.address.rpartition(":")[2]) for pserver in session.client.pservers}
+    ports = {int(pserver.connection.info.address.rpartition(":")[2]) for pserver in session.client.pservers}
     connections = psutil.Process().net_connections("tcp")
     tcp.append(sum(bool(one.raddr) and one.raddr.port in ports for one in connections))
 
@@ -105,7 +105,7 @@ def test_blocks_travel_over_unix_sockets_if_both_sides_want_that(offered: bool, 
     local: list[int] = []
 
     def look(session: Session) -> None:
-        infos = [pserver.info for pserver in session.client.pservers]
+        infos = [pserver.connection.info for pserver in session.client.pservers]
         assert all((info.local is not None) == offered for info in infos)
         count_connections(session, tcp)
         local.append(local_connections({info.local for info in infos if info.local is not None}))
@@ -130,7 +130,7 @@ def test_the_next_life_of_a_pserver_is_reached_as_it_says(offers: bool) -> None:
     names: list[str | None] = []
 
     def kill(session: Session) -> None:
-        names.append(session.client.pservers[0].info.local)
+        names.append(session.client.pservers[0].connection.info.local)
         cluster.pservers[0].signal(9)
         cluster.pservers[0].wait(10)
         cluster.start_pserver(0, GRADPOST_LOCAL_TRANSPORT=str(offers))
@@ -138,7 +138,7 @@ def test_the_next_life_of_a_pserver_is_reached_as_it_says(offers: bool) -> None:
     def after(session: Session) -> dict[str, Tensor]:
         trained = train(session, kill)
         if session.rank == 0:
-            names.append(session.client.pservers[0].info.local)
+            names.append(session.client.pservers[0].connection.info.local)
             count_connections(session, tcp)
             assert [pserver.link.is_local for pserver in session.client.pservers] == [offers, True]
         return trained
