@@ -78,7 +78,6 @@ def test_nothing_to_describe() -> None:
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 def test_an_update_is_seen_though_some_values_are_no_numbers(odd: float) -> None:
-    """Else the blocks of a parameter of which one has such values would never be taken for those of one round."""
     before, after = torch.tensor([1.0, odd, 2.0]), torch.tensor([4.0, odd, 2.0])
     found = Statistics.model_validate_json(describe_values(after, 7, before).model_dump_json())
     assert (found.update_squares, found.before_squares) == (9.0, 5.0)
