@@ -306,7 +306,6 @@ def test_blocks_of_all_sizes_are_scaled_once(num_contributions):
 @settings(deadline=None)
 @given(st.integers(0, 5), st.sampled_from(list(DTYPES)), st.integers(0, 3), st.data())
 def test_the_mean_is_summed_in_rank_order_in_float32(num_contributions, dtype, offset, data):
-    """Contributions of any dtype, presence and address, which are only read; -0.0 stays -0.0."""
     aggregator, layout = make_aggregator(1, 65, 130, 2 * PIECE + 7, 5, dtype=dtype)
     contributions = []
     for rank in range(num_contributions):
