@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ps_protocol.frames import FrameLimits, parse_frame
 from ps_protocol.plan import make_plan
-from ps_protocol.quantisation import PIECE, add_difference
+from ps_protocol.quantisation import PIECE, add_delta
 from ps_protocol.routes import BARRIER_HEADER, SINCE_KEY, VERDICT_HEADER
 from ps_protocol.vocabulary import ParameterSpec
 from ps_protocol.wire_types import GROUP, SCALES, WireTypes
@@ -234,7 +234,7 @@ def add(values: dict[str, Tensor], body: bytes) -> dict[str, Tensor]:
     result = {name: value.clone() for name, value in values.items()}
     for name, tensor in found.items():
         if tensor.dtype == torch.int8:
-            add_difference(result[name], tensor, found[name + SCALES])
+            add_delta(result[name], tensor, found[name + SCALES])
         elif not name.endswith(SCALES):
             result[name] = tensor
     return result
