@@ -10,9 +10,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from ps_protocol.controls import NONE
 from ps_protocol.errors import BadInput, Conflict, GradpostError, NotFound, NotReady, StorageFailed, TryAgain
-from ps_protocol.messages import CheckpointCreated, Controls, Message
+from ps_protocol.fields import Message
+from ps_protocol.membership import Controls
+from ps_protocol.messages import CheckpointCreated
 from ps_protocol.vocabulary import Rank, Round
 
 from .coordinator import Coordinator
@@ -46,8 +47,7 @@ class Administration:
     def controls(self) -> Controls:
         """What stands, or is about to."""
         run = self._coordinator.cluster.run
-        decided = run.decision.controls  # it may be on its way to the disk
-        return run.wanted or (decided[-1] if decided else NONE)
+        return run.wanted or run.decision.membership.newest_controls  # the decision may be on its way to the disk
 
     # ------------------------------------------------------------------ what can be done
 
@@ -250,8 +250,8 @@ class Administration:
         round_ = max(rounds, default=0) + 1
         if action == "roll back":
             round_ = (run.resume or 0) + 1
-        elif action != "evict" and run.controls:
-            round_ = run.controls[-1].since
+        elif action != "evict" and run.membership.controls:
+            round_ = run.membership.newest_controls.since
         return ChangeDone(run=run.name, attempt=run.attempt, round=round_, controls=self.controls)
 
     def _training(self) -> Run:

@@ -8,8 +8,9 @@ from fastapi import FastAPI, Query, Request
 from pydantic import Field
 
 from ps_protocol import routes
-from ps_protocol.fields import Count, Name, OrdinalText, Real, Round
-from ps_protocol.messages import CheckpointCreated, Controls, Message
+from ps_protocol.fields import Count, Message, Name, OrdinalText, Real, Round
+from ps_protocol.membership import Controls
+from ps_protocol.messages import CheckpointCreated
 from services.runtime.security import name_token
 
 from .administration import Administration, ChangeDone

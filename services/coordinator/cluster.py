@@ -16,6 +16,7 @@ from ps_protocol.errors import (
     TrainerLost,
     error_from_problem,
 )
+from ps_protocol.membership import Membership
 from ps_protocol.messages import (
     HeldRun,
     InstallMembers,
@@ -35,7 +36,6 @@ from ps_protocol.messages import (
 from ps_protocol.vocabulary import PROTOCOL_VERSION, Incarnation, NonfinitePolicy, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest
 
-from .decision import Membership
 from .defaults import RunDefaults
 from .model import check_same_tensors
 from .pservers import PserverRegistry
@@ -397,7 +397,7 @@ class Cluster:
     @property
     def pause(self) -> str:
         """What to say to those who wait since an administrator has paused the run; nothing if it is not paused."""
-        if self.run.state != "training" or not self.run.controls or not self.run.controls[-1].is_paused:
+        if self.run.state != "training" or not self.run.membership.newest_controls.is_paused:
             return ""
         return "an administrator has paused the run; it goes on after POST /v1/controls/resume"
 
@@ -416,11 +416,13 @@ class Cluster:
                 run.fail(error, now)
                 return False
             run.resume, run.source = self.beginning.round, self.beginning.run
-            run.controls = (self.beginning.controls.model_copy(update={"since": 0}),)
+            controls = self.beginning.controls.model_copy(update={"since": 0})
+            starts: dict[Rank, Round] = {}
             if run.defaults.consistency.is_async:
                 steps = self.beginning.newest_steps
                 others = min(steps.values(), default=self.beginning.round)
-                run.membership = Membership(run.members, {rank: steps.get(rank, others) + 1 for rank in run.members})
+                starts = {rank: steps.get(rank, others) + 1 for rank in run.members}
+            run.membership = Membership(run.members, starts, controls=(controls,))
             self.beginning = None
         self.installed_members = {}
         self.run_incarnations = {i: m.info.incarnation for i, m in self.registry.members.items()}
@@ -454,11 +456,7 @@ class Cluster:
             source=run.source,
             uploader=run.uploader,
             number=number,
-            members=run.membership.members,
-            starts=run.membership.starts,
-            sets=run.membership.sets,
-            verdicts=run.membership.verdicts,
-            controls=run.controls,
+            membership=run.membership,
         )
 
     @property
@@ -473,11 +471,7 @@ class Cluster:
             run=run.name,
             attempt=run.attempt,
             number=number,
-            members=run.membership.members,
-            starts=run.membership.starts,
-            sets=run.membership.sets,
-            verdicts=run.membership.verdicts,
-            controls=run.controls,
+            membership=run.membership,
             failure=run.failure.to_problem() if run.failure else None,
         )
 

@@ -13,7 +13,8 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import Field
 
-from ps_protocol.messages import Message, RunState
+from ps_protocol.fields import Message
+from ps_protocol.messages import RunState
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 
 from .cluster import Cluster

@@ -16,9 +16,10 @@ from dataclasses import replace
 import httpx
 from pydantic import TypeAdapter
 
-from ps_protocol.controls import succeed
 from ps_protocol.errors import ERRORS, Conflict, Ended, GradpostError, NotReady, StaleRun, StorageFailed
-from ps_protocol.messages import Controls, Freeze, FrozenRounds, Message
+from ps_protocol.fields import Message
+from ps_protocol.membership import Membership
+from ps_protocol.messages import Freeze, FrozenRounds
 from ps_protocol.routes import FREEZE, MEMBERS, RESTORABLE, RUN
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.failpoints import reach_failpoint
@@ -26,7 +27,7 @@ from services.runtime.logs import get_logger
 
 from .cluster import Cluster
 from .control import TIMEOUT_SECONDS, call_pserver
-from .decision import Decision, Membership, Rollback, decide, decide_steps, newest_common
+from .decision import Decision, Rollback, decide, decide_steps, newest_common
 from .pservers import PserverMember
 from .run import Run
 
@@ -142,16 +143,13 @@ class Installer:
             member.info.index: answer.applied if answer is not None and answer.is_readable else None
             for member, answer in zip(members, answers, strict=True)
         }
-        controls = self._controls(run, [answer for answer in answers if answer is not None])
-        await self._adopt(run, members, replace(run.decision, membership=outcome, controls=controls), restore)
+        if run.wanted is not None:  # the pservers stand still, so it counts from the first round that none has applied
+            applied = [answer.applied for answer in answers if answer is not None]
+            outcome = outcome.with_controls(
+                run.wanted.model_copy(update={"since": max(applied) + 1}), first=min(applied) + 1
+            )
+        await self._adopt(run, members, replace(run.decision, membership=outcome), restore)
         return True
-
-    def _controls(self, run: Run, answers: list[FrozenRounds]) -> tuple[Controls, ...]:
-        """What is wanted counts from the first round on that nobody has applied: all stand still now."""
-        if run.wanted is None:
-            return run.controls
-        first, newest = min(answer.applied for answer in answers) + 1, max(answer.applied for answer in answers)
-        return succeed(run.controls, run.wanted.model_copy(update={"since": newest + 1}), first)
 
     def _judge(
         self,
@@ -276,10 +274,10 @@ class Installer:
             return False
         uploader = run.uploader if round_ is not None else min(targets, default=run.uploader)
         # What stands, or is wanted, goes on standing.
-        standing = run.controls[-1:] if run.wanted is None else (run.wanted,)
+        standing = run.membership.controls[-1:] if run.wanted is None else (run.wanted,)
         since = 0 if run.wanted is None else (round_ or 0) + 1
         controls = tuple(now.model_copy(update={"since": since}) for now in standing)
-        decision = Decision(run.attempt + 1, round_, uploader, Membership(targets), controls)
+        decision = Decision(run.attempt + 1, round_, uploader, Membership(targets, controls=controls))
         await self._adopt(run, members, decision, {member.info.index: round_ for member in members})
         if gone := run.find_done_after(round_ or 0):  # while the decision was written
             run.lose_rounds(gone, round_ or 0, applied, self._now())

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 
-from ps_protocol.messages import Controls, ShardFile
+from ps_protocol.messages import ShardFile
 from ps_protocol.vocabulary import Round
 from services.runtime.checkpoints import (
     MANIFEST,
@@ -104,7 +104,7 @@ class Manifests:
             plan=run.plan.as_json,
             aliases={} if run.declaration is None else run.declaration.aliases,
             shards=shards,
-            controls=run.controls[-1] if run.controls else Controls(),
+            controls=run.membership.newest_controls,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         cluster.is_completing = True

@@ -7,13 +7,16 @@ are done do not, so their rounds are.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from ps_protocol.errors import error_from_problem
-from ps_protocol.messages import Controls, DeclareModel, Message, PserverInfo, RunState
+from ps_protocol.fields import Message
+from ps_protocol.membership import Controls, Membership, MembershipMessage
+from ps_protocol.messages import DeclareModel, PserverInfo, RunState
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest, is_undone
@@ -23,7 +26,6 @@ from services.runtime.places import write_file
 from services.runtime.sealed import seal, unseal
 
 from .cluster import Cluster, Resumption
-from .decision import Membership
 from .pservers import PserverMember
 from .trainers import TrainerMember, TrainerState
 
@@ -47,7 +49,7 @@ class TrainerRecord(Message):
     round: Round = Field(default=0, description="of a trainer that is done: the newest round that it has completed")
 
 
-class RunRecord(Message):
+class RunRecord(MembershipMessage):
     """The run; while it gathers without a plan, and with a declaration once a trainer has made one."""
 
     name: str
@@ -64,11 +66,7 @@ class RunRecord(Message):
     has_begun: bool = True
     has_trained: bool = True
     number: int
-    members: dict[Rank, Incarnation]
-    starts: dict[Rank, Round]
-    sets: dict[Round, tuple[Rank, ...]]
-    verdicts: dict[Round, tuple[Rank, ...]]
-    controls: tuple[Controls, ...] = ()
+    membership: Membership
     trainers: tuple[TrainerRecord, ...]
 
     def has_undone(self, manifest: Manifest) -> bool:
@@ -124,8 +122,8 @@ def _describe_beginning(manifest: Manifest) -> Beginning:
 
 def find_controls(record: ClusterRecord, manifest: Manifest) -> Controls:
     """Return what an administrator has set, and what stands on in a run that begins with this checkpoint."""
-    if record.run is not None and record.run.controls:
-        return record.run.controls[-1]
+    if record.run is not None and record.run.membership.controls:
+        return record.run.membership.newest_controls
     begins = record.beginning
     return manifest.controls if begins is None or begins.controls is None else begins.controls
 
@@ -152,11 +150,7 @@ def _describe_run(cluster: Cluster) -> RunRecord | None:
         has_begun=run.has_begun,
         has_trained=run.has_trained,
         number=run.number,
-        members=decision.membership.members,
-        starts=decision.membership.starts,
-        sets=decision.membership.sets,
-        verdicts=decision.membership.verdicts,
-        controls=decision.controls,
+        membership=decision.membership,
         trainers=tuple(
             TrainerRecord(
                 rank=t.rank,
@@ -195,6 +189,7 @@ def resume_run(cluster: Cluster, record: ClusterRecord, now: float, *, beginning
     if run.state != "gathering":
         run.state, run.source = "training", None
     run.failure, run.ended_at = None, None
+    members = dict(run.membership.members)
     for rank, trainer in list(run.trainers.items()):
         if run.num_trainers is None or rank < run.num_trainers:
             trainer.lose("lost", f"trainer {rank} has to be started again", now, is_awaited=True)
@@ -202,16 +197,19 @@ def resume_run(cluster: Cluster, record: ClusterRecord, now: float, *, beginning
             # One that was done counts again, or whoever comes first would take the next rounds alone. In asynchronous
             # modes there are none, and where it begins follows from what the pservers have of it.
             if not run.defaults.consistency.is_async:
-                run.membership.members.setdefault(rank, trainer.incarnation)
+                members.setdefault(rank, trainer.incarnation)
         else:
             del run.trainers[rank]
+    run.membership = replace(run.membership, members=members)
 
     def take_back(now: float) -> None:
+        members = dict(run.membership.members)
         for recorded in recalled.trainers:
             if recorded.rank in run.trainers and run.trainers[recorded.rank].is_resumed:
                 run.trainers[recorded.rank] = _recall_trainer(recorded, recalled, now)
-                if recorded.rank not in recalled.members:
-                    run.membership.members.pop(recorded.rank, None)
+                if recorded.rank not in recalled.membership.members:
+                    members.pop(recorded.rank, None)
+        run.membership = replace(run.membership, members=members)
         if was_over:
             run.state, run.ended_at = recalled.state, now
             run.failure = None if recalled.failure is None else error_from_problem(recalled.failure)
@@ -257,8 +255,7 @@ def _recall_run(cluster: Cluster, record: RunRecord, now: float) -> None:
     run.attempt, run.resume, run.source, run.number = record.attempt, record.resume, record.source, record.number + 1
     run.began = dict(record.began) or ({record.attempt: record.resume} if record.attempt else {})
     run.has_begun, run.has_trained = record.has_begun, record.has_trained
-    run.membership = Membership(dict(record.members), dict(record.starts), dict(record.sets), dict(record.verdicts))
-    run.controls = record.controls
+    run.membership = record.membership
     run.ended_at = now if run.is_over else None
     for trainer in record.trainers:
         run.trainers[trainer.rank] = _recall_trainer(trainer, record, now)

@@ -23,11 +23,12 @@ from ps_protocol.errors import (
     StaleRun,
     TrainerLost,
 )
-from ps_protocol.messages import Controls, DeclareModel, JoinTrainer, Leave, RunState, TrainerHeartbeat
+from ps_protocol.membership import Controls, Membership
+from ps_protocol.messages import DeclareModel, JoinTrainer, Leave, RunState, TrainerHeartbeat
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, Mode, PserverIndex, Rank, Round
 
-from .decision import Decision, Membership
+from .decision import Decision
 from .defaults import RunDefaults
 from .last_call import end_last_call, settle
 from .model import check_same_model, plan_model
@@ -55,7 +56,7 @@ class Run:
         self.declaration: DeclareModel | None = None  # what the plan was made for
         self.plan: SlicePlan | None = None
         self.uploader: Rank = 0  # who pushes the initial values: the lowest rank when the plan was made
-        self.membership = Membership()  # as decided last
+        self.membership = Membership({})  # as decided last
         self.attempt = 0  # goes up when the run is rolled back
         self.resume: Round | None = None  # the round that this attempt began with; None: with initial values
         self.began: dict[int, Round | None] = {}  # the same of every attempt since the first
@@ -70,7 +71,6 @@ class Run:
         self.has_trained = False  # a trainer has ended a round: initial values would not do any more
         self.source: str | None = None  # the run whose checkpoint this one has begun with
         self.failure: GradpostError | None = None
-        self.controls: tuple[Controls, ...] = ()  # as decided last
         self.wanted: Controls | None = None  # to be decided in the next change
         self.number = 0
         self.installed_number = 0  # the newest change that every pserver has taken
@@ -166,7 +166,7 @@ class Run:
     @property
     def decision(self) -> Decision:
         """What is to be on the disk: what was decided last, although it may not be in effect yet."""
-        return self.pending or Decision(self.attempt, self.resume, self.uploader, self.membership, self.controls)
+        return self.pending or Decision(self.attempt, self.resume, self.uploader, self.membership)
 
     def adopt(self, decision: Decision) -> None:
         """It is durable, and takes effect."""
@@ -176,7 +176,7 @@ class Run:
             self.lost_rounds = {}
             self.began[decision.attempt] = decision.resume
         self.attempt, self.resume = decision.attempt, decision.resume
-        self.uploader, self.membership, self.controls = decision.uploader, decision.membership, decision.controls
+        self.uploader, self.membership = decision.uploader, decision.membership
 
     # ------------------------------------------------------------------ joining
 

@@ -20,9 +20,9 @@ from typing import Any, NoReturn, TypeVar
 
 import xxhash
 
-from ps_protocol.controls import NONE, override_rates
 from ps_protocol.errors import Conflict, GradpostError, RoundPending, StaleRound, TryAgain
 from ps_protocol.fence import Fence
+from ps_protocol.membership import NO_CONTROLS
 from ps_protocol.messages import BarrierAnswer, FrozenRounds, InstallMembers, InstallRun, PushAnswer
 from ps_protocol.norms import AgreedNorm
 from ps_protocol.optimizers import HyperParameters
@@ -93,7 +93,7 @@ class AsyncRun(PserverRun):
         self._log_fails_since: float | None = None
         self._queues: dict[str, BlockQueue] = {}  # none before version 0
         self._reader: Reader | None = None
-        self.controls = NONE
+        self.controls = NO_CONTROLS
         self._held: list[KeysView[str]] = []  # blocks of each push that waits for room, the longest waiting first
         self._waits: dict[Rank, _Wait] = {}
         self.set_members(install)
@@ -299,7 +299,7 @@ class AsyncRun(PserverRun):
 
     def _get_hyper_parameters(self, contribution: Contribution[StagedBlock]) -> list[HyperParameters]:
         assert contribution.hyper_parameters is not None  # it is complete
-        return override_rates(self.controls, contribution.hyper_parameters)
+        return self.controls.override_rates(contribution.hyper_parameters)
 
     def _is_frozen(self, name: str) -> bool:
         return self.shard.layout.place[name].block.parameter in self.controls.frozen
@@ -546,13 +546,13 @@ class AsyncRun(PserverRun):
 
     def set_members(self, message: InstallMembers | InstallRun) -> None:
         """Take over a newer set of members: nobody waits any more for those who are gone."""
-        members = message.members
+        members = message.membership.members
         for rank, incarnation in self.clocks.members.items():
             if members.get(rank) != incarnation:
                 self._pulls.forget_trainer(rank)
                 self._waits.pop(rank, None)
-        self.clocks.install_members(members, message.starts)
-        was_paused, self.controls = self.controls.is_paused, message.controls[-1] if message.controls else NONE
+        self.clocks.install_members(message.membership)
+        was_paused, self.controls = self.controls.is_paused, message.membership.newest_controls
         if was_paused:
             self._waits.clear()  # their patience begins anew
 

@@ -187,11 +187,7 @@ class Pserver:
                     run=message.run,
                     attempt=message.attempt,
                     number=message.number,
-                    members=message.members,
-                    starts=message.starts,
-                    sets=message.sets,
-                    verdicts=message.verdicts,
-                    controls=message.controls,
+                    membership=message.membership,
                 ),
             )
             return

@@ -9,12 +9,10 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from ps_protocol.controls import NONE, controls_at
 from ps_protocol.errors import Ended, GradpostError, NormChanged, NotReady, RoundPending, StaleRound, TryAgain
 from ps_protocol.fence import Fence
 from ps_protocol.messages import (
     BarrierAnswer,
-    Controls,
     FrozenRounds,
     InstallMembers,
     InstallRun,
@@ -61,13 +59,13 @@ class SyncRun(PserverRun):
     ) -> None:
         super().__init__(install, index, compute, metrics, storage, restored)
         self.rounds: Rounds[StagedBlock] = Rounds(
-            install.members,
+            install.membership.members,
             install.consistency.max_delay,
             applied=restored.round if restored else 0,
             history=restored.history if restored else None,
             clips=install.max_grad_norm is not None,
         )
-        self.controls: tuple[Controls, ...] = ()
+        self.membership = install.membership
         # With `max_delay` a member's push of a later round says nothing of what it still reads.
         self._work = RoundWork(self.shard, storage, self._identity, borrows=not self.rounds.max_delay)
         self._reply: Reply | None = None  # of the applied round, once it may be read
@@ -179,12 +177,8 @@ class SyncRun(PserverRun):
     def set_members(self, message: InstallMembers | InstallRun) -> None:
         """Take over a newer set of members, which may complete the barrier."""
         was_paused = self.rounds.is_paused
-        self.controls = message.controls
-        newest = message.controls[-1] if message.controls else NONE
-        paused_from = newest.since if newest.is_paused else None
-        self._start(
-            self.rounds.install_members(message.members, message.starts, message.sets, message.verdicts, paused_from)
-        )
+        self.membership = message.membership
+        self._start(self.rounds.install_members(message.membership))
         if was_paused or not self.rounds.batch_barriers:
             self._waiting_since = None  # those who waited have left, or waited for nobody
 
@@ -217,7 +211,7 @@ class SyncRun(PserverRun):
 
     async def _measure(self, apply: Apply[StagedBlock]) -> None:
         async with self._fail_on_error(apply.round):
-            measured = await self._compute.run(self._work.measure, apply, controls_at(self.controls, apply.round))
+            measured = await self._compute.run(self._work.measure, apply, self.membership.controls_at(apply.round))
             async with self._condition:
                 if self.rounds.measuring is apply:  # else the members have changed meanwhile
                     self._measured = measured
@@ -285,7 +279,7 @@ class SyncRun(PserverRun):
         """On the compute thread. With the reply comes what writes a checkpoint, if one is due."""
         measured = self._find_measured(apply)
         history = self.rounds.history_after(apply, measured.norm if measured else None)
-        reply = self._work.step(apply, controls_at(self.controls, apply.round), measured, history.outcome(apply.round))
+        reply = self._work.step(apply, self.membership.controls_at(apply.round), measured, history.outcome(apply.round))
         return reply, self._snapshot_if_due(apply, history)
 
     def _encode(self, round_: Round) -> Reply:

@@ -15,7 +15,9 @@ import xxhash
 from pydantic import BeforeValidator, Field
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.messages import Controls, Message, ShardFile
+from ps_protocol.fields import Message
+from ps_protocol.membership import Controls
+from ps_protocol.messages import ShardFile
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 import xxhash
 from pydantic import ValidationError
 
-from ps_protocol.messages import Message
+from ps_protocol.fields import Message
 
 _MessageT = TypeVar("_MessageT", bound=Message)
 _SEALED = re.compile(rb'\{"xxh3_128":"([0-9a-f]{32})","content":(.*)\}\n', re.DOTALL)

@@ -14,6 +14,7 @@ import torch
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.fence import Fence
+from ps_protocol.membership import Membership
 from ps_protocol.messages import InstallRun, PserverRegistered, PushAnswer
 from ps_protocol.routes import INITIAL
 
@@ -78,7 +79,7 @@ async def run_example() -> AsyncIterator[httpx.AsyncClient]:
         round_timeout_seconds=10,
         uploader=0,
         number=1,
-        members={0: 1},
+        membership=Membership({0: 1}),
     )
     async with run_pserver() as (pserver, app), call(app) as http:
         await pserver.registered(PserverRegistered(index=0, incarnation=1, lease_seconds=10))

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from gradpost.export import export_model
+from ps_protocol.membership import Controls, Membership
 from services.coordinator.record import RecordFile, recall_cluster
 from services.pserver.durable.disk import Disk
 from services.runtime.checkpoints import complete_checkpoints
@@ -49,7 +50,8 @@ def test_a_coordinator_goes_on_with_what_it_had_written(folder: Path) -> None:
     recall_cluster(cluster, record, 100.0)
     run = cluster.run
     assert (run.name, run.attempt, run.resume, run.began) == ("run1", 1, 7, {1: 7})
-    assert (run.controls[0].rates, run.controls[0].frozen) == ({0: 0.5}, ("b",))
+    controls = Controls(since=3, rates={0: 0.5}, frozen=("b",))
+    assert run.membership == Membership({0: 1, 1: 1}, {1: 9}, {9: (0,), 10: (0, 1)}, {9: (0,)}, (controls,))
     assert [trainer.state for trainer in run.trainers.values()] == ["declared", "done"]
 
 

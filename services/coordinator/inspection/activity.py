@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import Field
 
-from ps_protocol.messages import Message
+from ps_protocol.fields import Message
 from ps_protocol.vocabulary import Mode, PserverIndex, Rank, Round
 
 from ..activity import WINDOW_SECONDS, Heard, Sample, rate

@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from ps_protocol.errors import NotReady, StaleRound, TryAgain
-from ps_protocol.messages import Controls, WantCheckpoint
+from ps_protocol.membership import Controls, Membership
+from ps_protocol.messages import WantCheckpoint
 from ps_protocol.routes import WANT_CHECKPOINT
 from services.coordinator import checkpointing
 from services.coordinator.administration import Administration
@@ -184,7 +185,7 @@ async def test_a_requested_checkpoint_that_fails_repeatedly_is_given_up(monkeypa
 async def test_a_paused_asynchronous_run_with_unequal_pservers_has_no_checkpoint():
     writers = Writers()
     async with training(writers, durability="none", on_trainer_loss="fail", mode="async") as coordinator:
-        coordinator.cluster.run.controls = (Controls(is_paused=True),)
+        coordinator.cluster.run.membership = Membership({}, controls=(Controls(is_paused=True),))
         writers.rounds = [94, 93]
         writers.report(coordinator.cluster, written=[[], []])
         with pytest.raises(TryAgain, match=r"is paused, and its pservers have taken \[93, 94\] contributions"):
@@ -223,7 +224,7 @@ async def test_a_place_that_hangs_delays_neither_a_change_of_members_nor_the_end
         coordinator.changed()
         await eventually(is_listing.is_set)
         leave(coordinator, 2, "failed")
-        await eventually(lambda: all(taken[-1].members == {0: 1, 1: 1} for taken in pservers.taken.values()))
+        await eventually(lambda: all(taken[-1].membership.members == {0: 1, 1: 1} for taken in pservers.taken.values()))
     assert not may_go_on.is_set()
     may_go_on.set()
 

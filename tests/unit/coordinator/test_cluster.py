@@ -89,7 +89,7 @@ def test_everybody_is_told_the_same_plan_and_members():
     first, second = cluster.installation(0, 7, None), cluster.installation(1, 7, None)
     assert first.plan == second.plan
     assert SlicePlan.from_json(first.plan).digest == cluster.run.plan.digest  # type: ignore[union-attr]
-    assert first.members == {0: 1, 1: 1}
+    assert first.membership.members == {0: 1, 1: 1}
     assert (first.incarnation, first.uploader, first.number) == (1, 0, 7)
     ready = cluster.plan_ready(1, 1)
     assert ready is not None

@@ -10,11 +10,11 @@ import pytest
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import NotReady, TrainerLost
-from ps_protocol.messages import Controls, FrozenRounds, HeldRun
+from ps_protocol.membership import Controls, Membership
+from ps_protocol.messages import FrozenRounds, HeldRun
 from ps_protocol.plan import SlicePlan
 from services.coordinator import record as record_module
 from services.coordinator.cluster import Cluster
-from services.coordinator.decision import Membership
 from services.coordinator.record import (
     FILE,
     Beginning,
@@ -421,10 +421,11 @@ def test_a_damaged_record_is_refused(tmp_path, accident):
 
 def test_a_record_of_an_earlier_version_is_read_unless_it_sets_values(tmp_path):
     cluster, path = rolled_back(), tmp_path / FILE
-    cluster.run.controls = (Controls(since=3, rates={0: 0.5}, frozen=("w",)),)
+    controls = Controls(since=3, rates={0: 0.5}, frozen=("w",))
+    cluster.run.membership = replace(cluster.run.membership, controls=(controls,))
     record = write_and_read(cluster, tmp_path)
     rewrite_sealed(path, lambda content: content["run"]["controls"][0].update(replaced={}))
     assert RecordFile(tmp_path).read() == record
     rewrite_sealed(path, lambda content: content["run"]["controls"][0].update(replaced={"w": "5e1f"}))
-    with pytest.raises(DamagedFile, match=r"another version: run\.controls\.0\.replaced: Extra inputs"):
+    with pytest.raises(DamagedFile, match=r"another version: run\.membership\.controls\.0\.replaced: Extra inputs"):
         RecordFile(tmp_path).read()

@@ -10,9 +10,8 @@ import pytest
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import StorageFailed, TrainerLost
-from ps_protocol.messages import Controls
+from ps_protocol.membership import Controls, Membership
 from services.coordinator.coordinator import Coordinator
-from services.coordinator.decision import Membership
 from services.coordinator.run import Run
 from services.coordinator.settings import CoordinatorSettings
 from services.runtime.checkpoints import Manifest, write_manifest
@@ -131,14 +130,15 @@ async def test_controls_stay_set_on_other_pservers(tmp_path):
     coordinator = await recalled(tmp_path)
     at_checkpoint = Controls(since=3, frozen=("w",))
     write_checkpoint(tmp_path, run, 7, controls=at_checkpoint)
-    coordinator.cluster.run.controls = at_checkpoint, Controls(since=9, rates={0: 0.5}, is_paused=True)
+    controls = at_checkpoint, Controls(since=9, rates={0: 0.5}, is_paused=True)
+    coordinator.cluster.run.membership = Membership({}, controls=controls)
     await coordinator.keep()
     for resume in (True, False, True):
         coordinator = await recalled(tmp_path, resume=resume, num_pservers=3)
     begin(coordinator)
     coordinator.cluster.register_pserver(registration("2", index=2), coordinator.now())
     assert coordinator.cluster.start_run_if_complete()
-    installed = coordinator.cluster.installation(0, 1, 7).controls
+    installed = coordinator.cluster.installation(0, 1, 7).membership.controls
     assert installed == (Controls(rates={0: 0.5}, is_paused=True),)
     (tmp_path / "coordinator.json").unlink()  # the checkpoint alone has the controls of its round
     coordinator = await recalled(tmp_path, resume=True, num_pservers=3)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import ContributionMissing, NormChanged, RoundPending, RoundTimeout, StaleRound, TrainerLost
-from ps_protocol.messages import Controls, InstallMembers, NormAnswer
+from ps_protocol.membership import Controls, Membership
+from ps_protocol.messages import InstallMembers, NormAnswer
 from ps_protocol.norms import AgreedNorm, ShardNorm
 from ps_protocol.routes import NORM_HEADER
 
@@ -205,7 +206,7 @@ async def test_a_parameter_that_is_frozen_meanwhile_makes_another_norm_on_all_ps
         for number, frozen in ((2, "p3"), (3, "on_another_pserver")):
             await b.freeze(number)
             controls = (Controls(since=1, frozen=(frozen,)),)
-            members = InstallMembers(run="run1", number=number, members={0: 1, 1: 1}, controls=controls)
+            members = InstallMembers(run="run1", number=number, membership=Membership({0: 1, 1: 1}, controls=controls))
             await b.pserver.install_members(members)
             answer = await b.norm(0, 1)
             assert answer.contributions != before.contributions
@@ -217,7 +218,7 @@ async def test_a_parameter_that_is_frozen_meanwhile_makes_another_norm_on_all_ps
 
 async def test_only_what_is_stepped_is_in_the_norm() -> None:
     async with bench(1, **NEVER) as b:
-        b.run.controls = (Controls(since=1, frozen=("p1", "p3")),)
+        b.run.membership = Membership({0: 1}, controls=(Controls(since=1, frozen=("p1", "p3")),))
         answer = await measure(b, ranks=(0,))
         stepped = {name: gradient for name, gradient in gradients_of(0, 1).items() if name in ("p0", "p2")}
         assert answer.sum_of_squares == pytest.approx(squares_of(stepped))
@@ -245,7 +246,7 @@ async def test_a_pause_holds_the_norm_back_and_its_end_tells_it() -> None:
         for number, is_paused in ((2, True), (3, False)):
             await b.freeze(number)
             controls = (Controls(since=1, is_paused=is_paused),)
-            members = InstallMembers(run="run1", number=number, members={0: 1}, controls=controls)
+            members = InstallMembers(run="run1", number=number, membership=Membership({0: 1}, controls=controls))
             await b.pserver.install_members(members)
             if is_paused:
                 with pytest.raises(RoundPending, match="an administrator, who has paused the run"):

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import BadModel, ContributionConflict, ContributionMissing, FutureRound
+from ps_protocol.membership import Membership
 from services.pserver.clocks import Clocks, Committed
 
 from ...raising import raises_code
@@ -103,7 +104,7 @@ class ClocksMachine(RuleBasedStateMachine):
             self.incarnations[rank] = self.incarnations.get(rank, 1) + 1
             self.step[rank], self.unapplied[rank] = 1, set()
         self.pushed[rank], self.said[rank] = set(), None
-        self.clocks.install_members(self.incarnations)
+        self.clocks.install_members(Membership(self.incarnations))
 
     @invariant()
     def clocks_are_what_is_applied(self) -> None:
@@ -197,7 +198,7 @@ def test_a_clock_waits_for_the_oldest_step() -> None:
 
 def test_the_open_step_of_a_rank_outlives_its_membership():
     clocks = Clocks({0: 1, 1: 1}, Consistency(mode="async"))
-    clocks.install_members({1: 1})
+    clocks.install_members(Membership({1: 1}))
     assert clocks.open_steps == {0: 1, 1: 1}
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.controls import override_rates
 from ps_protocol.frames import parse_frame
-from ps_protocol.messages import Controls
+from ps_protocol.membership import Controls
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.routes import BARRIER_HEADER, HYPER_PARAMETERS_KEY, VERDICT_HEADER
 from services.pserver.durable.records import Record
@@ -120,7 +119,7 @@ async def test_a_round_without_trainers_keeps_the_state() -> None:
 
 async def test_what_is_done_to_rates_leaves_the_state_alone() -> None:
     numbers: list[HyperParameters] = [{"lr": 0.1}, state(6)]
-    assert override_rates(Controls(rates={0: 0.5}), numbers) == [{"lr": 0.5}, state(6)]
+    assert Controls(rates={0: 0.5}).override_rates(numbers) == [{"lr": 0.5}, state(6)]
     assert divide_rates(numbers, 2) == [{"lr": 0.05}]
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from ps_protocol.errors import GradpostError
+from ps_protocol.membership import Membership
 from services.pserver.rounds import Apply, Measure, Rounds
 
 from ...soaking import examples
@@ -373,7 +374,7 @@ class Interleavings(RuleBasedStateMachine):
 
     def _change_members(self, members: dict[int, int]) -> None:
         self.model.change_members(members)
-        self._check_order(self.rounds.install_members(members))
+        self._check_order(self.rounds.install_members(Membership(members)))
 
     def _what_it_owes(self, rank: int) -> list[Push]:
         """The pushes that make a member's contribution complete, given what it has staged and said."""

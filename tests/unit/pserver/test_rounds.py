@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ps_protocol.errors import ContributionConflict, ContributionMissing, FutureRound
+from ps_protocol.membership import Membership
 from ps_protocol.norms import ShardNorm
 from services.pserver.rounds import Apply, Measure, Rounds
 
@@ -148,12 +149,12 @@ def test_who_leaves_takes_back_what_it_staged_and_lets_the_others_go_on():
         complete(rounds, rank)
     rounds.count_batch_barrier(0, 1, 1)
     rounds.count_batch_barrier(1, 1, 1)
-    apply = rounds.install_members({1: 1, 2: 1})
+    apply = rounds.install_members(Membership({1: 1, 2: 1}))
     assert apply is None
-    apply = rounds.install_members({1: 1})
+    apply = rounds.install_members(Membership({1: 1}))
     assert apply is not None
     assert apply.ranks == (1,)
-    assert rounds.install_members({}) is None  # an empty set applies nothing, and the apply goes on
+    assert rounds.install_members(Membership({})) is None  # an empty set applies nothing, and the apply goes on
     assert rounds.applying is apply
     rounds.finish_apply()
     assert rounds.applied == 1
@@ -165,7 +166,7 @@ def test_what_is_being_applied_stays_when_its_trainer_leaves():
     complete(rounds, 1)
     rounds.count_batch_barrier(0, 1, 1)
     apply = rounds.count_batch_barrier(1, 1, 1)
-    assert rounds.install_members({0: 1}) is None
+    assert rounds.install_members(Membership({0: 1})) is None
     assert rounds.applying is apply
     assert apply is not None
     assert [c.blocks for c in apply.contributions] == [{"a": payload(r, 1, 1, "a")} for r in (0, 1)]
@@ -175,7 +176,7 @@ def test_a_new_life_of_a_rank_starts_with_nothing_staged():
     rounds: Rounds[str] = Rounds({0: 1, 1: 1})
     complete(rounds, 0)
     rounds.count_batch_barrier(0, 1, 1)
-    rounds.install_members({0: 2, 1: 1})
+    rounds.install_members(Membership({0: 2, 1: 1}))
     with raises_code("stale_trainer", match="trainer 0 incarnation 1"):
         rounds.admit(0, 1, 1)
     with pytest.raises(ContributionMissing):
@@ -228,7 +229,7 @@ def test_a_freeze_forgets_what_was_measured_and_its_end_measures_again(members):
     before = measured(rounds)
     rounds.freeze()
     assert rounds.measuring is None
-    order = rounds.install_members(members)
+    order = rounds.install_members(Membership(members))
     if members == {0: 1, 1: 2}:
         assert order is None
         complete(rounds, 1, 2)
@@ -244,7 +245,7 @@ def test_what_was_measured_with_a_lost_trainer_is_so_again_if_it_is_in_the_round
     rounds: Rounds[str] = Rounds({0: 1, 1: 1}, clips=True)
     before = measured(rounds)
     rounds.freeze()
-    order = rounds.install_members({0: 1}, sets={1: (0, 1)})
+    order = rounds.install_members(Membership({0: 1}, sets={1: (0, 1)}))
     assert isinstance(order, Measure)
     assert order.apply.identity == before.identity
 
@@ -254,7 +255,7 @@ def test_a_round_that_is_decided_to_be_empty_has_no_norm():
     rounds: Rounds[str] = Rounds({0: 1}, clips=True)
     measured(rounds)
     rounds.freeze()
-    apply = rounds.install_members({1: 1}, starts={1: 2}, sets={1: ()})
+    apply = rounds.install_members(Membership({1: 1}, starts={1: 2}, sets={1: ()}))
     assert isinstance(apply, Apply)
     assert apply.ranks == ()
     assert rounds.finish_apply() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -11,7 +12,8 @@ import torch
 from starlette.requests import ClientDisconnect
 
 from ps_protocol.errors import Conflict, RoundPending, TrainerLost
-from ps_protocol.messages import Controls, InstallMembers, PserverRegistered
+from ps_protocol.membership import Controls
+from ps_protocol.messages import InstallMembers, PserverRegistered
 from ps_protocol.routes import MEMBERS, WAIT_HEADER
 from services.pserver import endpoints as endpoints_module
 from services.pserver.app import make_pserver_app
@@ -371,9 +373,9 @@ async def test_controls_may_name_as_many_parameters_as_a_plan():
     async with bench() as b:
         frozen = tuple(f"layers.{i}.{'x' * 40}.weight" for i in range(20_000))
         controls = Controls(since=1, frozen=frozen), Controls(since=2, frozen=frozen)
-        message = InstallMembers(run="run1", number=2, members=b.install.members, controls=controls)
+        message = InstallMembers(run="run1", number=2, membership=replace(b.install.membership, controls=controls))
         app = make_pserver_app(b.pserver, ServiceMetrics("pserver"))
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
             answer = await http.put(MEMBERS, content=message.model_dump_json(), headers=JSON)
-        assert (answer.status_code, b.run.controls) == (204, controls)
+        assert (answer.status_code, b.run.membership.controls) == (204, controls)

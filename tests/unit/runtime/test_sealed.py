@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_protocol.messages import Message
+from ps_protocol.fields import Message
 from services.runtime.sealed import DamagedFile, seal, unseal
 
 

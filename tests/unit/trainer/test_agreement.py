@@ -1,4 +1,4 @@
-"""What a trainer does until all pservers have the norm of one and the same gradient."""
+"""How a trainer makes all pservers clip one gradient by the norm of all of it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ Answers = Sequence[ShardNorm | None]
 
 
 class Pservers:
-    """What each of them has now, and answers; a get that brings another norm is refused."""
+    """Pservers that answer with the norms of their shards, and refuse a pull with the norm of another gradient."""
 
     def __init__(self, *answers: Answers) -> None:
-        self._answers = list(answers)  # one after the other; the last one stays
+        self.answers = list(answers)  # one after the other; the last one stays
         self.num_asked = 0
-        self.brought: list[AgreedNorm | None] = []
 
     @property
     def now(self) -> Answers:
-        return self._answers[min(self.num_asked, len(self._answers)) - 1]
+        return self.answers[min(self.num_asked, len(self.answers)) - 1]
 
     async def ask(self) -> Answers:
         self.num_asked += 1
@@ -41,7 +40,6 @@ class Pservers:
         own = self.now[index]
         if norm is not None and (own is None or not norm.own.is_same(own)):
             raise NormChanged("it is another one")
-        self.brought.append(norm)
         return None if norm is None else norm.total
 
     async def bring_to_all(self, agreement: NormAgreement) -> list[float | None]:
@@ -51,32 +49,34 @@ class Pservers:
         return await asyncio.gather(*(get_of(index) for index in range(len(self.now))))
 
 
-def of(contributions: str, *squares: float) -> list[ShardNorm]:
+def norms(contributions: str, *squares: float) -> list[ShardNorm]:
     return [ShardNorm(contributions, one) for one in squares]
 
 
-async def test_all_are_asked_once_and_each_is_brought_the_sum() -> None:
-    pservers = Pservers(of("a", 9.0, 16.0))
+@pytest.mark.parametrize(
+    ("answers", "total", "num_asked"),
+    [
+        ([norms("a", 9.0, 16.0)], 25.0, 1),
+        ([[*norms("before", 9.0), *norms("after", 1.0)], norms("after", 3.0, 1.0)], 4.0, 2),  # the members changed
+        ([[None, None]], None, 1),
+        ([[ShardNorm("a", 1.0), None]], None, 1),  # the round is over, and its norm is not known
+    ],
+)
+async def test_all_pservers_are_asked_until_they_name_one_gradient(
+    answers: list[Answers], total: float | None, num_asked: int
+) -> None:
+    pservers = Pservers(*answers)
     agreement = NormAgreement(pservers.ask)
-    assert await pservers.bring_to_all(agreement) == [25.0, 25.0]
-    assert pservers.num_asked == 1
-    assert agreement.norm == 5.0
+    assert await pservers.bring_to_all(agreement) == [total, total]
+    assert pservers.num_asked == num_asked
+    assert agreement.norm == (None if total is None else total**0.5)
 
 
-async def test_norms_from_before_and_after_a_change_of_members_are_asked_for_again() -> None:
-    pservers = Pservers([*of("before", 9.0), *of("after", 1.0)], of("after", 3.0, 1.0))
+async def test_a_gradient_that_changed_after_its_norm_was_read_is_asked_for_again() -> None:
+    pservers = Pservers(norms("a", 9.0, 16.0))
     agreement = NormAgreement(pservers.ask)
-    assert await pservers.bring_to_all(agreement) == [4.0, 4.0]
-    assert pservers.num_asked == 2
-    assert agreement.norm == 2.0
-
-
-async def test_a_gradient_that_is_another_one_when_its_norm_is_brought_is_asked_for_again_by_one_of_the_gets() -> None:
-    pservers = Pservers(of("a", 9.0, 16.0))
-    agreement = NormAgreement(pservers.ask)
-    first = await agreement.bring(0, lambda norm: pservers.get(0, norm))
-    assert first == 25.0
-    pservers._answers.append(of("a", 9.0, 7.0))  # it has come back, and rounds otherwise
+    assert await agreement.bring(0, lambda norm: pservers.get(0, norm)) == 25.0
+    pservers.answers.append(norms("a", 9.0, 7.0))  # it has restarted, and rounds otherwise
     pservers.num_asked += 1
     brought = []
 
@@ -88,33 +88,24 @@ async def test_a_gradient_that_is_another_one_when_its_norm_is_brought_is_asked_
     assert [norm and norm.own.sum_of_squares for norm in brought] == [16.0, 7.0]
 
 
-@pytest.mark.parametrize("first", [None, ShardNorm("a", 1.0)])
-async def test_a_round_that_is_over_without_a_known_norm_needs_none(first: ShardNorm | None) -> None:
-    pservers = Pservers([first, None])
-    agreement = NormAgreement(pservers.ask)
-    assert await pservers.bring_to_all(agreement) == [None, None]
-    assert agreement.norm is None
-
-
-async def test_pservers_that_never_agree_are_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pservers_that_never_agree_are_asked_a_limited_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "PAUSE_SECONDS", 0.0)
-    pservers = Pservers([*of("a", 1.0), *of("b", 1.0)])
+    pservers = Pservers([*norms("a", 1.0), *norms("b", 1.0)])
     with pytest.raises(NormChanged, match="do not agree on whose gradients"):
         await NormAgreement(pservers.ask).bring(0, lambda norm: pservers.get(0, norm))
     assert pservers.num_asked == agreement.MAX_ASKED
 
 
-async def test_what_ends_the_run_ends_the_agreement() -> None:
+async def test_an_error_of_the_run_ends_the_agreement() -> None:
     async def ask() -> Answers:
         raise Conflict("it is no member any more", code="stale_trainer")
 
-    pservers = Pservers(of("a", 1.0))
     with raises_code("stale_trainer"):
-        await NormAgreement(ask).bring(0, lambda norm: pservers.get(0, norm))
+        await NormAgreement(ask).bring(0, lambda norm: Pservers(norms("a", 1.0)).get(0, norm))
 
 
 class OpenRounds:
-    """A pserver that waits for the norms of some rounds, one after the other, and has stepped those before."""
+    """A pserver that applies one round after the other, each once it has its norm."""
 
     def __init__(self, applied: int, square: float) -> None:
         self.applied = applied
@@ -132,7 +123,7 @@ class OpenRounds:
 @pytest.mark.parametrize(
     ("max_delay", "last", "applied"), [(0, 4, (2, 3)), (0, 2, (0, 1)), (2, 9, (3, 6)), (1, 4, (0, 0))]
 )
-async def test_who_comes_later_ends_the_rounds_before_its_own(
+async def test_open_rounds_are_finished_before_the_next_one(
     max_delay: int, last: int, applied: tuple[int, int]
 ) -> None:
     pservers = [OpenRounds(applied[0], 9.0), OpenRounds(applied[1], 16.0)]

@@ -1,4 +1,4 @@
-"""Copies between a device and the host, by torch.cpu's streams and events, which the test holds back."""
+"""Copies between a device and the host, with torch.cpu's streams and events, which the test delays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer_client.device_copies import GradientCopies, ParameterCopies
 
 
 class Device:
-    """Stands for torch.cuda: copies are made in order, each once `work` is told to, or somebody waits for it."""
+    """A device module whose events happen when `done` is raised or an event is waited for."""
 
     def __init__(self) -> None:
         self.done = 0  # events that have happened

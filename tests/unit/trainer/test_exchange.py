@@ -1,88 +1,118 @@
-"""Requests straight to a transport: the token that is sent, the one that it replaced, and what is left open."""
+"""Requests of trainers over both transports: tokens, bodies, errors, connections, and renewed certificates."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import trustme
 from h2.events import DataReceived, RequestReceived, StreamReset
 
 from ps_config.certificates import TlsFiles
+from ps_config.control_client import BearerAuth, make_control_client
 from ps_config.environment import SettingsError
 from ps_config.tokens import TokenPair
-from trainer_client.transport.exchange import Exchange
+from ps_http2.asgi import send_from
+from ps_http2.client import BODY_EXTENSION
+from ps_protocol.errors import Unreachable
+from services.runtime import server as server_module
+from services.runtime.app import add_raw_route
+from trainer_client.membership import Membership
+from trainer_client.settings import read_settings
+from trainer_client.transport.exchange import Exchange, make_bulk_client
+from trainer_client.transport.http1 import CHUNK_BYTES, Http1Transport
 
 from ..http2.sockets import Talker, serving
 from ..http2.support import Collector
+from ..protocol.test_certificates import Authority
 from ..protocol.test_tokens import NEW, OLD, put
+from ..runtime.support import Running, Sample, running
 
 pytestmark = pytest.mark.asyncio
 
 
 class Service:
-    """Goes by one token; answers as soon as headers are here, as services do."""
+    """A service that accepts one token, and answers when the headers are received, as services do."""
 
     def __init__(self, valid: str) -> None:
         self.valid = valid
         self.seen: list[str] = []
         self.talker: Talker
 
+    def answer(self, authorization: str) -> int:
+        self.seen.append(authorization)
+        return 200 if authorization in (f"Bearer {self.valid}", "") else 401
+
+    def control_client(self, file: Path) -> httpx.Client:
+        def answer(request: httpx.Request) -> httpx.Response:
+            return httpx.Response(self.answer(request.headers["authorization"]))
+
+        return httpx.Client(transport=httpx.MockTransport(answer), auth=BearerAuth(TokenPair(file)))
+
     async def serve(self, talker: Talker) -> None:
         self.talker = talker
-        talker.acknowledges = False  # a body that is not wanted is not taken
+        talker.acknowledges = False  # the body of a refused request is not read
+        num_before = len(self.seen)
         while await talker.hear():
-            for event in talker.of(RequestReceived)[len(self.seen) :]:
+            for event in talker.of(RequestReceived)[len(self.seen) - num_before :]:
                 assert event.headers is not None
-                self.seen.append(dict(event.headers).get(b"authorization", b"").decode())
-                is_known = self.seen[-1] in (f"Bearer {self.valid}", "")
-                talker.h2.send_headers(event.stream_id, [(b":status", b"200" if is_known else b"401")])
-                talker.h2.send_data(event.stream_id, b"fine" if is_known else b"who?", end_stream=True)
+                status = self.answer(dict(event.headers).get(b"authorization", b"").decode())
+                talker.h2.send_headers(event.stream_id, [(b":status", b"%d" % status)])
+                talker.h2.send_data(event.stream_id, b"fine" if status == 200 else b"who?", end_stream=True)
             talker.flush()
 
+    @asynccontextmanager
+    async def exchanging(self, file: Path | None) -> AsyncIterator[tuple[Exchange, httpx.URL]]:
+        async with serving(self.serve) as address:
+            exchange = Exchange(TlsFiles(), TokenPair(file) if file else None, http2=True)
+            try:
+                yield exchange, httpx.URL(address)
+            finally:
+                await exchange.aclose()
 
-@asynccontextmanager
-async def exchanging(file: Path | None, service: Service) -> AsyncIterator[tuple[Exchange, httpx.URL]]:
-    async with serving(service.serve) as address:
-        exchange = Exchange(TlsFiles(), TokenPair(file) if file else None, http2=True)
-        try:
-            yield exchange, httpx.URL(address)
-        finally:
-            await exchange.aclose()
+
+# ---------------------------------------------------------------- tokens
 
 
-async def test_the_newest_token_is_sent(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("valid", "previous", "status", "sent"),
+    [
+        (NEW, OLD, 200, [NEW]),
+        (OLD, OLD, 200, [NEW, OLD]),  # the service does not know the new one yet
+        (OLD, None, 401, [NEW]),
+        ("neither", OLD, 401, [NEW, OLD]),
+    ],
+)
+async def test_the_previous_token_is_sent_if_the_new_one_is_refused(
+    valid: str, previous: str | None, status: int, sent: list[str], tmp_path: Path
+) -> None:
     put(tmp_path / "train", NEW)
-    put(tmp_path / "train.previous", OLD)
-    service = Service(NEW)
-    async with exchanging(tmp_path / "train", service) as (exchange, url):
+    if previous:
+        put(tmp_path / "train.previous", previous)
+    expected = [f"Bearer {token}" for token in sent]
+    service = Service(valid)
+    with service.control_client(tmp_path / "train") as http:
+        assert http.get("http://service/").status_code == status
+    assert service.seen == expected
+    service = Service(valid)
+    async with service.exchanging(tmp_path / "train") as (exchange, url):
         response = await exchange.send("GET", url, {"x-a": "b"})
-    assert (response.status_code, response.content, service.seen) == (200, b"fine", [f"Bearer {NEW}"])
+    assert (response.status_code, response.content) == (status, b"fine" if status == 200 else b"who?")
     assert (response.request.url, response.request.headers["x-a"]) == (url, "b")
+    assert service.seen == expected
 
 
-async def test_and_the_one_that_it_replaced_if_that_is_not_known_yet(tmp_path: Path) -> None:
+async def test_the_refused_request_is_reset_so_that_its_body_may_change(tmp_path: Path) -> None:
     put(tmp_path / "train", NEW)
     put(tmp_path / "train.previous", OLD)
     service = Service(OLD)
-    async with exchanging(tmp_path / "train", service) as (exchange, url):
-        response = await exchange.send("GET", url, {})
-        assert (response.status_code, service.seen) == (200, [f"Bearer {NEW}", f"Bearer {OLD}"])
-        service.valid = "neither"
-        response = await exchange.send("GET", url, {})
-        assert (response.status_code, response.content) == (401, b"who?")
-
-
-async def test_the_refused_request_is_given_up(tmp_path: Path) -> None:
-    """It would go on to read the body, which may change once the other one has been answered."""
-    put(tmp_path / "train", NEW)
-    put(tmp_path / "train.previous", OLD)
-    service = Service(OLD)
-    async with exchanging(tmp_path / "train", service) as (exchange, url):
+    async with service.exchanging(tmp_path / "train") as (exchange, url):
         body = bytearray(200_000)
         response = await asyncio.wait_for(exchange.send("POST", url, {}, body=(memoryview(body),)), 5)
         assert response.content == b"fine"
@@ -97,28 +127,170 @@ async def test_the_refused_request_is_given_up(tmp_path: Path) -> None:
         assert not any(b"x" in event.data for event in talker.of(DataReceived))
 
 
-async def test_without_tokens_none_is_sent() -> None:
+async def test_without_a_token_file_nothing_is_sent(tmp_path: Path) -> None:
     service = Service(NEW)
-    async with exchanging(None, service) as (exchange, url):
-        assert (await exchange.send("GET", url, {})).status_code == 200
-    assert service.seen == [""]
-
-
-async def test_without_a_token_nothing_is_sent(tmp_path: Path) -> None:
-    service = Service(NEW)
-    async with exchanging(tmp_path / "train", service) as (exchange, url):
+    with service.control_client(tmp_path / "train") as http, pytest.raises(SettingsError, match="there is no token"):
+        http.get("http://service/")
+    async with service.exchanging(tmp_path / "train") as (exchange, url):
         with pytest.raises(SettingsError, match="there is no token file"):
             await exchange.send("GET", url, {})
     assert service.seen == []
 
 
-async def test_a_body_that_is_still_to_come() -> None:
+async def test_a_response_may_be_read_after_it_began() -> None:
     service = Service(NEW)
     sink: Any = Collector(4)
-    async with exchanging(None, service) as (exchange, url):
+    async with service.exchanging(None) as (exchange, url):
         response = await exchange.begin("GET", url, {}, sink=sink)
         try:
             assert await response.aread() == b""
         finally:
             await response.aclose()
-    assert sink.body == b"fine"
+    assert (sink.body, service.seen) == (b"fine", [""])
+
+
+# ---------------------------------------------------------------- HTTP/1.1
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message["body"], message["more_body"]
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send_from(memoryview(body), scope, send, more_body=False)
+
+
+@asynccontextmanager
+async def exchanging(tokens: TokenPair | None = None, **settings: Any) -> AsyncIterator[tuple[Exchange, httpx.URL]]:
+    app = Sample().make_app()
+    add_raw_route(app, "/echo", echo, methods=["POST"], summary="Echo the body")
+    exchange = Exchange(TlsFiles(), tokens, http2=False)
+    async with running(app, **settings) as service:
+        try:
+            yield exchange, httpx.URL(service.address)
+        finally:
+            await exchange.aclose()
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (1,), (5, 0, CHUNK_BYTES, 3 * CHUNK_BYTES + 7)])
+async def test_a_body_is_sent_and_received_in_portions(sizes: tuple[int, ...]) -> None:
+    parts = [memoryview(bytes([number + 1]) * size) for number, size in enumerate(sizes)]
+    async with exchanging() as (exchange, url):
+        response = await exchange.begin("POST", url.join("/echo"), {"x-a": "b"}, body=parts)
+        portions = [portion async for portion in response.aiter_raw()]
+        await response.aclose()
+    assert (response.status_code, response.http_version) == (200, "HTTP/1.1")
+    assert b"".join(portions) == b"".join(parts)
+    assert len(portions) > 1 or sum(sizes) < CHUNK_BYTES
+
+
+async def test_the_previous_token_is_sent_with_the_whole_body_again(tmp_path: Path) -> None:
+    (tmp_path / "tokens").mkdir()
+    put(tmp_path / "tokens" / "admin", OLD)
+    put(tmp_path / "admin", NEW)
+    put(tmp_path / "admin.previous", OLD)
+    async with exchanging(TokenPair(tmp_path / "admin"), tokens_dir=tmp_path / "tokens") as (exchange, url):
+        response = await exchange.send("POST", url.join("/echo"), {}, body=(memoryview(b"12"), memoryview(b"345")))
+    assert (response.status_code, response.content) == (200, b"12345")
+
+
+async def test_errors_are_those_of_httpx() -> None:
+    async with exchanging() as (exchange, url):
+        with pytest.raises(httpx.RemoteProtocolError):
+            await exchange.send("POST", url.join("/raw/cut"), {}, body=(memoryview(b"x"),))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            with pytest.raises(httpx.ConnectError):
+                await exchange.send("GET", url.copy_with(port=free.getsockname()[1]), {})
+
+
+async def test_connections_are_kept_and_there_are_as_many_as_requests() -> None:
+    async with exchanging() as (exchange, url):
+        used = set()
+        for _ in range(2):
+            begun = await asyncio.gather(*(exchange.begin("GET", url.join("/healthz"), {}) for _ in range(30)))
+            for response in begun:
+                connection = response.extensions["network_stream"].get_extra_info("socket")
+                used.add(connection.getsockname())
+                assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                await response.aread()
+                await response.aclose()
+        assert len(used) == 30
+
+
+async def test_the_transport_has_no_time_out_of_its_own() -> None:
+    sample = Sample()
+    async with (
+        running(sample.make_app()) as service,
+        httpx.AsyncClient(transport=Http1Transport(), timeout=0.01) as client,
+    ):
+        slow = asyncio.create_task(client.get(f"{service.address}/slow", extensions={BODY_EXTENSION: ()}))
+        await sample.slow_begun.wait()
+        await asyncio.sleep(0.1)
+        sample.slow_ends.set()
+        assert (await slow).json() == "slow"
+
+
+async def test_the_error_of_http2_names_an_http1_server() -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        async with make_bulk_client(TlsFiles(), None, http2=True) as client:
+            with pytest.raises(httpx.TransportError, match=r"it speaks HTTP/1\.1"):
+                await client.post(f"http://{host}:{port}/", content=b"x")
+
+
+# ---------------------------------------------------------------- certificates
+
+
+def serve(authority: Authority) -> AbstractAsyncContextManager[Running]:
+    files = authority.issue("service")
+    return running(Sample().make_app(), tls_client_ca=files.ca, tls_cert=files.cert, tls_key=files.key)
+
+
+@pytest.mark.parametrize("http2", [True, False])
+async def test_a_replaced_authority_is_read_from_its_files(
+    http2: bool, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ps_http2.client.PING_SECONDS", 0.05)
+    monkeypatch.setattr(server_module, "GRACE_SECONDS", 0.2)  # idle clients keep their connections open
+    client = authority.issue("client")
+    body = {BODY_EXTENSION: (memoryview(b"12345"),)}
+    async with (
+        make_control_client(client, None) as control,
+        make_bulk_client(client, None, http2=http2) as bulk,
+    ):
+        async with serve(authority) as service:
+            url = f"{service.address}/raw/fine"
+            assert (await bulk.post(url, extensions=body)).text == f"5 HTTP/{'2' if http2 else '1.1'}\n"
+            assert (await control.post(url, content=b"12345")).text == "5 HTTP/1.1\n"
+            authority.issue("client", only_cert=True)  # its key is not there yet
+            await asyncio.sleep(0.1)
+            assert (await bulk.post(url, extensions=body)).status_code == 200
+        authority.authority = trustme.CA()
+        authority.__post_init__()
+        authority.issue("client")
+        async with serve(authority) as service:
+            url = f"{service.address}/raw/fine"
+            assert (await bulk.post(url, extensions=body)).status_code == 200
+            assert (await control.post(url, content=b"12345")).status_code == 200
+
+
+async def test_a_coordinator_with_an_untrusted_certificate_is_given_up_at_once(
+    authority: Authority, tmp_path: Path
+) -> None:
+    issued, other = authority.issue("service"), Authority(tmp_path / "other")
+    async with (
+        running(Sample().make_app(), tls_cert=issued.cert, tls_key=issued.key) as service,
+        make_control_client(TlsFiles(other.ca), None) as control,
+        asyncio.timeout(30),
+    ):
+        membership = Membership(read_settings(coordinator=service.address, retry_seconds=600), control)
+        with pytest.raises(Unreachable, match=r"is not trusted .*unable to get local issuer.* set GRADPOST_TLS_CA"):
+            await membership.join(None)

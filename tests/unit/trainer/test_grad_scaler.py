@@ -1,4 +1,4 @@
-"""A GradScaler's scale follows from the outcomes of rounds, with torch's arithmetic."""
+"""Mixed precision: a GradScaler's scale follows from the outcomes of rounds; optimizers unscale their gradients."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ps_protocol.optimizers import HyperParameters
 from trainer_client.amp.grad_scaler import GradScaler, ScalerState
+from trainer_client.amp.unscaling import unscale_gradients
 from trainer_client.outcomes import Outcomes
 
 pytestmark = pytest.mark.amp
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.amp
     growth_interval=st.integers(1, 4),
     outcomes=st.lists(st.booleans(), max_size=30),
 )
-def test_it_is_torchs_scale(
+def test_the_scale_is_torchs(
     scale: float, growth_factor: float, backoff_factor: float, growth_interval: int, outcomes: list[bool]
 ) -> None:
     factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
@@ -42,14 +43,18 @@ def test_it_is_torchs_scale(
         assert state == ScalerState(number, scaler.get_scale(), scaler.state_dict()["_growth_tracker"])
 
 
+def pushed_state(after: int, scale: float, growth_tracker: int) -> HyperParameters:
+    return {"after": after, "scale": scale, "growth_tracker": growth_tracker}
+
+
 class Remote:
-    """What a GradScaler sees of a RemoteOptimizer in a run with rounds."""
+    """The part of a RemoteOptimizer, in a run with rounds, that a GradScaler uses."""
 
     shares_rounds, overlaps = True, False
 
-    def __init__(self, outcome_round: int = 0, told: HyperParameters | None = None, *skipped: int) -> None:
+    def __init__(self, outcome_round: int = 0, pushed: HyperParameters | None = None, *skipped: int) -> None:
         self.outcome_round, self.num_rollbacks = outcome_round, 0
-        self.client = SimpleNamespace(nonfinite="skip_round", outcomes=Outcomes(skipped, told))
+        self.client = SimpleNamespace(nonfinite="skip_round", outcomes=Outcomes(skipped, pushed))
         self.session = SimpleNamespace(client=self.client)
 
     def attach_scaler(self, _: Any, describe: Any) -> None:
@@ -65,26 +70,22 @@ class Remote:
         """Return the scale after the next round, with which the lowest rank pushed another state."""
         scaler.scale(torch.ones(()))
         self.outcome_round += 1
-        self.client.outcomes = Outcomes(skipped, {"after": 0, "scale": 3.0, "growth_tracker": 0})
+        self.client.outcomes = Outcomes(skipped, pushed_state(0, 3.0, 0))
         scaler.update(new_scale)
         return scaler.get_scale()
-
-
-def told(after: int, scale: float, growth_tracker: int) -> HyperParameters:
-    return {"after": after, "scale": scale, "growth_tracker": growth_tracker}
 
 
 def test_the_scale_follows_from_the_outcomes_alone() -> None:
     remote = Remote()
     scaler = remote.make_scaler()
     assert [remote.end_round(scaler, *skipped) for skipped in ((), (), (3,), (3,))] == [8.0, 16.0, 8.0, 8.0]
-    assert remote.pushed() == told(4, 8.0, 1)
+    assert remote.pushed() == pushed_state(4, 8.0, 1)
 
 
 def test_a_trainer_that_joins_continues_from_the_state_of_the_round() -> None:
-    """With max_delay 2: what was pushed in round 9 has the outcomes up to 6 in it, and those up to 7 count."""
+    """With max_delay 2 the state pushed in round 9 includes the outcomes up to 6, and those up to 7 count."""
     for skipped, expected in (((), 2048.0), ((7,), 512.0), ((8,), 2048.0)):
-        assert Remote(7, told(6, 1024.0, 1), *skipped).make_scaler().get_scale() == expected
+        assert Remote(7, pushed_state(6, 1024.0, 1), *skipped).make_scaler().get_scale() == expected
 
 
 def test_a_rollback_restores_the_state_of_its_round() -> None:
@@ -93,15 +94,47 @@ def test_a_rollback_restores_the_state_of_its_round() -> None:
     scaler.load_state_dict({**scaler.state_dict(), "scale": 4.0})
     assert remote.end_round(scaler, 1) == 2.0
     remote.num_rollbacks, remote.outcome_round = 1, 40
-    remote.client.outcomes = Outcomes((40,), told(39, 64.0, 1))
+    remote.client.outcomes = Outcomes((40,), pushed_state(39, 64.0, 1))
     assert scaler.get_scale() == 32.0
     remote.num_rollbacks, remote.outcome_round, remote.client.outcomes = 2, 0, Outcomes()
     assert scaler.get_scale() == 4.0
 
 
-def test_what_the_script_sets_counts_from_then_on() -> None:
+def test_a_scale_set_by_the_script_counts_from_then_on() -> None:
     remote = Remote()
     scaler = remote.make_scaler()
     scales = [remote.end_round(scaler, new_scale=new_scale) for new_scale in (None, 64.0, None)]
     assert scales == [8.0, 64.0, 128.0]
-    assert remote.pushed() == told(3, 128.0, 0)
+    assert remote.pushed() == pushed_state(3, 128.0, 0)
+
+
+class Unscaling(torch.optim.SGD):
+    _step_supports_amp_scaling = True
+    has_overflowed: bool
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.has_overflowed = unscale_gradients(self, self.param_groups[0]["params"])
+
+
+@pytest.mark.parametrize("unscaled_before", [False, True])
+@pytest.mark.parametrize(("scale", "gradient", "overflows"), [(1024.0, 0.5, False), (2.0**127, 1e10, True)])
+def test_gradients_are_unscaled_once_and_an_overflow_is_reported(
+    scale: float, gradient: float, overflows: bool, unscaled_before: bool
+) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = Unscaling([parameter], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    scaler.scale((parameter * gradient).sum()).backward()
+    if unscaled_before:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert optimizer.has_overflowed == overflows
+    assert overflows or optimizer.param_groups[0]["params"][0].grad.tolist() == [gradient] * 3
+
+
+def test_without_a_scaler_gradients_stay_as_they_are() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.ones(3)
+    assert not unscale_gradients(torch.optim.SGD([parameter]), [parameter])
+    assert parameter.grad.tolist() == [1.0] * 3

@@ -1,11 +1,12 @@
-"""The port on which Prometheus scrapes a trainer."""
+"""A trainer's measurements of its transfers, the port that Prometheus scrapes, and its log on a terminal."""
 
 from __future__ import annotations
 
+import io
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import pytest
@@ -13,7 +14,9 @@ from prometheus_client import CollectorRegistry, Counter
 
 from ps_config.certificates import CertificateError, TlsFiles, client_context
 from ps_protocol.errors import Unreachable
-from trainer_client import ParameterClient
+from trainer_client import ParameterClient, links
+from trainer_client.links import LinkMeter, TrafficMeter
+from trainer_client.logs import make_log
 from trainer_client.metrics import MetricsServer
 
 from ..protocol.test_certificates import Authority
@@ -38,25 +41,20 @@ def test_the_port_needs_no_token_and_is_free_once_it_is_closed() -> None:
         httpx.get(url)
 
 
-def test_with_tls_only_a_certificate_of_the_authority_is_let_in(tmp_path: Path) -> None:
-    authority = Authority(tmp_path / "authority")
+def test_with_tls_a_reader_needs_a_certificate_and_a_silent_one_blocks_nothing(authority: Authority) -> None:
     client, files = authority.issue("client"), authority.issue("metrics")
-    with serving(files) as url:
+    with serving(files) as url, socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0)):
         assert url.startswith("https://127.0.0.1:")
-        with httpx.Client(verify=client_context(client)) as http:
+        with httpx.Client(verify=client_context(client), timeout=10) as http:
             assert "steps_total" in http.get(url).text
         with httpx.Client(verify=client_context(TlsFiles(client.ca))) as http, pytest.raises(httpx.TransportError):
             http.get(url)
 
 
-def test_a_connection_without_a_handshake_blocks_neither_the_port_nor_its_end(tmp_path: Path) -> None:
-    files = Authority(tmp_path / "authority").issue("all")
-    with (
-        serving(files) as url,
-        socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0)),
-        httpx.Client(verify=client_context(files), timeout=10) as http,
-    ):
-        assert "steps_total" in http.get(url).text
+def test_wrong_tls_files_are_named(authority: Authority) -> None:
+    files = TlsFiles(None, authority.issue("one").cert, authority.issue("other").key)
+    with pytest.raises(CertificateError, match="does not belong to the certificate"), serving(files):
+        pass
 
 
 @pytest.mark.asyncio
@@ -69,8 +67,57 @@ async def test_a_trainer_that_cannot_join_frees_its_metrics_port() -> None:
         pass
 
 
-def test_wrong_tls_files_are_named(tmp_path: Path) -> None:
-    authority = Authority(tmp_path / "authority")
-    files = TlsFiles(None, authority.issue("one").cert, authority.issue("other").key)
-    with pytest.raises(CertificateError, match="does not belong to the certificate"), serving(files):
-        pass
+# ---------------------------------------------------------------- transfers
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A list whose only element is the time."""
+    now = [100.0]
+    monkeypatch.setattr(links, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_transfers_at_the_same_time_share_it_and_idle_time_does_not_count(clock: list[float]) -> None:
+    meter = TrafficMeter()
+    with meter.transfer():
+        clock[0] += 1
+        with meter.transfer():
+            clock[0] += 2
+        meter.add(10)
+        clock[0] += 3
+    meter.add(20)
+    clock[0] += 50
+    with meter.transfer():
+        clock[0] += 1  # it was refused, and transferred nothing
+    described = meter.describe()
+    assert (described.num_requests, described.num_bytes, described.seconds) == (2, 30, 7.0)
+
+
+def test_old_transfers_fade(clock: list[float]) -> None:
+    meter = TrafficMeter()
+    for num_bytes, times in ((100, 50), (10, 100)):
+        for _ in range(times):
+            with meter.transfer():
+                clock[0] += 1
+            meter.add(num_bytes)
+    described = meter.describe()
+    assert described.seconds < 12
+    assert described.num_bytes / described.seconds == pytest.approx(10, rel=0.01)
+
+
+def test_a_link_without_transfers_is_described_as_such() -> None:
+    described = LinkMeter().describe()
+    assert (described.round_trip_seconds, described.pushes.num_requests, described.pulls.seconds) == (None, 0, 0)
+
+
+# ---------------------------------------------------------------- log
+
+
+def test_text_of_other_trainers_neither_breaks_lines_nor_controls_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    make_log(trainer=0).info("trainer 1 failed: no data\nforged\x1b[2A", error="a\nb")
+    assert terminal.getvalue().count("\n") == 1
+    assert "\x1b[2A" not in terminal.getvalue()

@@ -1,4 +1,4 @@
-"""Changes of a model after the wrap: refused where the run would no longer train it, and allowed elsewhere."""
+"""Changes of a model after it was wrapped are refused if its parameters would no longer be trained."""
 
 from __future__ import annotations
 

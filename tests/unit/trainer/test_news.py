@@ -1,4 +1,4 @@
-"""What the news of other lives of pservers does to those who wait for it, and how often it is asked for."""
+"""News of restarted pservers: the requests that they end, and the heartbeats that fetch them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from trainer_client.news import MIN_PERIOD_SECONDS, News
 pytestmark = pytest.mark.asyncio
 
 
-def reply(*incarnations: int) -> TrainerHeartbeatReply:
+def report(news: News, *incarnations: int) -> None:
+    """Let a heartbeat bring these incarnations of the pservers."""
     infos = tuple(
         PserverInfo(index=index, address=f"http://{index}-{incarnation}:1", incarnation=incarnation, http2=True)
         for index, incarnation in enumerate(incarnations)
     )
-    return TrainerHeartbeatReply(state="training", failure=None, attempt=0, pservers=infos)
+    reply = TrainerHeartbeatReply(state="training", failure=None, attempt=0, pservers=infos)
+    news.heard(reply, asyncio.get_running_loop().time())
 
 
 async def wait(news: News, index: int, seconds: float) -> str:
@@ -32,33 +34,57 @@ async def wait(news: News, index: int, seconds: float) -> str:
 
 
 async def test_a_request_to_a_replaced_pserver_is_given_up_at_once():
-    news, now = News(), asyncio.get_running_loop().time
-    news.heard(reply(1, 1), now())
+    news = News()
+    report(news, 1, 1)
     waits = [asyncio.create_task(wait(news, index, 30)) for index in (0, 0, 1)]
     await asyncio.sleep(0)
-    news.heard(reply(1, 1), now())
+    report(news, 1, 1)
     await asyncio.sleep(0.01)
     assert not any(task.done() for task in waits)
-    news.heard(reply(2, 1), now())
+    report(news, 2, 1)
     assert await asyncio.wait_for(asyncio.gather(*waits[:2]), 1) == ["given up"] * 2
     assert not waits[2].done()
     waits[2].cancel()
 
 
-async def test_nobody_is_woken_by_an_older_life_or_after_the_answer():
-    news, now = News(), asyncio.get_running_loop().time
-    news.heard(reply(2), now())
+async def test_an_older_incarnation_and_one_after_the_answer_end_no_request():
+    news = News()
+    report(news, 2)
     waiting = asyncio.create_task(wait(news, 0, 0.05))
     await asyncio.sleep(0)
-    news.heard(reply(1), now())
+    report(news, 1)
     await asyncio.sleep(0.01)
     assert not waiting.done()
-    assert await waiting == "given up"  # by its own time
-    news.heard(reply(3), now())
+    assert await waiting == "given up"  # by its own time-out
+    report(news, 3)
     assert news.pservers[0].incarnation == 3
 
 
-async def test_all_who_want_news_share_few_heartbeats() -> None:
+async def test_a_request_that_is_ending_already_does_not_disturb_the_heartbeats() -> None:
+    """Its time-out cannot be moved any more."""
+    news, ended = News(), asyncio.Event()
+
+    async def request() -> None:
+        async with asyncio.timeout(100) as limit:
+            with news.waiting_for(0, limit):
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await ended.wait()  # its connection is closed
+
+    report(news, 1)
+    requesting = asyncio.create_task(request())
+    await asyncio.sleep(0)
+    for incarnation in (2, 3):
+        report(news, incarnation)
+        await asyncio.sleep(0.01)
+    ended.set()
+    with pytest.raises(TimeoutError):
+        await requesting
+    assert news.pservers[0].incarnation == 3
+
+
+async def test_waits_for_news_share_few_heartbeats() -> None:
     news = News()
     num_heartbeats = 0
 
@@ -78,28 +104,3 @@ async def test_all_who_want_news_share_few_heartbeats() -> None:
     sending.cancel()
     assert 2 <= num_heartbeats <= 5
     assert time.monotonic() - begun >= 2 * MIN_PERIOD_SECONDS >= 0.4
-
-
-async def test_another_life_is_news_to_a_request_that_is_ending_already() -> None:
-    """The time-out cannot be moved any more; that must not end the heartbeats."""
-    news, ended = News(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    async def request() -> None:
-        async with asyncio.timeout(100) as limit:
-            with news.waiting_for(0, limit):
-                try:
-                    await asyncio.Event().wait()
-                finally:
-                    await ended.wait()  # its connection is closed
-
-    news.heard(reply(1), loop.time())
-    requesting = asyncio.create_task(request())
-    await asyncio.sleep(0)
-    for incarnation in (2, 3):
-        news.heard(reply(incarnation), loop.time())
-        await asyncio.sleep(0.01)
-    ended.set()
-    with pytest.raises(TimeoutError):
-        await requesting
-    assert news.pservers[0].incarnation == 3

@@ -1,4 +1,4 @@
-"""Batches go on where a run stands: without loading what is done, and again after a rollback."""
+"""Batches that continue at the round of the run, without loading earlier ones, and are repeated after a rollback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 from torch.utils.data import (
     BatchSampler,
@@ -43,7 +42,7 @@ class Stream(IterableDataset[int]):
 
 
 class Wrapper(DataLoader[int]):
-    """A loader that iterates over another one, as that of accelerate does."""
+    """A loader around another one, such as accelerate's."""
 
     def __init__(self, inner: DataLoader[int]) -> None:
         super().__init__(inner.dataset, batch_sampler=inner.batch_sampler)
@@ -93,7 +92,7 @@ def lists(batches: Iterator[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
-def test_the_rest_is_what_an_undisturbed_loop_has_left(make: Any) -> None:
+def test_a_resumed_loop_gets_the_batches_after_its_round(make: Any) -> None:
     whole = lists(ResumableBatches(lambda: Position(0, 0)).iterate(make(), EPOCHS))
     for done in (1, 2, len(whole) // EPOCHS, len(whole) // 2, len(whole) - 1, len(whole), len(whole) + 5):
         position = Position(0, done)
@@ -109,26 +108,10 @@ def test_a_round_has_the_batches_of_its_steps(steps_per_round: int, done: int) -
     assert lists(rest) == whole[done:] != []
 
 
-def test_what_is_done_is_not_loaded() -> None:
+def test_batches_of_earlier_rounds_are_not_loaded() -> None:
     data = Numbers()
     [rest] = ResumableBatches(lambda: Position(0, 5)).iterate(shuffled(data), 2)
     assert data.loaded == rest.tolist()
-
-
-@pytest.mark.parametrize("back_to", [0, 2, 4])
-def test_a_rollback_brings_batches_again(back_to: int) -> None:
-    whole = lists(ResumableBatches(lambda: Position(0, 0)).iterate(shuffled(Numbers()), EPOCHS))
-    state = {"rollbacks": 0, "steps": 0}
-    taken: list[Tensor] = []
-    batches = ResumableBatches(lambda: Position(state["rollbacks"], state["steps"]))
-    for batch in batches.iterate(shuffled(Numbers()), EPOCHS):
-        if state["steps"] == 4 and not state["rollbacks"]:  # the fifth step finds that the run has gone back
-            state.update(rollbacks=1, steps=back_to)
-            del taken[back_to:]
-            continue
-        taken.append(batch)
-        state["steps"] += 1
-    assert lists(iter(taken)) == whole
 
 
 def make_schedule() -> tuple[Any, LRScheduler]:
@@ -136,16 +119,16 @@ def make_schedule() -> tuple[Any, LRScheduler]:
     return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
-def train(state: dict[str, Any], *, stop_at: int | None = None) -> None:
-    """A script that takes batches in several calls, of two loaders, and steps a schedule with each."""
+def train(state: dict[str, Any], *, stop_at: int | None = None, back_to: int = 1) -> None:
+    """Run a script that takes batches in several calls, of two loaders, and steps a schedule with each."""
     batches = ResumableBatches(lambda: Position(state["rollbacks"], state["round"]))
     optimizer, schedule = make_schedule()
     first, second = shuffled(Numbers()), DataLoader(Stream(), 2)
     for loader in (first, first, second, first):
         for batch in batches.iterate(loader, 1, 1, schedule):
             if state["round"] == state["lost at"]:
-                state.update({"rollbacks": 1, "round": 1, "lost at": None})
-                del state["taken"][1:]
+                state.update({"rollbacks": 1, "round": back_to, "lost at": None})
+                del state["taken"][back_to:]
                 continue
             if state["round"] == stop_at:
                 return
@@ -167,15 +150,16 @@ def test_each_call_continues_behind_those_before_it() -> None:
     for stop_at in range(13):
         killed = new_state()
         train(killed, stop_at=stop_at)
-        train(killed)  # in another life
+        train(killed)  # in another process
         assert killed["taken"] == whole["taken"], stop_at
     for lost_at in range(1, 13):
-        back = new_state(lost_at)
-        train(back)
-        assert back["taken"] == whole["taken"], lost_at
+        for back_to in {0, 1, lost_at // 2, lost_at}:
+            back = new_state(lost_at)
+            train(back, back_to=back_to)
+            assert back["taken"] == whole["taken"], (lost_at, back_to)
 
 
-def test_a_call_waits_for_the_end_of_the_one_before() -> None:
+def test_a_call_before_the_end_of_the_previous_one_is_refused() -> None:
     batches = ResumableBatches(lambda: Position(0, 0))
     unfinished = batches.iterate([1, 2], 1)
     next(unfinished)
@@ -185,14 +169,7 @@ def test_a_call_waits_for_the_end_of_the_one_before() -> None:
     assert next(batches.iterate([3], 1)) == 3
 
 
-@pytest.mark.parametrize("done", [0, 1, 2])
-def test_a_step_may_take_several_batches(done: int) -> None:
-    batches = ResumableBatches(lambda: Position(0, done))
-    assert list(batches.iterate([0, 1, 2, 3], 1, batches_per_step=2)) == list(range(2 * done, 4))
-
-
 def test_a_schedule_is_stepped_with_each_local_step() -> None:
-    """In calls that begin after rounds of the run, undisturbed and after a restart."""
     rates = []
     for begun in (0, 1):
         steps = [2 * begun]
@@ -210,7 +187,7 @@ def test_a_schedule_is_stepped_with_each_local_step() -> None:
 
 @pytest.mark.parametrize("has_first", [True, False])
 def test_all_calls_have_the_schedule_of_the_first(has_first: bool) -> None:
-    """After a rollback the loop of the second call takes batches of the first one, with its own schedule."""
+    """After a rollback the second call repeats batches of the first one."""
     batches = ResumableBatches(lambda: Position(0, 1))
     (_, first), (_, second) = make_schedule(), make_schedule()
     assert not list(batches.iterate([1], 1, 1, first if has_first else None))
@@ -218,7 +195,7 @@ def test_all_calls_have_the_schedule_of_the_first(has_first: bool) -> None:
         next(batches.iterate([2], 1, 1, second))
 
 
-def test_a_schedule_that_the_script_has_loaded_is_moved_by_what_is_missing() -> None:
+def test_a_schedule_loaded_by_the_script_is_moved_by_the_missing_steps() -> None:
     state = {"rollbacks": 0, "round": 3}
     batches = ResumableBatches(lambda: Position(state["rollbacks"], state["round"]))
     optimizer, schedule = make_schedule()
@@ -263,8 +240,8 @@ def test_a_schedule_whose_steps_cannot_be_repeated_is_refused(make: Any) -> None
 
 
 @pytest.mark.parametrize("in_batch_sampler", [False, True])
-def test_a_random_order_is_warned_of_once(in_batch_sampler: bool) -> None:
-    """Where batches are skipped, or come again; not in each epoch of an undisturbed run."""
+def test_a_random_order_causes_one_warning(in_batch_sampler: bool) -> None:
+    """The warning needs skipped or repeated batches; an undisturbed run logs none."""
     data = Numbers()
     random = BatchSampler(RandomSampler(data), 5, drop_last=False)
     loader = DataLoader(data, batch_sampler=random) if in_batch_sampler else DataLoader(data, 5, shuffle=True)

@@ -1,8 +1,9 @@
-"""Strategy ring: flat buckets, and the address under which trainers meet."""
+"""The ring strategy: flat buckets, rendezvous, and the tally of a round."""
 
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def test_buckets_begin_with_the_last_parameter_and_never_cut_one() -> None:
     assert [bucket.flat.numel() for bucket in buckets] == [4, 100, 5]
 
 
-def test_what_is_not_there_is_zero_each_time() -> None:
+def test_missing_gradients_are_zero_in_each_round() -> None:
     bucket = FlatBucket({"a": 2, "b": 1}, CPU)
     bucket.put("a", torch.ones(2, dtype=torch.bfloat16))
     bucket.complete({"b": torch.full((1,), 3.0)})
@@ -45,52 +46,41 @@ def test_a_store_is_found_at_the_address_that_was_offered() -> None:
     assert join_store(rendezvous, timedelta(seconds=5)).get("key") == b"value"
 
 
-def test_everybody_reads_the_same_tally() -> None:
-    """Trainer 0 has no batches left, 1 brings NaN, 2 has written parameters."""
-    vectors = [TallyVector(["a", "b", "c"], rank, 3, CPU) for rank in range(3)]
-    for _ in range(2):  # the vectors are kept
-        vectors[0].say([], is_active=False)
-        vectors[1].say(["c"], is_finite=False)
-        vectors[2].say(["a", "c"], has_written=True)
+def tallies(*said: dict[str, Any]) -> list[Tally]:
+    """Return the tally that each rank reads when the vectors have been added up."""
+    vectors = [TallyVector(["a", "b", "c"], rank, len(said), CPU) for rank in range(len(said))]
+    for _ in range(2):  # the vectors are used again
+        for vector, one in zip(vectors, said, strict=True):
+            vector.say(**{"present": [], **one})
         total = torch.stack([one.vector for one in vectors]).sum(0)
         for one in vectors:
             one.vector.copy_(total)
-            assert one.read() == Tally(
-                ["a", "c"],
-                [1],
-                is_void=False,
-                num_active=2,
-                has_same_numbers=True,
-                source=2,
-            )
+        found = [one.read() for one in vectors]
+    return found
 
 
-def test_one_void_contribution_makes_the_round_void() -> None:
-    vectors = [TallyVector([], rank, 3, CPU) for rank in range(3)]
-    for rank, one in enumerate(vectors):
-        one.say([], is_void=rank == 2)
-    vectors[0].vector.copy_(torch.stack([one.vector for one in vectors]).sum(0))
-    assert vectors[0].read() == Tally([], [], is_void=True, num_active=3, has_same_numbers=True, source=None)
+def test_all_ranks_read_the_same_tally() -> None:
+    """Trainer 0 has no batches left, 1 brings NaN, 2 has written parameters."""
+    first, second = {"present": ["c"], "is_finite": False}, {"present": ["a", "c"], "has_written": True}
+    expected = Tally(["a", "c"], [1], is_void=False, num_active=2, has_same_numbers=True, source=2)
+    assert tallies({"is_active": False}, first, second) == [expected] * 3
+    expected = Tally([], [], is_void=True, num_active=3, has_same_numbers=True, source=None)
+    assert tallies({}, {}, {"is_void": True}) == [expected] * 3
 
 
 @pytest.mark.parametrize(
     ("digests", "are_same"), [((7, 7, 0), True), ((7, 8, 0), False), ((2**24 - 1, 2**24 - 2, 7), False)]
 )
-def test_numbers_are_compared_among_those_who_have_batches(digests: tuple[int, ...], are_same: bool) -> None:
-    vectors = [TallyVector([], rank, 3, CPU) for rank in range(3)]
-    for rank, one in enumerate(vectors):
-        one.say([], is_active=rank < 2, numbers=digests[rank])
-    vectors[0].vector.copy_(torch.stack([one.vector for one in vectors]).sum(0))
-    assert vectors[0].read().has_same_numbers is are_same
+def test_hyperparameters_are_compared_among_active_trainers(digests: tuple[int, ...], are_same: bool) -> None:
+    said = [{"is_active": rank < 2, "numbers": digest} for rank, digest in enumerate(digests)]
+    assert {tally.has_same_numbers for tally in tallies(*said)} == {are_same}
 
 
 @pytest.mark.clip
 @pytest.mark.parametrize("size", [0, 1, PIECE, 2 * PIECE + 3])
-def test_squares_are_added_up_in_64_bits(size: int) -> None:
+def test_squares_are_summed_in_64_bits(size: int) -> None:
     bucket = FlatBucket({"a": size}, CPU)
     bucket.put("a", torch.full((size,), 1e30))  # whose square is infinite in 32
     total = bucket.sum_of_squares()
     assert total.dtype == torch.float64
-    assert float(total) == pytest.approx(
-        size * float(torch.tensor(1e30)) ** 2, rel=1e-9
-    )  # a rounding for each element, at worst
+    assert float(total) == pytest.approx(size * float(torch.tensor(1e30)) ** 2, rel=1e-9)

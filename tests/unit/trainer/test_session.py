@@ -1,81 +1,111 @@
-"""How a trainer goes when the coordinator is away."""
+"""A trainer's settings, what it may report, and how it leaves a run."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ps_config.certificates import CertificateError
 from ps_protocol.fields import MAX_RESULT_NAME, MAX_RESULTS
+from trainer_client import ParameterClient
 from trainer_client import session as session_module
 from trainer_client.io_thread import IoThread
 from trainer_client.metrics import TrainerMetrics
 from trainer_client.session import Session
+from trainer_client.settings import read_settings
+
+# ---------------------------------------------------------------- settings
 
 
-class SlowCoordinator:
-    """In the place of the client: it takes a while until somebody hears the farewell."""
-
-    settings = SimpleNamespace(retry_seconds=5.0)
-    has_heard = False
-
-    async def finish(self) -> None:
-        pass
-
-    async def leave(self, outcome: str, reason: str) -> None:
-        await asyncio.sleep(0.3)
-        self.has_heard = True
-
-
-@pytest.mark.parametrize("outcome", ["done", "failed"])
-def test_who_is_done_has_longer_to_say_so(
-    outcome: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_argument_wins_over_the_environment_and_that_over_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The others go on without who has failed, and wait for who is done until they know."""
-    monkeypatch.setattr(session_module, "CLOSE_SECONDS", 0.05)
+    file = tmp_path / "gradpost.toml"
+    file.write_text('bucket_bytes = 1\nretry_seconds = 1\nplacement = "hash"\n')
+    monkeypatch.setenv("GRADPOST_SETTINGS_FILE", str(file))
+    monkeypatch.setenv("GRADPOST_RETRY_SECONDS", "2")
+    monkeypatch.setenv("GRADPOST_PLACEMENT", "balanced")
+    monkeypatch.setenv("RANK", "3")
+    settings = read_settings(placement="round_robin", rank=None)
+    assert (settings.bucket_bytes, settings.retry_seconds, settings.placement) == (1, 2.0, "round_robin")
+    assert settings.rank == 3
+
+
+# https://github.com/kubeflow/trainer/blob/master/pkg/runtime/framework/plugins/torch/torch.go: of a pod, for torchrun
+TRAIN_JOB = {"PET_NNODES": "4", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "2", "JOB_COMPLETION_INDEX": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, (None, None)),
+        (TRAIN_JOB, (2, 4)),
+        ({**TRAIN_JOB, "RANK": "5", "WORLD_SIZE": "8"}, (5, 8)),  # torchrun in it, two processes to a pod
+        ({"JOB_COMPLETION_INDEX": "3"}, (3, None)),
+        ({"JOB_COMPLETION_INDEX": "3", "WORLD_SIZE": "6"}, (3, 6)),
+        ({**TRAIN_JOB, "PET_NNODES": "1:4"}, (2, None)),
+        ({**TRAIN_JOB, "RANK": "", "WORLD_SIZE": ""}, (2, 4)),
+    ],
+)
+def test_rank_and_world_size_are_read_as_launchers_set_them(
+    environ: dict[str, str], expected: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", *TRAIN_JOB):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    settings = read_settings()
+    assert (settings.rank, settings.world_size) == expected
+    settings = read_settings(rank=0, world_size=9)
+    assert (settings.rank, settings.world_size) == (0, 9)
+
+
+def test_wrong_arguments_are_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "ca.pem"
+    with pytest.raises(TypeError, match=r"bucket_size is no setting of a trainer; did you mean bucket_bytes\?"):
+        ParameterClient(bucket_size=1)
+    with pytest.raises(TypeError, match=r"frobnicate is no setting of a trainer$"):
+        ParameterClient(frobnicate=1)
+    with pytest.raises(CertificateError, match=r"the TLS file .*ca\.pem cannot be read: No such file"):
+        ParameterClient(tls_ca=file)
+    file.touch()
+    with pytest.raises(ValueError, match="tls_client_ca needs tls_cert and tls_key"):
+        ParameterClient(tls_client_ca=file)
+
+
+@pytest.mark.asyncio
+async def test_settings_that_joining_has_used_cannot_be_changed() -> None:
+    client = ParameterClient("http://127.0.0.1:9", metrics_port=None)
+    client.configure(bucket_bytes=1000, placement=None)
+    assert (client.settings.bucket_bytes, client.settings.coordinator) == (1000, "http://127.0.0.1:9")
+    with pytest.raises(TypeError, match=r"retry_seconds cannot be set any more: pass it to connect\(\)"):
+        client.configure(retry_seconds=3, bucket_bytes=2000)
+    assert client.settings.bucket_bytes == 1000
+    with pytest.raises(ValueError, match="bucket_bytes"):
+        client.configure(bucket_bytes=0)
+
+
+# ---------------------------------------------------------------- the session
+
+
+@pytest.fixture
+def session() -> Iterator[Any]:
+    """A session without a client or a host."""
     session: Any = Session.__new__(Session)
-    session.io, session.client, session.host = IoThread(), SlowCoordinator(), None
-    session._is_open = True
+    session.io, session.host, session._is_open, session._reported = IoThread(), None, True, set()
     session.land_last_step = session.accompany = None
-    session.close(outcome)
-    assert session.client.has_heard == (outcome == "done")
-    assert ("counts as lost" in capsys.readouterr().err) == (outcome == "failed")
+    yield session
+    session.io.close()
 
 
-def test_closing_ends_what_loses_a_cancellation_and_what_begins_meanwhile() -> None:
-    io = IoThread()
-    ended = []
-
-    async def begin_late() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append("late")
-
-    async def lose_the_first() -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.Event().wait()
-        late.append(asyncio.create_task(begin_late()))
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append("first")
-
-    late: list[asyncio.Task[None]] = []
-    future = io.start(lose_the_first())
-    io.run(asyncio.sleep(0))
-    io.close()
-    assert future.done()
-    assert sorted(ended) == ["first", "late"]
-
-
-def test_a_number_that_the_coordinator_would_refuse_is_refused_at_once() -> None:
-    """Else a heartbeat would be refused, which ends training."""
-    session: Any = Session.__new__(Session)
-    session.io, session._is_open, session._reported = IoThread(), True, set()
+def test_a_result_that_the_coordinator_would_refuse_is_refused_at_once(session: Any) -> None:
+    """A refused heartbeat would end training."""
     session.client = SimpleNamespace(metrics=TrainerMetrics(), membership=SimpleNamespace(results={}))
     for name in ("", "x" * (MAX_RESULT_NAME + 1), "loss\n", "\x1b[2A"):
         with pytest.raises(ValueError, match="the name of a result has 1 to 200 printable characters"):
@@ -86,3 +116,56 @@ def test_a_number_that_the_coordinator_would_refuse_is_refused_at_once() -> None
     session.report(**{"val/0": 0.25})
     session.io.close()
     assert session.client.membership.results == {"val/0": 0.25, **dict.fromkeys(session._reported - {"val/0"}, 0.5)}
+
+
+class SlowCoordinator:
+    """A client whose coordinator answers late."""
+
+    settings = SimpleNamespace(retry_seconds=5.0)
+    was_left = False
+
+    async def finish(self) -> None:
+        pass
+
+    async def leave(self, outcome: str, reason: str) -> None:
+        await asyncio.sleep(0.3)
+        self.was_left = True
+
+
+@pytest.mark.parametrize("outcome", ["done", "failed"])
+def test_only_a_trainer_that_is_done_waits_for_the_coordinator_when_it_leaves(
+    outcome: str, session: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others go on without a failed trainer, and wait for one that is done."""
+    monkeypatch.setattr(session_module, "CLOSE_SECONDS", 0.05)
+    session.client = SlowCoordinator()
+    session.close(outcome)
+    assert session.client.was_left == (outcome == "done")
+    assert ("counts as lost" in capsys.readouterr().err) == (outcome == "failed")
+
+
+def test_closing_the_io_thread_ends_tasks_that_ignore_a_cancellation_or_begin_late() -> None:
+    io = IoThread()
+    ended = []
+
+    async def begin_late() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("late")
+
+    async def ignore_the_first() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        late.append(asyncio.create_task(begin_late()))
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("first")
+
+    late: list[asyncio.Task[None]] = []
+    future = io.start(ignore_the_first())
+    io.run(asyncio.sleep(0))
+    io.close()
+    assert future.done()
+    assert sorted(ended) == ["first", "late"]

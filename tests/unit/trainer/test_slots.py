@@ -1,4 +1,4 @@
-"""Slots as torch has them and as pservers do; the frames that they travel in; and how long a trainer keeps them."""
+"""Optimizer state between torch and pservers: its conversion, its frames, and when a trainer pushes it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def stepped(name: str, dtype: torch.dtype = torch.float32) -> tuple[torch.optim.Optimizer, dict[int, str]]:
-    """An optimizer of three parameters, the last of which has never had a gradient."""
+    """Return an optimizer after three steps, and the names of its parameters. The last one has had no gradient."""
     shapes: dict[str, tuple[int, ...]] = {"a": (3, 4), "b": (), "c": (5,)}
     parameters = {key: nn.Parameter(torch.ones(shape, dtype=dtype)) for key, shape in shapes.items()}
     optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(parameters.values(), lr=0.1, **OPTIONS.get(name, {}))
@@ -40,7 +40,7 @@ def stepped(name: str, dtype: torch.dtype = torch.float32) -> tuple[torch.optim.
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_they_come_back_as_torch_has_them(name: str) -> None:
+def test_optimizer_state_is_written_as_torch_reads_it(name: str) -> None:
     optimizer, names = stepped(name)
     spec = describe_optimizer(optimizer)
     slots = read_state(spec, optimizer.param_groups, names, optimizer.state_dict())
@@ -55,13 +55,13 @@ def test_they_come_back_as_torch_has_them(name: str) -> None:
             assert torch.equal(written[parameter][key], value)
 
 
-def test_of_half_precision_they_are_float32() -> None:
+def test_slots_of_half_precision_are_float32() -> None:
     optimizer, names = stepped("AdamW", torch.bfloat16)
     slots = read_state(describe_optimizer(optimizer), optimizer.param_groups, names, optimizer.state_dict())
     assert {slot.dtype for one in slots.values() for slot in one.slots.values()} == {torch.float32}
 
 
-def test_a_sum_before_the_first_step_would_be_lost() -> None:
+def test_a_sum_before_the_first_step_is_refused() -> None:
     optimizer, names = stepped("Adagrad")
     last = optimizer.param_groups[0]["params"][2]
     optimizer.state[last] = {"step": torch.tensor(0.0), "sum": torch.full((5,), 0.25)}
@@ -77,7 +77,7 @@ SLOTS = {
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 10_000, 1 << 20])
-def test_every_slot_and_every_state_is_in_one_frame(bucket_bytes: int) -> None:
+def test_each_slot_and_step_count_is_in_one_frame(bucket_bytes: int) -> None:
     found: dict[str, torch.Tensor] = {}
     states: dict[str, StepState] = {}
     for shard, one in zip(PLAN.shards, make_slot_frames(PLAN, SLOTS, {}, bucket_bytes=bucket_bytes), strict=True):
@@ -104,14 +104,14 @@ def test_every_slot_and_every_state_is_in_one_frame(bucket_bytes: int) -> None:
             assert torch.equal(found[f"{slot}/{block.name}"], whole[block.begin : block.end])
 
 
-class Said(list[str]):
-    """A log."""
+class Log(list[str]):
+    """A log that keeps its messages."""
 
     info = warning = list.append
 
 
-def loading(*, rank: int = 0, has_stepped: bool = True, is_async: bool = False) -> tuple[Loading, Said]:
-    log = Said()
+def loading(*, rank: int = 0, has_stepped: bool = True, is_async: bool = False) -> tuple[Loading, Log]:
+    log = Log()
     client = SimpleNamespace(
         uploader=0, plan=PLAN, log=log, settings=SimpleNamespace(chosen_bucket_bytes=1000),
         joined=SimpleNamespace(rank=rank, consistency=SimpleNamespace(is_async=is_async)),
@@ -122,7 +122,7 @@ def loading(*, rank: int = 0, has_stepped: bool = True, is_async: bool = False) 
     return one, log
 
 
-def test_they_go_with_the_next_step_and_with_that_again_until_it_has_landed() -> None:
+def test_loaded_state_is_pushed_with_the_next_step_until_that_is_pulled() -> None:
     one, log = loading()
     one.load(SLOTS, 5)
     frames = one.frames_for(6)
@@ -140,7 +140,7 @@ def test_they_go_with_the_next_step_and_with_that_again_until_it_has_landed() ->
 @pytest.mark.parametrize(
     ("has_landed", "version", "is_lost"), [(False, 4, True), (False, 6, False), (True, 5, True), (True, 6, False)]
 )
-def test_a_run_that_goes_back_may_lose_them(has_landed: bool, version: int, is_lost: bool) -> None:
+def test_a_rollback_may_discard_loaded_state_with_a_warning(has_landed: bool, version: int, is_lost: bool) -> None:
     one, log = loading()
     one.load(SLOTS, 5)
     one.frames_for(6)
@@ -151,8 +151,8 @@ def test_a_run_that_goes_back_may_lose_them(has_landed: bool, version: int, is_l
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_only_one_trainer_pushes_them_before_the_first_round(is_async: bool) -> None:
-    """It may be gone later; but contributions that are taken one by one may bring them once only."""
+def test_one_trainer_pushes_the_state_of_the_first_round(is_async: bool) -> None:
+    """Later any trainer does, as that one may be gone, unless pservers apply contributions one by one."""
     one, _ = loading(rank=1, is_async=is_async)
     one.load(SLOTS, 0)
     assert one.frames_for(1) is None
@@ -160,7 +160,7 @@ def test_only_one_trainer_pushes_them_before_the_first_round(is_async: bool) -> 
     assert (one.frames_for(6) is None) == is_async
 
 
-def test_a_run_that_has_slots_keeps_them_until_this_trainer_has_stepped() -> None:
+def test_state_loaded_before_the_first_step_does_not_replace_the_runs_own() -> None:
     one, log = loading(has_stepped=False)
     one.load(SLOTS, 7)
     assert (one.frames_for(8), len(log)) == (None, 1)
@@ -168,7 +168,7 @@ def test_a_run_that_has_slots_keeps_them_until_this_trainer_has_stepped() -> Non
     assert one.frames_for(9)
 
 
-def test_nothing_replaces_nothing() -> None:
+def test_empty_state_is_pushed_only_after_a_step() -> None:
     one, _ = loading()
     one.load(SLOTS, 0)
     one.load({}, 0)

@@ -1,0 +1,233 @@
+"""Replies of pservers on their way into parameters: frames, deltas, and waits for single parameters."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ps_protocol.errors import GradpostError
+from ps_protocol.frames import DTYPE_BYTES, FrameLimits, encode_header
+from ps_protocol.plan import make_plan
+from ps_protocol.routes import SINCE_KEY
+from ps_protocol.vocabulary import ParameterSpec
+from trainer_client.pulling.arrivals import Arrivals
+from trainer_client.pulling.differences import Differences
+from trainer_client.tensors import writable_bytes
+from trainer_client.transport.frame_sink import FrameSink
+
+from ...raising import raises_code
+
+LIMITS = FrameLimits()
+METADATA = {"round": "7"}
+TENSORS = [
+    ("a", "F32", (3,)),
+    ("empty", "F32", (0,)),
+    ("b", "BF16", (5,)),
+    ("scalar", "I64", ()),
+    ("last", "F32", (0,)),
+]
+
+
+def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    size = DTYPE_BYTES[dtype]
+    for length in shape:
+        size *= length
+    return size
+
+
+def make_frame(tensors=TENSORS, metadata=METADATA) -> bytes:
+    total = sum(num_bytes(dtype, shape) for _, dtype, shape in tensors)
+    return encode_header(tensors, metadata) + bytes(i % 251 for i in range(total))
+
+
+class Memory(dict[str, bytearray]):
+    """The memory that a frame is received into."""
+
+    def __init__(self, tensors=TENSORS) -> None:
+        super().__init__((name, bytearray(b"\xff" * num_bytes(dtype, shape))) for name, dtype, shape in tensors)
+
+    def sink(self, **options) -> FrameSink:
+        return FrameSink({name: memoryview(data) for name, data in self.items()}, LIMITS, **options)
+
+    def receive(self, chunks: list[bytes]) -> dict[str, str]:
+        sink = self.sink()
+        for chunk in chunks:
+            sink.feed(chunk)
+        return dict(sink.finish())
+
+    @property
+    def data(self) -> bytes:
+        return b"".join(self.values())
+
+
+def cut(frame: bytes, places: list[int]) -> list[bytes]:
+    places = sorted({0, len(frame), *(place % (len(frame) + 1) for place in places)})
+    return [frame[a:b] for a, b in pairwise(places)]
+
+
+tensor_lists = st.lists(
+    st.tuples(
+        st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=5).filter(lambda n: n != "__metadata__"),
+        st.sampled_from(["F32", "BF16", "U8", "I64"]),
+        st.lists(st.integers(0, 4), max_size=2).map(tuple),
+    ),
+    max_size=6,
+    unique_by=lambda t: t[0],
+)
+
+
+@given(tensors=tensor_lists, places=st.lists(st.integers(0, 10_000), max_size=12))
+@example(tensors=TENSORS, places=list(range(10_000)))  # byte by byte
+@example(tensors=TENSORS, places=[3])  # in the length
+@example(tensors=TENSORS, places=[8])
+@example(tensors=TENSORS, places=[len(encode_header(TENSORS, METADATA))])
+@example(tensors=[], places=[])
+def test_a_frame_may_arrive_in_any_portions(tensors, places):
+    memory, frame = Memory(tensors), make_frame(tensors)
+    chunks = cut(frame, places)
+    assert memory.receive([b"", memoryview(chunks[0]), b"", *map(bytearray, chunks[1:])]) == METADATA
+    assert memory.data == frame[len(encode_header(tensors, METADATA)) :]
+
+
+@given(length=st.integers(0, len(make_frame()) - 1), places=st.lists(st.integers(0, 1000), max_size=4))
+def test_a_frame_that_ends_early_is_refused_and_a_whole_one_repairs_it(length, places):
+    memory = Memory()
+    with raises_code("malformed_frame", match="ended early"):
+        memory.receive(cut(make_frame()[:length], places))
+    memory.receive([make_frame()])
+    assert memory.data == make_frame()[-len(memory.data) :]
+
+
+@pytest.mark.parametrize("places", [[], [len(make_frame())]])
+def test_a_frame_that_is_too_long_is_refused(places):
+    with raises_code("malformed_frame", match="longer than its header says"):
+        Memory().receive(cut(make_frame() + b"x", places))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ([*TENSORS, ("c", "F32", (1,))], "lacks 'c'"),
+        ([*TENSORS, ("c", "F32", (0,))], "lacks 'c'"),
+        (TENSORS[1:], "'a' is not what was asked for"),
+        ([("a", "F32", (4,)), *TENSORS[1:]], "'a' is not what was asked for"),
+        ([*TENSORS[:-1], ("last", "F32", (1,))], "'last' is not what was asked for"),
+    ],
+)
+def test_another_frame_than_was_asked_for_is_refused_before_anything_is_written(wanted, message):
+    memory = Memory(wanted)
+    before = memory.data
+    with raises_code("malformed_frame", match=message):
+        memory.receive([make_frame()])
+    if "lacks" not in message:
+        assert memory.data == before
+
+
+def test_a_header_longer_than_the_limit_is_refused_at_its_length():
+    with raises_code("body_too_large"):
+        FrameSink({}, FrameLimits(max_header_bytes=1000)).feed((1001).to_bytes(8, "little"))
+
+
+@given(garbage=st.binary(max_size=60), places=st.lists(st.integers(0, 60), max_size=3))
+@example(garbage=b"", places=[])
+def test_garbage_is_refused_as_a_protocol_error(garbage, places):
+    with pytest.raises(GradpostError):
+        Memory().receive(cut(garbage, places))
+
+
+@given(st.data())
+def test_a_tensor_is_reported_once_its_last_byte_is_written(data: st.DataObject) -> None:
+    frame, memory = make_frame(), Memory()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(frame)), max_size=8)))
+    reported: list[str] = []
+    sink = memory.sink(on_landed=reported.append)
+    begin = len(frame) - len(memory.data)
+    for cut, end in pairwise([0, *cuts, len(frame)]):
+        sink.feed(frame[cut:end])
+        offset, expected = begin, []
+        for name, its in memory.items():
+            offset += len(its)
+            if len(its) and end >= offset:
+                expected.append(name)
+        assert reported == expected
+
+
+def test_tensors_that_did_not_change_are_reported_at_once() -> None:
+    reported: list[str] = []
+    sink = Memory().sink(on_landed=reported.append)
+    sink.feed(encode_header([tensor for tensor in TENSORS if tensor[0] == "b"], {SINCE_KEY: "6"}))
+    assert sorted(reported) == ["a", "empty", "last", "scalar"]
+    sink.feed(bytes(10))
+    assert reported[-1] == "b"
+
+
+# ---------------------------------------------------------------- deltas
+
+INTEGERS, SCALES = ("w", "I8", (3,)), ("w.scales", "F32", (1,))
+DELTA = bytes([2, 0, 256 - 4]) + torch.tensor([0.5]).numpy().tobytes()  # 1, 0, -2
+
+
+@pytest.mark.asyncio
+async def test_a_delta_is_added_to_the_values_once_it_is_whole() -> None:
+    values, more = torch.tensor([1.0, 2.0, 3.0]), torch.zeros(2)
+    memory = {"w": writable_bytes(values), "v": writable_bytes(more)}
+    differences = Differences(memory)
+    for number in (1, 2):  # the memory of deltas is kept
+        sink = FrameSink(memory, LIMITS, differences.memory)
+        header = encode_header([("v", "F32", (2,)), INTEGERS, SCALES], {SINCE_KEY: "4"})
+        for byte in header + torch.tensor([8.0, 9.0]).numpy().tobytes() + DELTA:
+            sink.feed(bytes([byte]))
+        assert sink.finish() == {SINCE_KEY: "4"}
+        assert sink.differing == ["w", "w.scales"]
+        await differences.add(sink.differing)
+        assert values.tolist() == [1.0 + number, 2.0, 3.0 - 2.0 * number]
+        assert more.tolist() == [8.0, 9.0]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("received", [["w"], ["w.scales"], ["v", "v.scales"]])
+async def test_half_of_a_delta_is_refused(received: list[str]) -> None:
+    values = torch.ones(3)
+    with raises_code("malformed_frame"):
+        await Differences({"w": writable_bytes(values)}).add(received)
+    assert torch.equal(values, torch.ones(3))
+
+
+def test_a_delta_that_was_not_asked_for_is_refused() -> None:
+    sink = FrameSink({"w": writable_bytes(torch.ones(3))}, LIMITS)
+    with raises_code("malformed_frame", match="'w' is not what was asked for"):
+        sink.feed(encode_header([INTEGERS, SCALES], {SINCE_KEY: "4"}) + DELTA)
+
+
+# ---------------------------------------------------------------- waits for parameters
+
+PLAN = make_plan(
+    [ParameterSpec("w", (30,)), ParameterSpec("none", (0,)), ParameterSpec("b", (7,))], 3, min_block_size=10
+)
+
+
+@given(st.permutations([block.name for block in PLAN.blocks] * 2), st.integers(0, 2 * len(PLAN.blocks)))
+def test_a_parameter_has_arrived_when_all_its_blocks_have(order: list[str], num_landed: int) -> None:
+    arrivals = Arrivals(PLAN.blocks_of)
+    for block in order[:num_landed]:
+        arrivals.landed(block)
+    arrivals.end()
+    for name, blocks in PLAN.blocks_of.items():
+        assert arrivals.wait(name) == ({block.name for block in blocks} <= set(order[:num_landed]))
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_wait_ends_with_the_last_block_or_with_the_reply(arrives: bool) -> None:
+    arrivals = Arrivals(PLAN.blocks_of)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(arrivals.wait, "b")
+        if arrives:
+            arrivals.landed("b.block0")
+        else:
+            arrivals.end()
+        assert waiting.result(timeout=10) == arrives

@@ -1,0 +1,287 @@
+"""Repeated requests to a pserver that has restarted, is busy, or is hidden behind a gateway, and the pauses between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from ps_config.certificates import TlsFiles
+from ps_protocol.errors import (
+    ContributionMissing,
+    FutureRound,
+    GradpostError,
+    NotReady,
+    RoundPending,
+    StalePserver,
+    StaleRun,
+    TryAgain,
+    Unreachable,
+)
+from ps_protocol.fence import Fence
+from ps_protocol.messages import PserverInfo
+from ps_protocol.retry import (
+    MAX_PAUSE_SECONDS,
+    Patience,
+    RetryPolicy,
+    choose_backoff,
+    choose_pause,
+    read_retry_after,
+    request_with_retry,
+)
+from ps_protocol.routes import SEND
+from trainer_client.metrics import TrainerMetrics
+from trainer_client.news import News
+from trainer_client.pserver_client import PserverClient
+from trainer_client.pserver_connection import PserverConnection
+from trainer_client.transport.exchange import Exchange
+
+INFO = PserverInfo(index=0, address="http://pserver", incarnation=1, http2=False)
+RESTARTED = INFO.model_copy(update={"incarnation": 2})
+FENCE = Fence(1, "run", 0, "plan", 0, 1, 0, 1, 1)
+DONE = httpx.Response(200, json={"round": 1})
+STAGED = httpx.Response(200, json={"status": "staged", "staged": 1, "duplicates": 0, "complete": True})
+
+Answer = Callable[[httpx.Request], httpx.Response] | Callable[[httpx.Request], Awaitable[httpx.Response]]
+
+
+def refuse(error: GradpostError) -> httpx.Response:
+    return httpx.Response(error.status, json=error.to_problem(), headers={"retry-after": "0"})
+
+
+@asynccontextmanager
+async def client_of(answer: Answer, news: News, **patience: float) -> AsyncIterator[PserverClient]:
+    """Yield a client of a pserver that answers so; `patience` replaces 60 s, or a `max_delay` of 0."""
+    exchange = Exchange(TlsFiles(), None, http2=False)
+    exchange._transport = httpx.MockTransport(answer)  # type: ignore[arg-type]
+    given: dict[str, Any] = {"retry_seconds": 60, "deadline_seconds": 60, "max_delay": 0, **patience}
+    max_delay = given.pop("max_delay")
+    connection = PserverConnection(INFO, FENCE, lambda _: exchange, TrainerMetrics(), news, **given)
+    yield PserverClient(connection, max_delay=max_delay)
+    await exchange.aclose()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("coordinator_answers", [True, False])
+@pytest.mark.parametrize(
+    "refusal",
+    [NotReady("it has no run yet"), StalePserver("it has another incarnation"), StaleRun("it is behind")],
+    ids=lambda refusal: refusal.code,
+)
+async def test_a_restarted_pserver_has_as_long_as_the_coordinator_answers(
+    refusal: GradpostError, coordinator_answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was away for longer than a request may take, and resumes once the coordinator has all pservers."""
+    monkeypatch.setattr("trainer_client.pserver_connection.NEWS_SECONDS", 0.01)
+    answers = [*[refuse(refusal)] * 3, DONE]
+    news = News(heard_at=float("inf")) if coordinator_answers else News()
+    async with client_of(lambda _: answers.pop(0), news, deadline_seconds=0) as client:
+        if coordinator_answers:
+            await client.barrier(1, "batch")
+            assert answers == []
+        else:
+            with pytest.raises(type(refusal)):
+                await client.barrier(1, "batch")
+
+
+@pytest.mark.asyncio
+async def test_the_time_of_a_pending_round_does_not_count_against_the_deadline() -> None:
+    """A pserver may stop after a minute of waiting for a lost trainer."""
+    answers = [*[refuse(RoundPending("trainer 1 is missing"))] * 4, refuse(TryAgain("this pserver stops")), DONE]
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(0.1)
+        return answers.pop(0)
+
+    async with client_of(answer, News(), deadline_seconds=0.3) as client:
+        await client.barrier(1, "batch")
+    assert answers == []
+
+
+@pytest.mark.asyncio
+async def test_a_new_incarnation_has_a_deadline_of_its_own() -> None:
+    """The first incarnation stopped for longer than a request may take; the second is busy for a moment."""
+    news = News()
+    busy = refuse(TryAgain("too many requests", code="overloaded"))
+    answers = [refuse(TryAgain("this pserver stops")), None, busy, DONE]
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        response = answers.pop(0)
+        await asyncio.sleep(0.2)
+        if response is None:
+            news.pservers[0] = RESTARTED
+            raise httpx.ConnectError("refused")
+        return response
+
+    async with client_of(answer, news, deadline_seconds=0.25) as client:
+        await client.barrier(1, "batch")
+    assert answers == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("status", [404, 413, 429, 500, 502, 520])
+async def test_the_page_of_a_gateway_is_handled_as_no_answer(status: int) -> None:
+    news = News(heard_at=float("inf"))
+    answers = [*[httpx.Response(status, text="\n404 page not found")] * 3, DONE]
+    pages: list[dict[int, str]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        pages.append(dict(news.pages))
+        return answers.pop(0)
+
+    async with client_of(answer, news) as client:
+        await client.barrier(1, "batch")
+    assert (answers, news.pages, news.failing) == ([], {}, {})
+    assert f"answered {status} without a problem document: 404 page not found; is it Gradpost?" in pages[-1][0]
+
+
+@pytest.mark.asyncio
+async def test_the_final_error_names_the_page_of_a_gateway() -> None:
+    page = httpx.Response(413, html="<html>\n<h1>413</h1>")
+    async with client_of(lambda _: page, News(), retry_seconds=0.1) as client:
+        with pytest.raises(Unreachable, match=r"http://pserver/v1/barrier answered 413 .* <html>; is it Gradpost"):
+            await client.barrier(1, "batch")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("restarts", [True, False])
+async def test_each_incarnation_gets_the_contribution_and_one_that_loses_it_is_given_up(restarts: bool) -> None:
+    news, num_pushes, num_barriers = News(), 0, 0
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal num_pushes, num_barriers
+        if request.url.path == SEND:
+            num_pushes += 1
+            return STAGED
+        num_barriers += 1
+        if num_barriers > 20:
+            return DONE
+        if restarts:
+            news.pservers[0] = INFO.model_copy(update={"incarnation": 1 + num_barriers})
+        return refuse(ContributionMissing("push it again"))
+
+    async with client_of(answer, news) as client:
+        await client.push(1, (memoryview(b"frame"),))
+        if restarts:
+            await client.barrier(1, "batch")
+            assert num_pushes == 21
+        else:
+            with pytest.raises(ContributionMissing):
+                await client.barrier(1, "batch")
+
+
+@pytest.mark.asyncio
+async def test_the_rounds_that_a_pserver_may_lose_are_kept() -> None:
+    """With `max_delay` so many rounds are pushed and not pulled; a restarted pserver may ask for all of them."""
+    async with client_of(lambda _: STAGED, News(), max_delay=12) as client:
+        for round_ in range(1, 30):
+            await client.push(round_, (memoryview(b"frame"),))
+        assert set(client._kept) >= set(range(17, 30))  # 1 + max_delay of them
+        assert len(client._kept) < 20
+
+
+@pytest.mark.asyncio
+async def test_a_pserver_that_stays_behind_is_given_up_after_the_time_of_a_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer_client.pserver_connection.NEWS_SECONDS", 0.01)
+    news = News(heard_at=float("inf"))
+    news.pservers[0] = RESTARTED
+    ahead = refuse(FutureRound("round 1 is ahead"))
+    async with client_of(lambda _: ahead, news, deadline_seconds=0.2) as client, asyncio.timeout(5):
+        with pytest.raises(FutureRound):
+            await client.barrier(1, "batch")
+    assert news.ahead_of == {0: 2}
+
+
+# ---------------------------------------------------------------- pauses
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("0", 0), ("2", 2), ("86400", MAX_PAUSE_SECONDS), ("9" * 5000, MAX_PAUSE_SECONDS),
+        (None, None), ("", None), ("-1", None), ("1.5", None), ("²", None), ("Fri, 31 Dec 2027 23:59:59 GMT", None),
+    ],
+)  # fmt: skip
+def test_retry_after_is_read(text: str | None, seconds: float | None) -> None:
+    assert read_retry_after(text) == seconds
+
+
+def overloaded(retry_after_seconds: float | None = None) -> TryAgain:
+    answer = TryAgain("full", code="overloaded")
+    if retry_after_seconds is not None:
+        answer.retry_after_seconds = retry_after_seconds
+    return answer
+
+
+def test_a_pause_is_retry_after_and_up_to_twice_as_long() -> None:
+    pauses = [choose_pause(overloaded(2.0), 0.02) for _ in range(1000)]
+    assert 2 <= min(pauses) < 2.2
+    assert 3.8 < max(pauses) <= 4
+
+
+def test_a_wait_for_other_trainers_polls_at_the_shortest_pause() -> None:
+    for answer in (NotReady("wait"), RoundPending("wait")):
+        answer.retry_after_seconds = 1.0
+        assert choose_pause(answer, 0.02) == 0.02
+    assert choose_pause(overloaded(), 0.25) == 0.25
+    assert choose_pause(overloaded(0.0), 0.25) == 0.25
+
+
+@pytest.mark.parametrize(("attempt", "seconds"), [(1, 0.05), (3, 0.2), (6, 1.6), (7, 2.0), (10_000, 2.0)])
+def test_the_pause_without_an_answer_is_random_up_to_a_limit_that_doubles(attempt: int, seconds: float) -> None:
+    pauses = [choose_backoff(attempt) for _ in range(1000)]
+    assert 0 <= min(pauses) < 0.1 * seconds
+    assert 0.9 * seconds < max(pauses) <= seconds
+
+
+@pytest.mark.asyncio
+async def test_a_request_is_repeated_after_each_error_of_its_policy() -> None:
+    results: list[Exception | str] = [TimeoutError("1"), NotReady("2"), "answer"]
+    paused: list[str] = []
+
+    async def attempt() -> str:
+        result = results.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    async def pause(error: Exception) -> None:
+        paused.append(str(error))
+
+    assert await request_with_retry(attempt, RetryPolicy((TimeoutError, TryAgain), pause)) == "answer"
+    assert paused == ["1", "2"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("errors", [(TimeoutError,), (TryAgain,)], ids=["another error", "the policy gives up"])
+async def test_any_other_error_and_that_of_the_pause_end_the_request(errors: tuple[type[Exception], ...]) -> None:
+    async def attempt() -> None:
+        raise TryAgain("full")
+
+    async def give_up(error: Exception) -> None:
+        raise error
+
+    with pytest.raises(TryAgain, match="full"):
+        await request_with_retry(attempt, RetryPolicy(errors, give_up))
+
+
+def test_patience_counts_from_the_first_failure_after_a_reset() -> None:
+    now = 100.0
+    patience = Patience(2.0, lambda: now)
+    assert not patience.is_exhausted()
+    now = 101.9
+    assert not patience.is_exhausted()
+    now = 102.0
+    assert patience.is_exhausted()
+    patience.reset()
+    assert not patience.is_exhausted()
+    now = 103.0
+    patience.start()  # it has started already
+    now = 104.0
+    assert patience.is_exhausted()
