@@ -20,7 +20,7 @@ from services.runtime.checkpoints import (
     write_manifest,
 )
 from services.runtime.failpoints import arm_failpoints
-from services.runtime.places import Place, open_place
+from services.runtime.storage import CheckpointStorage, open_checkpoint_storage
 
 from .support import beat, make_cluster, shard_file, train
 
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.asyncio
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return open_place(str(tmp_path))
+def place(tmp_path: Path) -> CheckpointStorage:
+    return open_checkpoint_storage(str(tmp_path))
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def cluster() -> Cluster:
 
 
 @pytest.fixture
-def manifests(cluster: Cluster, place: Place) -> Manifests:
+def manifests(cluster: Cluster, place: CheckpointStorage) -> Manifests:
     return Manifests(cluster, place, keep=2)
 
 
@@ -72,7 +72,7 @@ def roll_back(cluster: Cluster, round_: int) -> None:
     run.adopt(replace(run.decision, attempt=run.attempt + 1, resume=round_))
 
 
-def found(place: Place) -> list[int]:
+def found(place: CheckpointStorage) -> list[int]:
     return [manifest.round for manifest in complete_checkpoints(place, "run1")]
 
 
@@ -251,4 +251,4 @@ async def test_the_newest_run_counts_by_date_and_the_newest_checkpoint_of_a_run_
     early = manifest.model_copy(update={"round": 8, "created": "2001-01-01T00:00:00+00:00"})
     write_manifest(place, early)
     assert [(m.run, m.round) for m in all_checkpoints(place)] == [("run0", 900), ("run1", 8), ("run1", 4)]
-    assert all_checkpoints(open_place(place.url + "/nowhere")) == []
+    assert all_checkpoints(open_checkpoint_storage(place.url + "/nowhere")) == []

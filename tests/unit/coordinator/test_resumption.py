@@ -15,7 +15,7 @@ from services.coordinator.coordinator import Coordinator
 from services.coordinator.run import Run
 from services.coordinator.settings import CoordinatorSettings
 from services.runtime.checkpoints import Manifest, write_manifest
-from services.runtime.places import open_place
+from services.runtime.storage import open_checkpoint_storage
 
 from .coordinating import begin
 from .support import joining, leaving, registration
@@ -48,7 +48,7 @@ def write_checkpoint(folder: Path, run: Run, round_: int, /, **changes: Any) -> 
     manifest = Manifest(
         attempt=0, round=round_, consistency=Consistency(), plan=run.plan.to_json(), shards=(), **values
     )  # fmt: skip
-    write_manifest(open_place(str(folder / "checkpoints")), manifest)
+    write_manifest(open_checkpoint_storage(str(folder / "checkpoints")), manifest)
 
 
 def beginning_of(coordinator: Coordinator) -> tuple[str, int] | None:
