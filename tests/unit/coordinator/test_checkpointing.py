@@ -114,7 +114,7 @@ async def test_without_an_interval_a_checkpoint_is_made_on_request_only():
     async with scheduling([7, 7], durability="none", checkpoint_rounds=None) as (_, writers, schedule):
         await schedule.advance()
         assert writers.named == []
-        assert schedule.ask() == 7
+        assert schedule.request() == 7
         await schedule.advance()
         assert writers.named == [7]
 
@@ -122,7 +122,7 @@ async def test_without_an_interval_a_checkpoint_is_made_on_request_only():
 async def test_a_requested_checkpoint_does_not_wait_for_the_scheduled_one():
     async with scheduling([7, 6]) as (cluster, writers, schedule):
         writers.report(cluster, coming=[10])
-        schedule.ask()
+        schedule.request()
         await schedule.advance()
         assert writers.named == [7]
 
@@ -131,7 +131,7 @@ async def test_a_requested_checkpoint_is_made_once():
     """The heartbeats may be a second old, and the schedule may advance before the request is answered."""
     async with scheduling([6, 6]) as (cluster, writers, schedule):
         writers.rounds = [7, 7]
-        schedule.ask()
+        schedule.request()
         for _ in range(2):
             await schedule.advance()
             assert writers.named == [6, 8]
@@ -144,7 +144,7 @@ async def test_a_requested_checkpoint_is_made_once():
 
 async def test_a_requested_checkpoint_is_not_made_in_the_next_attempt():
     async with scheduling([7, 7]) as (cluster, writers, schedule):
-        schedule.ask()
+        schedule.request()
         cluster.run.attempt, cluster.checkpoints_known_for = 1, (cluster.run.name, 1)
         for member in cluster.registry.members.values():
             member.attempt = 1
@@ -199,7 +199,7 @@ async def test_the_last_checkpoint_contains_pushes_that_are_applied_after_the_tr
     async def want(http: object, member: object, run: str, round_: int, *, is_over: bool) -> None:
         requested.append(round_)
         if round_ < 95:
-            raise StaleRound("contribution 90 was taken before others", current=95)
+            raise StaleRound("later contributions than 90 have been committed", current=95)
 
     monkeypatch.setattr("services.coordinator.coordinator.want_checkpoint", want)
     async with training() as coordinator:
@@ -233,13 +233,13 @@ async def test_the_result_of_a_run_is_recorded_once(monkeypatch):
     """Otherwise a coordinator that waits for the next run would never be idle."""
     async with training(lease_seconds=0.4, durability="none", on_trainer_loss="fail") as coordinator:
         cluster, recorded, checks = coordinator.cluster, [], []
-        keep = coordinator._keep_summary_and_result
+        keep = coordinator._finish_run
 
         async def keep_and_note(run: Run) -> None:
             await keep(run)
             recorded.append(run)
 
-        monkeypatch.setattr(coordinator, "_keep_summary_and_result", keep_and_note)
+        monkeypatch.setattr(coordinator, "_finish_run", keep_and_note)
         for rank in (0, 1):
             leave(coordinator, rank)
         await eventually(lambda: bool(recorded))

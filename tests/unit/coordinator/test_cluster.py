@@ -96,23 +96,23 @@ def test_a_pserver_is_reachable_for_the_coordinator_if_it_sent_a_heartbeat_a_lea
     registry = make_registry()
     registry.register(registration("a"), 0)
     registry.heartbeat(0, beat(), 12)
-    assert registry.was_here(0, 1, since=4.9, now=15)
-    assert not registry.was_here(0, 1, since=5.1, now=15)  # for less than a lease
-    assert not registry.was_here(0, 2, since=4.9, now=15)  # another incarnation
-    assert not registry.was_here(1, 1, since=4.9, now=15)
+    assert registry.was_reachable(0, 1, since=4.9, now=15)
+    assert not registry.was_reachable(0, 1, since=5.1, now=15)  # for less than a lease
+    assert not registry.was_reachable(0, 2, since=4.9, now=15)  # another incarnation
+    assert not registry.was_reachable(1, 1, since=4.9, now=15)
 
 
 def test_a_pserver_that_has_just_registered_stops_or_has_died_is_not_reachable():
     registry = make_registry()
     registry.register(registration("a"), 6)
     registry.heartbeat(0, beat(), 14)
-    assert not registry.was_here(0, 1, since=0, now=15)
+    assert not registry.was_reachable(0, 1, since=0, now=15)
     registry.heartbeat(0, beat(), 20)
-    assert registry.was_here(0, 1, since=9, now=20)
+    assert registry.was_reachable(0, 1, since=9, now=20)
     registry.heartbeat(0, beat(is_stopping=True), 20)
-    assert not registry.was_here(0, 1, since=9, now=20)
+    assert not registry.was_reachable(0, 1, since=9, now=20)
     registry.heartbeat(0, beat(), 20)
-    assert not registry.was_here(0, 1, since=19.5, now=29.9)  # its lease ends at 30, and will not be renewed
+    assert not registry.was_reachable(0, 1, since=19.5, now=29.9)  # its lease ends at 30, and will not be renewed
 
 
 def test_the_unix_socket_of_a_pserver_is_that_of_its_newest_incarnation():
@@ -142,8 +142,8 @@ def test_a_run_starts_once_in_any_order(trainers_first):
     assert cluster.start_run_if_complete()
     assert not cluster.start_run_if_complete()
     assert cluster.plan_ready(0, 1) is None  # until every pserver has it
-    cluster.run.installed(0)
-    cluster.members_installed()
+    cluster.run.begin_training(0)
+    cluster.finish_change()
     ready = cluster.plan_ready(0, 1)
     assert ready is not None
     assert [p.index for p in ready.pservers] == [0, 1]
@@ -168,8 +168,8 @@ def test_a_cluster_names_what_it_waits_for():
     assert cluster.waiting_for == ["the pservers to install the plan"]
     assert cluster.start_run_if_complete()
     assert cluster.waiting_for == ["the pservers to install the plan"]
-    cluster.run.installed(20)
-    cluster.members_installed()
+    cluster.run.begin_training(20)
+    cluster.finish_change()
     assert cluster.waiting_for == []
 
 
@@ -377,7 +377,7 @@ def test_successive_runs_on_the_same_pservers():
         join_all(cluster, 2, life=run)
         assert cluster.start_run_if_complete()
         assert cluster.installation(0, 1, None).incarnation == 1
-        cluster.members_installed()
+        cluster.finish_change()
 
 
 # ---------------------------------------------------------------- exit when done
@@ -389,7 +389,7 @@ def test_with_exit_when_done_every_pserver_stops_and_then_the_coordinator():
     assert not cluster.pserver_heartbeat(0, beat(run="run1"), 1).stop
     cluster.leave_trainer(1, leaving(), 2)
     assert not cluster.pserver_heartbeat(0, beat(run="run1"), 2).stop  # the summary is not made yet
-    cluster.run_recorded()
+    cluster.finish_recording()
     assert not cluster.may_exit
     reply = cluster.pserver_heartbeat(0, beat(run="run1"), 2)
     assert (reply.stop, reply.exit_code) == (True, 0)
@@ -410,7 +410,7 @@ def test_with_exit_when_done_the_coordinator_does_not_wait_for_a_lost_pserver():
     cluster.expire(12)
     for rank in (0, 1):
         cluster.leave_trainer(rank, leaving("failed"), 12)
-    cluster.run_recorded()
+    cluster.finish_recording()
     reply = cluster.pserver_heartbeat(0, beat(run="run1"), 12)
     assert (reply.stop, reply.exit_code) == (True, 1)
     cluster.pserver_heartbeat(0, beat(run="run1"), 13)

@@ -41,7 +41,7 @@ def cluster() -> Cluster:
 
 @pytest.fixture
 def manifests(cluster: Cluster, place: CheckpointStorage) -> Manifests:
-    return Manifests(cluster, place, keep=2)
+    return Manifests(cluster, place, max_complete=2)
 
 
 def report(cluster: Cluster, pserver: int, *rounds: int, attempt: int = 0) -> PserverHeartbeatReply:
@@ -69,7 +69,7 @@ def restart(cluster: Cluster) -> None:
 
 def roll_back(cluster: Cluster, round_: int) -> None:
     run = cluster.run
-    run.adopt(replace(run.decision, attempt=run.attempt + 1, resume=round_))
+    run.apply_decision(replace(run.decision, attempt=run.attempt + 1, resume=round_))
 
 
 def found(place: CheckpointStorage) -> list[int]:
@@ -134,7 +134,7 @@ async def test_older_checkpoints_are_deleted_unless_a_change_is_under_way(cluste
     cluster.run.number += 1
     await complete(manifests, cluster, 8)
     assert found(place) == cluster.complete_checkpoints == [8, 4, 0]
-    cluster.members_installed(cluster.run.number)
+    cluster.finish_change(cluster.run.number)
     await complete(manifests, cluster, 12)
     assert found(place) == cluster.complete_checkpoints == [12, 8]
     assert place.list("run1") == ["000000000008", "000000000012"]
@@ -175,11 +175,11 @@ async def test_a_manifest_that_cannot_be_written_is_tried_again(cluster, place, 
 
 
 async def test_a_restarted_coordinator_finds_complete_and_undamaged_checkpoints(cluster, place, tmp_path):
-    manifests = Manifests(cluster, place, keep=3)
+    manifests = Manifests(cluster, place, max_complete=3)
     await complete(manifests, cluster, 0, 4, 8)
     damage(tmp_path / round_folder("run1", 4) / MANIFEST)
     restart(cluster)
-    await Manifests(cluster, place, keep=3).update()
+    await Manifests(cluster, place, max_complete=3).update()
     assert cluster.complete_checkpoints == [8, 0]
     damage(tmp_path / round_folder("run1", 8) / MANIFEST)
     assert [manifest.round for manifest in all_checkpoints(place)] == [0]
@@ -192,7 +192,7 @@ async def test_pservers_receive_no_list_of_checkpoints_before_the_place_was_read
     await complete(manifests, cluster, 4)
     restart(cluster)
     assert report(cluster, 0, 4).complete is None
-    manifests = Manifests(cluster, place, keep=2)
+    manifests = Manifests(cluster, place, max_complete=2)
     with monkeypatch.context() as patch:
         patch.setattr(place, method, refuse)
         assert not await manifests.update()
@@ -202,7 +202,7 @@ async def test_pservers_receive_no_list_of_checkpoints_before_the_place_was_read
 
 
 async def test_checkpoints_of_rounds_that_a_rollback_has_undone_are_deleted(cluster, place):
-    manifests = Manifests(cluster, place, keep=3)
+    manifests = Manifests(cluster, place, max_complete=3)
     await complete(manifests, cluster, 4, 8, 12)
     roll_back(cluster, 4)
     report_all(cluster, 4, attempt=1)  # the pservers have deleted their shards of rounds 8 and 12

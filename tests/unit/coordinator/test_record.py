@@ -21,8 +21,8 @@ from services.coordinator.record import (
     ClusterRecord,
     RecordFile,
     describe_cluster,
-    recall_cluster,
-    recall_numbers,
+    restore_cluster,
+    restore_incarnations,
     resume_run,
 )
 from services.runtime import storage
@@ -65,14 +65,14 @@ def write_and_read(cluster: Cluster, folder: Path) -> ClusterRecord:
 
 def restarted(before: Cluster, folder: Path) -> Cluster:
     after = make(before.run.defaults.num_trainers)
-    recall_cluster(after, write_and_read(before, folder), RESTART)
+    restore_cluster(after, write_and_read(before, folder), RESTART)
     return after
 
 
 def resumed(before: Cluster, folder: Path, beginning: Manifest | None = None, **changes: Any) -> Cluster:
     after = make(before.run.defaults.num_trainers, **changes)
     record = write_and_read(before, folder)
-    recall_numbers(after, record)
+    restore_incarnations(after, record)
     resume_run(after, record, RESTART, beginning=beginning)
     return after
 
@@ -121,7 +121,7 @@ def test_the_rounds_of_a_trainer_that_was_done_are_recorded(tmp_path):
     before = make_training()
     before.leave_trainer(1, leaving("done", round=40), 1.0)
     after = restarted(before, tmp_path)
-    assert (after.run.find_done_after(20), after.run.find_done_after(40)) == ([1], [])
+    assert (after.run.find_departed_after(20), after.run.find_departed_after(40)) == ([1], [])
 
 
 def test_it_is_recorded_that_trainers_have_completed_a_round(tmp_path):
@@ -133,8 +133,8 @@ def test_it_is_recorded_that_trainers_have_completed_a_round(tmp_path):
 
 def test_the_round_to_which_every_attempt_went_back_is_recorded(tmp_path):
     before = make_training()
-    before.run.adopt(replace(before.run.decision, attempt=1, resume=None))
-    before.run.adopt(replace(before.run.decision, attempt=2, resume=7))
+    before.run.apply_decision(replace(before.run.decision, attempt=1, resume=None))
+    before.run.apply_decision(replace(before.run.decision, attempt=2, resume=7))
     before.run.pending = replace(before.run.decision, attempt=3, resume=5)
     assert restarted(before, tmp_path).installation(0, 9, 5).began == {1: None, 2: 7, 3: 5}
 
@@ -143,7 +143,7 @@ def test_an_earlier_record_tells_the_round_of_the_newest_attempt_alone(tmp_path)
     record = write_and_read(rolled_back(), tmp_path)
     assert record.run is not None
     after = make()
-    recall_cluster(after, record.model_copy(update={"run": record.run.model_copy(update={"began": {}})}), RESTART)
+    restore_cluster(after, record.model_copy(update={"run": record.run.model_copy(update={"began": {}})}), RESTART)
     assert after.run.began == {1: 7}
 
 

@@ -23,22 +23,22 @@ from .support import joining, leaving, registration
 pytestmark = pytest.mark.asyncio
 
 
-async def recalled(folder: Path, **settings: Any) -> Coordinator:
+async def restored(folder: Path, **settings: Any) -> Coordinator:
     """Return a coordinator that has read what an earlier one wrote, and has left the folder again."""
     options = {"num_pservers": 2, "num_trainers": 2, "state_dir": folder, **settings}
     async with httpx.AsyncClient() as http:
         coordinator = Coordinator(CoordinatorSettings(**options), http)
-        await coordinator.recall()
-    coordinator._file.let_go()
+        await coordinator.restore()
+    coordinator._file.unlock()
     return coordinator
 
 
 async def planned(folder: Path, **settings: Any) -> Run:
     """Return a run whose plan was made and recorded."""
-    coordinator = await recalled(folder, **settings)
+    coordinator = await restored(folder, **settings)
     begin(coordinator)
     assert coordinator.cluster.start_run_if_complete()
-    await coordinator.keep()
+    await coordinator.persist()
     return coordinator.cluster.run
 
 
@@ -58,34 +58,34 @@ def beginning_of(coordinator: Coordinator) -> tuple[str, int] | None:
 
 async def test_a_run_is_resumed_on_its_disks_if_the_plan_is_the_same(tmp_path):
     run = await planned(tmp_path)
-    assert (await recalled(tmp_path, resume=True)).cluster.run.name == run.name
+    assert (await restored(tmp_path, resume=True)).cluster.run.name == run.name
 
 
 @pytest.mark.parametrize("changes", [{"min_block_size": 10**6}, {"num_pservers": 3}, {"slice_parameters": False}])
 async def test_a_run_with_another_plan_begins_with_a_checkpoint(tmp_path, changes):
     write_checkpoint(tmp_path, await planned(tmp_path), 7, run="run0")
     for resume in (True, False, True):  # and so do the coordinator's next incarnations
-        coordinator = await recalled(tmp_path, resume=resume, **changes)
+        coordinator = await restored(tmp_path, resume=resume, **changes)
         assert (beginning_of(coordinator), coordinator.cluster.run.plan) == (("run0", 7), None)
 
 
 async def test_a_run_with_another_plan_and_no_checkpoint_is_an_error(tmp_path):
     run = await planned(tmp_path)
-    coordinator = await recalled(tmp_path)
+    coordinator = await restored(tmp_path)
     coordinator.cluster.run.has_trained = True
-    await coordinator.keep()
+    await coordinator.persist()
     with pytest.raises(StorageFailed, match=f"run {run.name} has no checkpoint"):
-        await recalled(tmp_path, resume=True, num_pservers=3)
+        await restored(tmp_path, resume=True, num_pservers=3)
 
 
 async def test_a_checkpoint_that_was_undone_and_not_deleted_is_not_used(tmp_path):
     run = await planned(tmp_path)
-    coordinator = await recalled(tmp_path)
+    coordinator = await restored(tmp_path)
     for round_ in (4, 7):
         write_checkpoint(tmp_path, run, round_)
     coordinator.cluster.run.attempt, coordinator.cluster.run.resume = 1, 5
-    await coordinator.keep()
-    assert beginning_of(await recalled(tmp_path, resume=True, num_pservers=3)) == (run.name, 4)
+    await coordinator.persist()
+    assert beginning_of(await restored(tmp_path, resume=True, num_pservers=3)) == (run.name, 4)
 
 
 async def test_a_resumption_that_failed_before_training_begins_with_the_same_checkpoint_again(tmp_path):
@@ -93,13 +93,13 @@ async def test_a_resumption_that_failed_before_training_begins_with_the_same_che
     run = await planned(tmp_path)
     for name, round_ in (("run0", 7), ("another experiment", 9)):
         write_checkpoint(tmp_path, run, round_, run=name)
-    coordinator = await recalled(tmp_path)
+    coordinator = await restored(tmp_path)
     run = coordinator.cluster.run
     run.resume, run.source = 7, "run0"
     run.fail(TrainerLost("interrupted by Ctrl-C", ranks=[0]), 1.0)
-    await coordinator.keep()
+    await coordinator.persist()
     for _ in range(2):
-        assert beginning_of(await recalled(tmp_path, resume=True)) == ("run0", 7)
+        assert beginning_of(await restored(tmp_path, resume=True)) == ("run0", 7)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -111,14 +111,14 @@ async def test_a_resumed_run_waits_for_trainers_that_were_done_too(tmp_path, gon
     forget the steps of those that were done.
     """
     await planned(tmp_path, mode=mode)
-    coordinator = await recalled(tmp_path, mode=mode)
+    coordinator = await restored(tmp_path, mode=mode)
     run = coordinator.cluster.run
     run.has_begun = run.has_trained = True
     for rank in gone:
         run.leave(rank, leaving("done", run=run.name, incarnation=run.trainers[rank].incarnation, round=9), 1.0)
     run.membership = Membership({rank: t.incarnation for rank, t in run.trainers.items() if rank not in gone})
-    await coordinator.keep()
-    run = (await recalled(tmp_path, resume=True, mode=mode)).cluster.run
+    await coordinator.persist()
+    run = (await restored(tmp_path, resume=True, mode=mode)).cluster.run
     counted = (0, 1) if mode == "sync" else [rank for rank in (0, 1) if rank not in gone]
     assert run.targets == {rank: run.trainers[rank].incarnation for rank in counted}
     assert [trainer.rank for trainer in run.awaited] == [0, 1]
@@ -127,28 +127,28 @@ async def test_a_resumed_run_waits_for_trainers_that_were_done_too(tmp_path, gon
 async def test_controls_stay_set_on_other_pservers(tmp_path):
     """Otherwise a paused run would go on, and a frozen layer would be trained again."""
     run = await planned(tmp_path)
-    coordinator = await recalled(tmp_path)
+    coordinator = await restored(tmp_path)
     at_checkpoint = Controls(since=3, frozen=("w",))
     write_checkpoint(tmp_path, run, 7, controls=at_checkpoint)
     controls = at_checkpoint, Controls(since=9, rates={0: 0.5}, is_paused=True)
     coordinator.cluster.run.membership = Membership({}, controls=controls)
-    await coordinator.keep()
+    await coordinator.persist()
     for resume in (True, False, True):
-        coordinator = await recalled(tmp_path, resume=resume, num_pservers=3)
+        coordinator = await restored(tmp_path, resume=resume, num_pservers=3)
     begin(coordinator)
     coordinator.cluster.register_pserver(registration("2", index=2), coordinator.now())
     assert coordinator.cluster.start_run_if_complete()
     installed = coordinator.cluster.installation(0, 1, 7).membership.controls
     assert installed == (Controls(rates={0: 0.5}, is_paused=True),)
     (tmp_path / "coordinator.json").unlink()  # the checkpoint alone has the controls of its round
-    coordinator = await recalled(tmp_path, resume=True, num_pservers=3)
+    coordinator = await restored(tmp_path, resume=True, num_pservers=3)
     assert coordinator.cluster.beginning is not None
     assert coordinator.cluster.beginning.controls == at_checkpoint
 
 
 async def test_a_run_that_will_begin_with_a_checkpoint_keeps_its_trainers(tmp_path):
     for resume in (False, True, False):
-        coordinator = await recalled(tmp_path, resume=resume)
+        coordinator = await restored(tmp_path, resume=resume)
         joined = coordinator.cluster.join_trainer(joining("a", 0), coordinator.now())
-        await coordinator.keep()
+        await coordinator.persist()
         assert (joined.rank, joined.incarnation, joined.run) == (0, 1, coordinator.cluster.run.name)

@@ -29,7 +29,7 @@ def training(num_trainers: int = 2, **changes: Any) -> Run:
     for rank in range(num_trainers):
         run.declare(rank, model())
     run.start(2)
-    run.installed(0)
+    run.begin_training(0)
     run.defaults = replace(run.defaults, **changes)
     return run
 
@@ -201,8 +201,8 @@ def test_the_plan_follows_the_declaration():
     plan = run.start(2)
     assert [block.name for block in plan.blocks] == ["w.block0", "w.block1", "b.block0"]
     assert (run.plan, run.uploader, run.state) == (plan, 0, "gathering")  # until the pservers have it
-    run.installed(3.0)
-    run.installed(4.0)
+    run.begin_training(3.0)
+    run.begin_training(4.0)
     assert (run.state, run.started_at) == ("training", 3.0)
 
 
@@ -406,7 +406,7 @@ def test_another_incarnation_that_never_declares_is_given_up(policy: LossPolicy)
     assert run.trainers[1].is_here
     run.expire(3 + round_timeout, 1000)
     assert "did not declare a model" in run.awaited[0].why
-    run.unstuck(set())
+    run.revive_stuck(set())
     assert run.awaited
     run.expire(4 + round_timeout + rejoin_timeout, 1000)
     assert isinstance(run.failure, TrainerLost)
@@ -418,7 +418,7 @@ def test_another_incarnation_is_not_stuck_in_the_round_of_its_predecessor():
     for declare in (False, True):
         if declare:
             run.declare(1, model(2))
-        run.stuck([1], TrainerLost("trainer 1 did not come", ranks=[1]), 3)
+        run.mark_stuck([1], TrainerLost("trainer 1 did not come", ranks=[1]), 3)
         assert run.members == {0: 1, 1: 2}
     assert run.targets == {0: 1, 1: 2}
     run.leave(1, leaving(incarnation=2), 5)
