@@ -48,7 +48,7 @@ class Shard:
         self.versions = dict.fromkeys(self.layout.place, 0)  # updates of each block; an absent gradient is none
         self.optimizer = None if plan.optimizer is None else OptimizerBlocks(self.layout, plan.optimizer)
         self.probes = Probes()
-        self.published = Published(self.layout, self.values) if plan.wire.pulls_differences else None
+        self.published = Published(self.layout, self.values) if plan.wire.pulls_deltas else None
         self.aggregator = Aggregator(self.layout, self.values)
         self._encoder = ChunkEncoder(self.values)
         self._pulled_encoder = self._encoder if self.published is None else ChunkEncoder(self.published.values)
