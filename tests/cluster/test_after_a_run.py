@@ -9,8 +9,8 @@ import torch
 
 from ps_protocol.vocabulary import ParameterSpec
 from trainer_client import Session
-from trainer_client.optimizer_spec import describe_optimizer
 from trainer_client.testing import LocalCluster
+from trainer_client.wrapped_optimizer import describe_optimizer
 
 from .conftest import Carrier
 from .parity_model import run_trainers, train_remotely

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainer_client.testing.environment import find_our_packages
+from trainer_client.testing.local_cluster import find_our_packages
 
 from ..soaking import parametrize_sampled
 from .faulty_run import SCRIPT, FaultyRun, expected_result

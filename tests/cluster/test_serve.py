@@ -15,7 +15,7 @@ import pytest
 
 from ps_protocol.errors import Unreachable
 from trainer_client.inspection import ClusterView
-from trainer_client.testing.environment import find_our_packages
+from trainer_client.testing.local_cluster import find_our_packages
 
 from .up_support import clean_environment, wait_until
 

@@ -19,7 +19,7 @@ from ps_protocol.wire_types import GROUP, WireTypes
 from services.pserver.reply import VersionedBlocks
 from services.pserver.shard import Shard
 from services.pserver.shard_state import ShardState, reslice
-from trainer_client.pulling.differences import Differences
+from trainer_client.destinations import Differences
 from trainer_client.tensors import TORCH_DTYPES, writable_bytes
 from trainer_client.transport.frame_sink import FrameSink
 

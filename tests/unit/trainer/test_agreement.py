@@ -10,7 +10,7 @@ import pytest
 from ps_protocol.errors import Conflict, NormChanged
 from ps_protocol.norms import AgreedNorm, ShardNorm
 from trainer_client import agreement
-from trainer_client.agreement import NormAgreement, finish_rounds
+from trainer_client.round_results import NormAgreement, finish_rounds
 
 from ...raising import raises_code
 

@@ -15,9 +15,8 @@ from prometheus_client import CollectorRegistry, Counter
 from ps_config.certificates import CertificateError, TlsFiles, client_context
 from ps_protocol.errors import Unreachable
 from trainer_client import ParameterClient, links
-from trainer_client.links import LinkMeter, TrafficMeter
-from trainer_client.logs import make_log
-from trainer_client.metrics import MetricsServer
+from trainer_client.membership import make_log
+from trainer_client.metrics import LinkMeter, MetricsServer, TrafficMeter
 
 from ..protocol.test_certificates import Authority
 
