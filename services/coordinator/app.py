@@ -24,10 +24,10 @@ from ps_protocol.messages import (
     TrainerJoined,
 )
 from services.runtime.app import make_app
-from services.runtime.limits import RequestLimits
 from services.runtime.logs import get_logger
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.security import KnownHosts
+from services.runtime.settings import RequestLimits
 
 from .administration_routes import add_administration_routes
 from .coordinator import Coordinator

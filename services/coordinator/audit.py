@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 
 from ps_protocol.fields import Message
 from ps_protocol.vocabulary import Round
-from services.runtime.places import sync_folder
+from services.runtime.storage import sync_folder
 
 FILE = "audit.jsonl"
 MAX_LISTED = 1000

@@ -8,7 +8,7 @@ from ps_protocol.fields import Message
 from ps_protocol.messages import WantCheckpoint
 from ps_protocol.routes import WANT_CHECKPOINT
 from ps_protocol.vocabulary import Round
-from services.runtime.peers import raise_for_problem
+from services.runtime.errors import raise_for_problem
 
 from .pservers import PserverMember
 

@@ -18,7 +18,7 @@ from ps_protocol.routes import STATE
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 from services.runtime.checkpoints import Manifest, all_checkpoints, complete_checkpoints, read_manifest
 from services.runtime.logs import bind_facts, get_logger
-from services.runtime.places import open_place
+from services.runtime.storage import open_checkpoint_storage
 
 from .activity import ActivityLog
 from .audit import AuditLog
@@ -78,7 +78,7 @@ class Coordinator:
         self._summed_up_at = 0.0  # the first summary of the same
         self._recording: asyncio.Task[None] | None = None
         self._recorded: Run | None = None  # its summary and its last checkpoint have been taken
-        self.place = open_place(settings.checkpoints or str(settings.state_dir / "checkpoints"))
+        self.place = open_checkpoint_storage(settings.checkpoints or str(settings.state_dir / "checkpoints"))
         self._manifests = Manifests(self.cluster, self.place, settings.keep_checkpoints)
         self.schedule = CheckpointSchedule(self.cluster, http, self.now)
         self._file = RecordFile(settings.state_dir)

@@ -19,7 +19,7 @@ from services.runtime.checkpoints import (
 )
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
-from services.runtime.places import Place
+from services.runtime.storage import CheckpointStorage
 
 from .cluster import Cluster
 
@@ -29,7 +29,7 @@ log = get_logger()
 class Manifests:
     """Written when every pserver has written its shard of a round; the newest are kept, older checkpoints deleted."""
 
-    def __init__(self, cluster: Cluster, place: Place, keep: int) -> None:
+    def __init__(self, cluster: Cluster, place: CheckpointStorage, keep: int) -> None:
         self._cluster = cluster
         self._place = place
         self._keep = keep
@@ -123,7 +123,7 @@ class Manifests:
         return True
 
 
-def _take_back(place: Place, run: str, began: Mapping[int, Round | None]) -> list[Round]:
+def _take_back(place: CheckpointStorage, run: str, began: Mapping[int, Round | None]) -> list[Round]:
     """Delete the manifests of rounds that a later attempt has undone; list the rest.
 
     A pserver deletes its shards of those when it goes back.

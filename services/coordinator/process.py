@@ -7,7 +7,7 @@ import asyncio
 from services.runtime.failpoints import arm_failpoints
 from services.runtime.logs import configure_logs, get_logger
 from services.runtime.metrics import ServiceMetrics
-from services.runtime.peers import make_peer_client
+from services.runtime.security import make_peer_client
 from services.runtime.server import run_service, serve
 
 from .app import make_coordinator_app

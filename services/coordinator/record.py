@@ -20,10 +20,8 @@ from ps_protocol.messages import DeclareModel, PserverInfo, RunState
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest, is_undone
-from services.runtime.locks import lock_folder
 from services.runtime.logs import get_logger
-from services.runtime.places import write_file
-from services.runtime.sealed import seal, unseal
+from services.runtime.storage import lock_folder, seal, unseal, write_file
 
 from .cluster import Cluster, Resumption
 from .pservers import PserverMember

@@ -40,7 +40,7 @@ from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import bind_facts, get_logger
-from services.runtime.sealed import DamagedFile
+from services.runtime.storage import DamagedFile
 
 from .admission import MembershipChanges
 from .async_run import AsyncRun

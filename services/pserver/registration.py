@@ -16,8 +16,8 @@ from ps_protocol.messages import PserverHeartbeatReply, PserverRegistered, Regis
 from ps_protocol.retry import RetryPolicy, request_with_retry
 from ps_protocol.routes import PSERVER_HEARTBEAT, REGISTER_PSERVER
 from ps_protocol.vocabulary import PROTOCOL_VERSION, Round
+from services.runtime.errors import raise_for_problem
 from services.runtime.logs import get_logger
-from services.runtime.peers import raise_for_problem
 
 from .pserver import Pserver
 from .settings import PserverSettings

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from services.runtime.checkpoints import complete_checkpoints
-from services.runtime.places import open_place
+from services.runtime.storage import open_checkpoint_storage
 
 from .faulty_run import FaultyRun, expected_result
 
@@ -28,7 +28,7 @@ def find_libfaketime() -> str:
 
 def days_ahead(run: FaultyRun, checkpoints: Path) -> int:
     """The clock of the coordinator, compared with ours, when it completed its newest checkpoint."""
-    newest = complete_checkpoints(open_place(str(checkpoints)), run.cluster.status().run)[0]
+    newest = complete_checkpoints(open_checkpoint_storage(str(checkpoints)), run.cluster.status().run)[0]
     return round((datetime.fromisoformat(newest.created) - datetime.now(UTC)) / timedelta(days=1))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.runtime.checkpoints import complete_checkpoints, read_shard_file
-from services.runtime.places import open_place
+from services.runtime.storage import open_checkpoint_storage
 
 from .faulty_run import FaultyRun, expected_result
 from .small_disk import SmallDisk, small_disk
@@ -40,7 +40,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(disk: SmallDisk, t
         disk.fill()
         line = run.wait_for_line("a checkpoint could not be written; training goes on", 4)
         assert "No space left on device" in line
-        place = open_place(str(disk.path))
+        place = open_checkpoint_storage(str(disk.path))
         newest = complete_checkpoints(place, run.cluster.status().run)[0]
         assert newest.round in (5, 10, 15)
         for file in newest.shards:

@@ -22,13 +22,13 @@ KEEP = 2
 TROUBLE = """
 import os, time
 if os.environ.get("GRADPOST_PSERVER_INDEX") == "1":
-    from services.runtime.places import LocalPlace
-    write = LocalPlace.write
+    from services.runtime.storage import LocalStorage
+    write = LocalStorage.write
     def write_in_trouble(self, name, chunks):
         if name.endswith(".safetensors") and "/000000000000/" not in name:
             {trouble}
         write(self, name, chunks)
-    LocalPlace.write = write_in_trouble
+    LocalStorage.write = write_in_trouble
 """
 
 

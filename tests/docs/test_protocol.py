@@ -23,7 +23,7 @@ from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PARAMETER_DTYPES, PROTOCOL_VERSION, WINDOW
 from services.coordinator.app import MAX_WAIT_SECONDS as MAX_PLAN_WAIT_SECONDS
 from services.pserver.endpoints import MAX_GET_BODY_BYTES, MAX_WAIT_SECONDS
-from services.runtime.guarded_protocol import MAX_HEAD_BYTES
+from services.runtime.http1 import MAX_HEAD_BYTES
 from services.runtime.routing import MAX_MESSAGE_BYTES, MAX_MESSAGE_ITEMS, MAX_PLAN_BYTES
 
 from .apps import call, run_coordinator, run_pserver

@@ -14,7 +14,7 @@ from ps_protocol.membership import Controls, Membership
 from services.coordinator.record import RecordFile, recall_cluster
 from services.pserver.durable.disk import Disk
 from services.runtime.checkpoints import complete_checkpoints
-from services.runtime.places import open_place
+from services.runtime.storage import open_checkpoint_storage
 
 from .coordinator.support import make_cluster
 from .pserver.durable.support import digest_after, install_for, plan_for
@@ -56,7 +56,7 @@ def test_a_coordinator_goes_on_with_what_it_had_written(folder: Path) -> None:
 
 
 def test_checkpoints_are_found_and_exported(folder: Path, tmp_path: Path) -> None:
-    place = open_place(str(folder / "checkpoints"))
+    place = open_checkpoint_storage(str(folder / "checkpoints"))
     assert [manifest.round for manifest in complete_checkpoints(place, "run1")] == [4, 0]
     export_model(tmp_path / "model.safetensors", place.url, "run1", 0)
     tensors = load_file(tmp_path / "model.safetensors")

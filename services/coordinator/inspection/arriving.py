@@ -12,8 +12,8 @@ import httpx
 from ps_protocol.errors import TryAgain
 from ps_protocol.frames import LENGTH_BYTES, Frame, FrameLimits, parse_header, parse_length
 from ps_protocol.vocabulary import PserverIndex, Round
+from services.runtime.errors import raise_for_problem
 from services.runtime.large_replies import PART_BYTES
-from services.runtime.peers import raise_for_problem
 
 from ..coordinator import Coordinator
 from ..pservers import PserverMember

@@ -17,7 +17,7 @@ from ps_protocol.messages import PserverState
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import STATE
 from ps_protocol.vocabulary import PserverIndex, Round
-from services.runtime.peers import raise_for_problem
+from services.runtime.errors import raise_for_problem
 
 from ..coordinator import Coordinator
 from ..pservers import PserverMember

@@ -21,7 +21,7 @@ from services.runtime.checkpoints import (
     write_manifest,
 )
 from services.runtime.failpoints import arm_failpoints
-from services.runtime.places import Place, open_place
+from services.runtime.storage import CheckpointStorage, open_checkpoint_storage
 
 from .support import beat, make_cluster, shard_file, train
 
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.asyncio
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return open_place(str(tmp_path))
+def place(tmp_path: Path) -> CheckpointStorage:
+    return open_checkpoint_storage(str(tmp_path))
 
 
 @pytest.fixture
@@ -58,11 +58,11 @@ def go_back(cluster: Cluster, round_: int) -> None:
     run.adopt(replace(run.decision, attempt=run.attempt + 1, resume=round_))
 
 
-def found(place: Place) -> list[int]:
+def found(place: CheckpointStorage) -> list[int]:
     return [manifest.round for manifest in complete_checkpoints(place, "run1")]
 
 
-async def complete_round_4(cluster: Cluster, place: Place) -> Manifest:
+async def complete_round_4(cluster: Cluster, place: CheckpointStorage) -> Manifest:
     for pserver in (0, 1):
         tell(cluster, pserver, 4)
     await Manifests(cluster, place, keep=2).update()
@@ -294,7 +294,7 @@ async def test_of_several_runs_the_newest_by_date_counts(cluster, place):
     older = manifest.model_copy(update={"run": "run0", "round": 900, "created": "2026-01-01T00:00:00+00:00"})
     write_manifest(place, older)
     assert all_checkpoints(place) == [manifest, older]
-    assert all_checkpoints(open_place(place.url + "/nowhere")) == []
+    assert all_checkpoints(open_checkpoint_storage(place.url + "/nowhere")) == []
 
 
 async def test_of_one_run_the_newest_round_counts_whatever_the_clock_said(cluster, place):

@@ -25,9 +25,9 @@ from services.coordinator.record import (
     recall_numbers,
     resume_run,
 )
-from services.runtime import places
+from services.runtime import storage
 from services.runtime.checkpoints import Manifest
-from services.runtime.sealed import DamagedFile
+from services.runtime.storage import DamagedFile
 
 from ..earlier_files import rewrite_sealed
 from .support import LEASE, alive, beat, join_all, joining, leaving, make_cluster, model, registration, train
@@ -421,7 +421,7 @@ def test_what_may_have_been_written_is_written_over(tmp_path, monkeypatch):
         raise OSError(f"{folder} is broken")
 
     with monkeypatch.context() as disk:
-        disk.setattr(places, "sync_folder", fail)
+        disk.setattr(storage, "sync_folder", fail)
         with pytest.raises(OSError, match="is broken"):
             file.write(describe_cluster(cluster))
     recorded = RecordFile(tmp_path).read()

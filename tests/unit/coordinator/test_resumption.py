@@ -15,7 +15,7 @@ from services.coordinator.coordinator import Coordinator
 from services.coordinator.run import Run
 from services.coordinator.settings import CoordinatorSettings
 from services.runtime.checkpoints import Manifest, write_manifest
-from services.runtime.places import open_place
+from services.runtime.storage import open_checkpoint_storage
 
 from .coordinating import begin
 from .support import joining, leaving, registration
@@ -76,7 +76,7 @@ async def test_those_who_cut_the_model_another_way_begin_with_a_checkpoint(tmp_p
         run="run0", attempt=0, round=7, consistency=Consistency(), plan=run.plan.to_json(), shards=(),
         created="2026-11-22T05:34:22Z",
     )  # fmt: skip
-    write_manifest(open_place(str(tmp_path / "checkpoints")), manifest)
+    write_manifest(open_checkpoint_storage(str(tmp_path / "checkpoints")), manifest)
     for resume in (True, False, True):  # its next lives begin with it, too
         coordinator = await recalled(tmp_path, resume=resume, **changes)
         beginning = coordinator.cluster.beginning
@@ -94,7 +94,7 @@ async def test_what_an_administrator_has_set_stands_on_other_pservers(tmp_path):
         run=run.name, attempt=0, round=7, consistency=Consistency(), plan=run.plan.to_json(), shards=(),
         controls=at_first, created="2026-11-22T05:34:22Z",
     )  # fmt: skip
-    write_manifest(open_place(str(tmp_path / "checkpoints")), manifest)
+    write_manifest(open_checkpoint_storage(str(tmp_path / "checkpoints")), manifest)
     controls = at_first, Controls(since=9, rates={0: 0.5}, is_paused=True)
     coordinator.cluster.run.membership = Membership({}, controls=controls)
     await coordinator.keep()
@@ -121,7 +121,7 @@ async def test_a_checkpoint_that_was_undone_and_not_deleted_is_no_beginning(tmp_
             run=run.name, attempt=0, round=round_, consistency=Consistency(), plan=run.plan.to_json(), shards=(),
             created="2026-11-22T05:34:22Z",
         )  # fmt: skip
-        write_manifest(open_place(str(tmp_path / "checkpoints")), manifest)
+        write_manifest(open_checkpoint_storage(str(tmp_path / "checkpoints")), manifest)
     coordinator.cluster.run.attempt, coordinator.cluster.run.resume = 1, 5
     await coordinator.keep()
     beginning = (await recalled(tmp_path, resume=True, num_pservers=3)).cluster.beginning
@@ -132,7 +132,7 @@ async def test_a_checkpoint_that_was_undone_and_not_deleted_is_no_beginning(tmp_
 async def test_a_resumption_that_has_failed_begins_with_the_same_checkpoint_next_time(tmp_path):
     """The run had a plan and had not begun: nothing of it is on any disk."""
     run = await planned(tmp_path)
-    place = open_place(str(tmp_path / "checkpoints"))
+    place = open_checkpoint_storage(str(tmp_path / "checkpoints"))
     for name, round_ in (("run0", 7), ("another experiment", 9)):
         assert run.plan is not None
         manifest = Manifest(

@@ -16,12 +16,10 @@ from ps_protocol.messages import PserverHeartbeatReply, WantCheckpoint
 from services.pserver.durable import storage
 from services.pserver.durable.update_log import list_segments
 from services.runtime.checkpoints import Manifest, round_folder, write_manifest
-from services.runtime.places import Place
+from services.runtime.storage import CheckpointStorage
 
 from .support import Bench, bench, encode, initial_values
 from .test_async_run import until
-
-pytestmark = pytest.mark.asyncio
 
 
 class SlowPlace:
@@ -32,7 +30,7 @@ class SlowPlace:
         self.most = 0
         self.writing: set[str] = set()
         self.twice: list[str] = []
-        place: Place = b.run.storage._place
+        place: CheckpointStorage = b.run.storage._place
         write = place.write
 
         def write_slowly(name: str, chunks: Iterable[bytes]) -> None:

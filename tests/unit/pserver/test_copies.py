@@ -11,8 +11,6 @@ from services.pserver.limits import Copies
 
 from ...raising import raises_code
 
-pytestmark = pytest.mark.asyncio
-
 
 async def test_as_many_at_once_as_fit() -> None:
     copies, done = Copies(max_bytes=10), asyncio.Event()

@@ -18,8 +18,6 @@ from services.pserver.tensors import TORCH_DTYPES
 
 from .support import Bench, bench, decode
 
-pytestmark = pytest.mark.asyncio
-
 WIRE = WireTypes(pull="int8")
 
 

@@ -44,7 +44,6 @@ def test_a_body_that_fails_is_counted_no_more() -> None:
     assert in_flight.num_bytes == 0
 
 
-@pytest.mark.asyncio
 async def test_newer_gets_end_the_oldest() -> None:
     waiting = WaitingGets(max_each=2)
     order: list[str] = []

@@ -18,8 +18,6 @@ from ps_protocol.wire_types import AS_THEY_ARE, WireTypes
 from .refusals import refused, unchanged
 from .support import PARAMETERS, Bench, bench, decode, encode
 
-pytestmark = pytest.mark.asyncio
-
 BUFFERS = {f"{p.name}.block0": torch.arange(p.num_elements, dtype=torch.float32) + 0.5 for p in PARAMETERS}
 STATES = dict.fromkeys(BUFFERS, StepState(has_momentum=True))
 NUM_SLOTS = 2 * len(BUFFERS)

@@ -18,8 +18,6 @@ from services.pserver.shard import Shard
 from .oracle import make_options
 from .support import Bench, bench
 
-pytestmark = pytest.mark.asyncio
-
 ADAM = [make_options("Adam", lr=0.01)]
 
 

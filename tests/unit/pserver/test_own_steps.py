@@ -21,8 +21,6 @@ from .support import PARAMETERS, Bench, bench, decode, gradients_of, initial_val
 from .test_async_run import until
 from .test_loaded_slots import held_slots, push_rest, push_slots
 
-pytestmark = pytest.mark.asyncio
-
 SAVED_STEPS = 7
 COUNTS = ("step", "mu_product")
 State = dict[str, dict[str, Tensor]]  # by parameter, as torch has it

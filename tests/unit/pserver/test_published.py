@@ -105,7 +105,6 @@ rounds = st.lists(
 )
 
 
-@pytest.mark.asyncio
 @settings(deadline=None, max_examples=40)
 @given(rounds, st.integers(0, 99))
 async def test_trainers_have_the_bits_that_are_published(history: list, seed: int) -> None:
@@ -130,7 +129,6 @@ async def test_trainers_have_the_bits_that_are_published(history: list, seed: in
             assert_has_what_is_published(trainers[rank], shard)
 
 
-@pytest.mark.asyncio
 async def test_a_difference_is_a_quarter_of_the_bytes() -> None:
     shard, trainer, late = new_shard(), Trainer.new(), Trainer.new()
     all_of_it = await trainer.pull(shard, dict.fromkeys(NAMES, 0))
@@ -143,7 +141,6 @@ async def test_a_difference_is_a_quarter_of_the_bytes() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
-@pytest.mark.asyncio
 async def test_what_has_no_difference_is_published_as_it_is(bad: float) -> None:
     """3e38 is finite, and how far it is from -3e38 is not."""
     shard, trainer = new_shard(), Trainer.new()

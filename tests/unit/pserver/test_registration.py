@@ -24,11 +24,9 @@ from services.pserver.pserver import Pserver
 from services.pserver.registration import Registration
 from services.pserver.settings import PserverSettings
 from services.runtime.compute import ComputeExecutor
-from services.runtime.places import LocalPlace
+from services.runtime.storage import LocalStorage
 
 from .support import LIMITS, bench
-
-pytestmark = pytest.mark.asyncio
 
 
 async def test_a_page_of_a_proxy_is_no_answer(tmp_path: Path) -> None:
@@ -121,10 +119,10 @@ async def test_a_place_that_fails_to_read_is_asked_again_before_a_pserver_regist
         await one.play_round(1)
         await one.pserver.want_checkpoint(WantCheckpoint(run=one.install.run, round=1))
         await one.run.wait_for_writes()
-    read, errors, stop = LocalPlace.read, [OSError("Input/output error")], asyncio.Event()
+    read, errors, stop = LocalStorage.read, [OSError("Input/output error")], asyncio.Event()
     registered: list[RegisterPserver] = []
 
-    def read_badly(place: LocalPlace, name: str) -> memoryview:
+    def read_badly(place: LocalStorage, name: str) -> memoryview:
         if errors:
             raise errors.pop()
         return read(place, name)
@@ -136,7 +134,7 @@ async def test_a_place_that_fails_to_read_is_asked_again_before_a_pserver_regist
         stop.set()
         return httpx.Response(200, json={"index": 0, "incarnation": 2, "lease_seconds": 10})
 
-    monkeypatch.setattr(LocalPlace, "read", read_badly)
+    monkeypatch.setattr(LocalStorage, "read", read_badly)
     monkeypatch.setattr(registration, "RETRY_SECONDS", 0.01)
     compute = ComputeExecutor()
     pserver = Pserver(compute, PserverMetrics(CollectorRegistry(), compute), LIMITS, disk=Disk(tmp_path))

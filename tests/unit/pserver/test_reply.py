@@ -10,8 +10,6 @@ from ps_protocol.errors import StaleRound
 from services.pserver import reply as reply_module
 from services.pserver.reply import Reply
 
-pytestmark = pytest.mark.asyncio
-
 
 def make_reply() -> Reply:
     return Reply(7, [b"head", memoryview(bytearray(b"values"))])

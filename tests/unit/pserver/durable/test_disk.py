@@ -13,8 +13,7 @@ from ps_protocol.errors import StorageFailed
 from services.pserver.durable.disk import IDENTITY, Disk, FolderTaken, StateFolder, open_folder
 from services.pserver.history import History
 from services.runtime.checkpoints import MANIFEST, Manifest, round_folder, write_manifest
-from services.runtime.places import open_place
-from services.runtime.sealed import DamagedFile
+from services.runtime.storage import DamagedFile, open_checkpoint_storage
 
 from ...earlier_files import rewrite_sealed
 from .support import digest_after, install_for, new_shard, plan_for, step
@@ -31,7 +30,7 @@ def flip(path: Path) -> None:
 def train(folder: Path, rounds: int, checkpoints: tuple[int, ...], url: str = "") -> None:
     """One life of a pserver, with a coordinator that completes its checkpoints."""
     url = url or str(folder / "shared")
-    disk, place = Disk(folder / "state", url), open_place(url)
+    disk, place = Disk(folder / "state", url), open_checkpoint_storage(url)
     disk.open(0)
     disk.write_incarnation(0, 1)
     storage, _ = disk.open_run(install_for(PLAN))

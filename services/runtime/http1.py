@@ -14,11 +14,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from ps_config.certificates import close_handshake
 from ps_http2.frames import PREFACE
 from ps_http2.server import ServerConnection
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE, BadInput, GradpostError, TryAgain
 
-from .handshakes import Handshakes
 from .settings import ServiceSettings
 
 MAX_HEAD_BYTES = 64 * 1024  # the request line and all headers
@@ -229,3 +229,33 @@ class GuardedProtocol(HttpToolsProtocol):
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", *map(": ".join, headers.items())]
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self.transport.close()
+
+
+class Handshakes:
+    """Closes a connection whose handshake takes over `seconds`, and the oldest ones when there are too many.
+
+    Too many are more than `max_connections`, with the connections whose handshake is complete.
+    """
+
+    def __init__(self, *, seconds: float, max_connections: int) -> None:
+        self._seconds = seconds
+        self._max_connections = max_connections
+        # asyncio accepts each connection in a task, which ends with the handshake. The oldest is the first.
+        self._timers: dict[asyncio.Task[Any], asyncio.TimerHandle] = {}
+
+    def watch(self, num_complete: int) -> None:
+        """Watch the connection that the current task accepts, beside `num_complete` others."""
+        accepting = asyncio.current_task()
+        assert accepting is not None  # asyncio makes the protocol there
+        close_handshake.set(accepting.cancel)  # the callbacks of its connection run in copies of this context
+        self._timers[accepting] = accepting.get_loop().call_later(self._seconds, accepting.cancel)
+        accepting.add_done_callback(self._forget)
+        # The newest one may go on: when its handshake is complete, it is refused with an answer.
+        while len(self._timers) > 1 and num_complete + len(self._timers) > self._max_connections:
+            oldest = next(iter(self._timers))
+            self._forget(oldest)
+            oldest.cancel()  # asyncio closes the connection
+
+    def _forget(self, accepting: asyncio.Task[Any]) -> None:
+        if (timer := self._timers.pop(accepting, None)) is not None:
+            timer.cancel()

@@ -6,20 +6,32 @@ Elsewhere it appears when it is closed, as object stores have it.
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
+
+import xxhash
+from pydantic import ValidationError
+
+from ps_protocol.fields import Message
 
 from .failpoints import reach_failpoint
 
 Buffer: TypeAlias = bytes | memoryview
 
+LOCK = "lock"
 
-class Place(ABC):
+_MessageT = TypeVar("_MessageT", bound=Message)
+_SEALED = re.compile(rb'\{"xxh3_128":"([0-9a-f]{32})","content":(.*)\}\n', re.DOTALL)
+
+
+class CheckpointStorage(ABC):
     """Names are relative, with slashes. Every method blocks on the disk or the network, and raises OSError."""
 
     def __init__(self, url: str) -> None:
@@ -48,7 +60,7 @@ class Place(ABC):
         """Delete a file, or a folder with what is in it, if it is there."""
 
 
-class LocalPlace(Place):
+class LocalStorage(CheckpointStorage):
     """A folder on a disk of this machine."""
 
     def __init__(self, folder: Path) -> None:
@@ -78,7 +90,7 @@ class LocalPlace(Place):
                 shutil.rmtree(path)
 
 
-class RemotePlace(Place):
+class RemoteStorage(CheckpointStorage):
     """A folder in a file system of fsspec's."""
 
     def __init__(self, url: str) -> None:
@@ -131,12 +143,12 @@ class RemotePlace(Place):
             self._fs.rm(self._path(name), recursive=True)
 
 
-def open_place(url: str) -> Place:
+def open_checkpoint_storage(url: str) -> CheckpointStorage:
     """The place that a path or an fsspec URL names. Raises ValueError or ImportError if fsspec cannot reach it."""
     scheme, separator, rest = url.partition("://")
     if not separator:
-        return LocalPlace(Path(url))
-    return LocalPlace(Path(rest)) if scheme in ("file", "local") else RemotePlace(url)
+        return LocalStorage(Path(url))
+    return LocalStorage(Path(rest)) if scheme in ("file", "local") else RemoteStorage(url)
 
 
 def write_file(path: Path, chunks: Iterable[Buffer]) -> None:
@@ -177,3 +189,50 @@ def read_file(path: Path) -> memoryview:
         while done < len(data) and (got := file.readinto(data[done:])):
             done += got
     return data[:done]
+
+
+class DamagedFile(OSError):  # noqa: N818 - the name says what happened
+    """A file is missing where one must be, or does not have the digest that was written for it."""
+
+    @classmethod
+    def wrong_digest(cls, name: object) -> DamagedFile:
+        """Return the error for a file of this name whose digest differs."""
+        return cls(f"{name} is damaged: it does not have the digest that was written for it")
+
+
+def seal(message: Message) -> bytes:
+    """What is to be written to a file."""
+    content = message.model_dump_json().encode()
+    return b'{"xxh3_128":"%s","content":%s}\n' % (xxhash.xxh3_128_hexdigest(content).encode(), content)
+
+
+def unseal(data: bytes | memoryview, kind: type[_MessageT], name: str) -> _MessageT:
+    """What a file of this name says. Raises DamagedFile."""
+    found = _SEALED.fullmatch(data)
+    if found is None or xxhash.xxh3_128_hexdigest(found[2]).encode() != found[1]:
+        raise DamagedFile.wrong_digest(name)
+    try:
+        return kind.model_validate_json(found[2])
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise DamagedFile(f"{name} was written by another version: {where}: {first['msg']}") from None
+
+
+def lock_folder(folder: Path) -> int | None:
+    """Lock a folder, which is made if need be, until the returned descriptor is closed, or the process ends.
+
+    None if another process has it. A file named `lock` is left in it; children do not inherit the descriptor. Raises
+    OSError if the disk cannot be used.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -13,6 +13,7 @@ from contextlib import suppress
 from http import HTTPStatus
 from urllib.parse import quote
 
+import httpx
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -28,6 +29,7 @@ from ps_protocol.errors import (
     BadInput,
     GradpostError,
     TryAgain,
+    error_from_answer,
 )
 
 from .logs import get_logger
@@ -63,6 +65,14 @@ def problem_response(
         all_headers["retry-after"] = "0" if error.code in ("round_pending", "queue_full") else "1"
     # A fact that JSON does not know must not turn a clear answer into an internal error.
     return Response(json.dumps(document, default=str), error.status, all_headers, PROBLEM_CONTENT_TYPE)
+
+
+def raise_for_problem(response: httpx.Response) -> None:
+    """Raise the GradpostError that an answer stands for, if it is one; a gateway's page is an httpx.TransportError."""
+    if response.is_error:
+        if (error := error_from_answer(response.content)) is not None:
+            raise error
+        raise httpx.TransportError(f"{response.url} answered {response.status_code} without a problem document")
 
 
 def install_error_handlers(app: FastAPI) -> None:
