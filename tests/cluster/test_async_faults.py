@@ -142,7 +142,7 @@ def test_without_a_log_a_killed_pserver_goes_on_from_its_checkpoint_and_says_wha
         kill_between_checkpoints(run, tmp_path)
         run.cluster.start_pserver(1)
         results = [result.split()[0] for result in run.results(90)]
-        lost = run.wait_for_line("an earlier life of this pserver has taken steps that it did not keep")
+        lost = run.wait_for_line("steps that an earlier incarnation of this pserver acknowledged are lost")
         assert "[pserver 1]" in lost
         assert all("/" in result for result in results)  # pserver 0 has all of them
         assert run.cluster.pserver_state(0).round == 2 * ROUNDS
@@ -155,7 +155,7 @@ def test_a_pserver_that_has_lost_its_disk_goes_on_from_a_shared_checkpoint(tmp_p
         shutil.rmtree(tmp_path / "pserver-1")
         run.cluster.start_pserver(1)
         results = [result.split()[0] for result in run.results(90)]
-        run.wait_for_line("an earlier life of this pserver has taken steps that it did not keep")
+        run.wait_for_line("steps that an earlier incarnation of this pserver acknowledged are lost")
         assert all("/" in result for result in results)
         assert run.cluster.pserver_state(0).round == 2 * ROUNDS
 

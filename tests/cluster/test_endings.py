@@ -127,7 +127,7 @@ def test_asynchronous_a_log_that_has_lost_its_end_is_gone_on_from(tmp_path: Path
         run.cluster.start_pserver(0)
         for child in run.cluster.trainers:
             assert child.wait(60) == 0
-        run.wait_for_line("an earlier life of this pserver has taken steps that it did not keep")
+        run.wait_for_line("steps that an earlier incarnation of this pserver acknowledged are lost")
 
 
 AMP = """

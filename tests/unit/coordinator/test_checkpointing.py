@@ -228,7 +228,7 @@ async def test_the_last_checkpoint_holds_what_pservers_have_taken_meanwhile(monk
     async def want(http: object, member: object, run: str, round_: int, *, is_over: bool) -> None:
         asked.append(round_)
         if round_ < 95:
-            raise StaleRound("contribution 90 was taken before others", current=95)
+            raise StaleRound("later contributions than 90 have been committed", current=95)
 
     monkeypatch.setattr("services.coordinator.coordinator.want_checkpoint", want)
     async with coordinating(FakePservers(), lease_seconds=30) as coordinator:
