@@ -93,7 +93,7 @@ async def test_pservers_that_never_agree_are_asked_a_limited_number_of_times(mon
     pservers = Pservers([*norms("a", 1.0), *norms("b", 1.0)])
     with pytest.raises(NormChanged, match="do not agree on whose gradients"):
         await NormAgreement(pservers.ask).bring(0, lambda norm: pservers.get(0, norm))
-    assert pservers.num_asked == agreement.MAX_ASKED
+    assert pservers.num_asked == round_results.MAX_ASKED
 
 
 async def test_an_error_of_the_run_ends_the_agreement() -> None:
