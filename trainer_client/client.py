@@ -438,7 +438,7 @@ class ParameterClient:
 
         Then the destinations must be flat float32 memory that nobody else writes to as long as `have` says so.
         """
-        if not self.plan.wire.pulls_differences:
+        if not self.plan.wire.pulls_deltas:
             return None
         plan = self.plan
         rounded = {b.name for b in plan.blocks if plan.pulled(b.parameter) == "F32" and b.parameter not in plan.means}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ps_protocol.errors import BadInput, BadModel
 from ps_protocol.plan import SlicePlan
-from ps_protocol.quantisation import PIECE, add_difference
+from ps_protocol.quantisation import PIECE, add_delta
 from ps_protocol.vocabulary import Block
 from ps_protocol.wire_types import SCALES, quantised
 
@@ -34,7 +34,7 @@ class Landing:
         self._copies = ParameterCopies(are_awaited=are_awaited)
         self._plan = plan
         self._dtypes = {name: TORCH_DTYPES[plan.pulled(name)] for name in parameters}
-        self._is_apart = max_delay > 0 or plan.wire.pulls_differences
+        self._is_apart = max_delay > 0 or plan.wire.pulls_deltas
         self.sets: list[dict[str, Tensor]] = (
             [{name: host_memory(p, self._dtypes[name]) for name, p in parameters.items()} for _ in range(max_delay + 1)]
             if self._is_apart
@@ -169,7 +169,7 @@ class Differences:
             raise BadInput("a difference has integers and scales", code="malformed_frame", actual=sorted(received)[:8])
         num_elements = 0
         for name in names:
-            add_difference(*self._blocks[name])
+            add_delta(*self._blocks[name])
             num_elements += len(self._blocks[name][0])
             if num_elements >= PIECE:
                 num_elements = 0

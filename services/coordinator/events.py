@@ -72,7 +72,7 @@ class Events:
         self._events.append(event)
         return event
 
-    def look(self, cluster: Cluster) -> None:
+    def detect_changes(self, cluster: Cluster) -> None:
         """Add what has changed since the last look."""
         for kind, text, facts in self._changes(cluster):
             self.add(cluster, kind, text, **facts)

@@ -46,18 +46,18 @@ class Installer:
         cluster: Cluster,
         http: httpx.AsyncClient,
         now: Callable[[], float],
-        keep: Callable[[], Awaitable[None]],
+        persist: Callable[[], Awaitable[None]],
     ) -> None:
         self._cluster = cluster
         self._http = http
         self._now = now
-        self._keep = keep
+        self._persist = persist
         # What each pserver has taken: its incarnation, run, attempt, and the number of the members.
         self._taken: dict[PserverIndex, tuple[Incarnation, str, int, int]] = {}
         self._restore: dict[PserverIndex, Round | None] = {}  # where each one stands, as of the newest decision
         self._failing: tuple[Run, float] | None = None  # since when nothing could be carried out in a run
         self._problem = ""  # the newest
-        self._said: set[str] = set()  # since everything was well
+        self._logged: set[str] = set()  # since everything was well
 
     async def reconcile(self) -> bool:
         """Bring every pserver to what was decided; False if one of them did not take it and it is to be tried again.
@@ -67,7 +67,7 @@ class Installer:
         run = self._cluster.run
         if await self._reconcile():
             self._failing = None
-            self._said.clear()
+            self._logged.clear()
             return True
         if self._failing is None or self._failing[0] is not run:
             self._failing = run, self._now()
@@ -85,8 +85,8 @@ class Installer:
             return True
         members = [member for _, member in sorted(cluster.registry.members.items())]
         if not cluster.serves_run:
-            told = [self._tell(run, member) for member in members if self._serves(run, member)]
-            return all(await asyncio.gather(*told))
+            notified = [self._notify(run, member) for member in members if self._serves(run, member)]
+            return all(await asyncio.gather(*notified))
         if len(members) < cluster.registry.num_pservers:
             return True  # what is lost comes back, or ends the run
         number = run.number
@@ -100,19 +100,21 @@ class Installer:
                     run.number += 1  # another try is another change
                 return False
         if cluster.run is run and run.state == "gathering":
-            run.installed(self._now())
+            run.begin_training(self._now())
             reach_failpoint("begin.before")
-            await self._keep()  # before anybody has the plan, and trains: another life of this process would begin anew
+            await (
+                self._persist()
+            )  # before anybody has the plan, and trains: another life of this process would begin anew
             reach_failpoint("begin.after")
         if cluster.run is run:
-            cluster.members_installed(number)
+            cluster.finish_change(number)
         return True
 
-    def _say(self, text: str, error: Exception, **facts: object) -> None:
+    def _log_problem(self, text: str, error: Exception, **facts: object) -> None:
         self._problem = f"{text}: {error!r}"
         line = f"{self._problem} {facts}"
-        if line not in self._said:  # a pserver that is dead is tried five times a second until its lease ends
-            self._said.add(line)
+        if line not in self._logged:  # a pserver that is dead is tried five times a second until its lease ends
+            self._logged.add(line)
             log.warning(text, error=repr(error), **facts)
 
     def _state(self, run: Run, member: PserverMember, number: int) -> tuple[Incarnation, str, int, int]:
@@ -131,7 +133,7 @@ class Installer:
         try:
             answers = await asyncio.gather(*(self._freeze(run, member, message) for member in members))
         except (httpx.HTTPError, GradpostError, ValueError) as error:
-            self._say("a pserver did not answer before a change of members", error)
+            self._log_problem("a pserver did not answer before a change of members", error)
             run.number += 1
             return False
         if not self._cluster.serves_run or self._cluster.run is not run:
@@ -205,8 +207,8 @@ class Installer:
         wanted, run.wanted = run.wanted, None
         run.pending = decision
         try:
-            await self._keep()
-            run.adopt(decision)
+            await self._persist()
+            run.apply_decision(decision)
         except BaseException:
             run.wanted = run.wanted or wanted  # it is tried again; what came meanwhile was made from it
             raise
@@ -252,7 +254,7 @@ class Installer:
         try:
             round_, ranges = await self._find_common(run, members, wanted.newest)
         except (httpx.HTTPError, GradpostError, ValueError) as error:
-            self._say("a pserver did not say what it can restore", error)
+            self._log_problem("a pserver did not say what it can restore", error)
             if wanted.is_asked:
                 run.refuse_rollback(f"a pserver did not say what it can restore: {error}")
             run.number += 1
@@ -269,8 +271,8 @@ class Installer:
                 Ended(f"{text}; the pservers can restore {ranges}", code="pserver_lost", pserver=empty), self._now()
             )
             return False
-        if gone := run.find_done_after(round_ or 0):
-            run.lose_rounds(gone, round_ or 0, applied, self._now())
+        if gone := run.find_departed_after(round_ or 0):
+            run.fail_for_lost_rounds(gone, round_ or 0, applied, self._now())
             return False
         uploader = run.uploader if round_ is not None else min(targets, default=run.uploader)
         # What stands, or is wanted, goes on standing.
@@ -279,8 +281,8 @@ class Installer:
         controls = tuple(now.model_copy(update={"since": since}) for now in standing)
         decision = Decision(run.attempt + 1, round_, uploader, Membership(targets, controls=controls))
         await self._adopt(run, members, decision, {member.info.index: round_ for member in members})
-        if gone := run.find_done_after(round_ or 0):  # while the decision was written
-            run.lose_rounds(gone, round_ or 0, applied, self._now())
+        if gone := run.find_departed_after(round_ or 0):  # while the decision was written
+            run.fail_for_lost_rounds(gone, round_ or 0, applied, self._now())
         run.rollback_reason = wanted.reason
         self._cluster.forget_checkpoints_after(round_ or 0)
         log.warning(
@@ -327,7 +329,7 @@ class Installer:
             route = RUN
         return await self._put(run, member, route, message, state)
 
-    async def _tell(self, run: Run, member: PserverMember) -> bool:
+    async def _notify(self, run: Run, member: PserverMember) -> bool:
         state = self._state(run, member, run.number)
         if self._cluster.run is not run or self._taken.get(member.info.index) == state:
             return True
@@ -346,10 +348,10 @@ class Installer:
             timeout = RESTORE_TIMEOUT_SECONDS if route == RUN else TIMEOUT_SECONDS
             await call_pserver(self._http, member, "PUT", route, message, timeout)
         except (httpx.HTTPError, ValueError) as error:
-            self._say("a pserver did not take an installation over HTTP/1.1", error, pserver=index)
+            self._log_problem("a pserver did not take an installation over HTTP/1.1", error, pserver=index)
             return False
         except GradpostError as problem:
-            self._say("a pserver refused an installation", problem, pserver=index)
+            self._log_problem("a pserver refused an installation", problem, pserver=index)
             # A conflict is over soon: such as that it has not read yet who it is now.
             if not problem.may_be_retried and not isinstance(problem, Conflict):
                 code = "storage_failed" if isinstance(problem, StorageFailed) else "pserver_lost"

@@ -167,7 +167,7 @@ def _describe_run(cluster: Cluster) -> RunRecord | None:
     )
 
 
-def recall_numbers(cluster: Cluster, record: ClusterRecord) -> None:
+def restore_incarnations(cluster: Cluster, record: ClusterRecord) -> None:
     """Every later life gets a higher number."""
     cluster.trainer_incarnations.update(record.trainer_incarnations)
     cluster.registry.incarnations.update(record.pserver_incarnations)
@@ -181,8 +181,8 @@ def resume_run(cluster: Cluster, record: ClusterRecord, now: float, *, beginning
     checkpoint with which the next run begins if it had failed.
     """
     assert record.run is not None
-    recalled = record.run
-    recall_cluster(cluster, record, now)
+    saved = record.run
+    restore_cluster(cluster, record, now)
     run = cluster.run
     if run.state != "gathering":
         run.state, run.source = "training", None
@@ -200,17 +200,17 @@ def resume_run(cluster: Cluster, record: ClusterRecord, now: float, *, beginning
             del run.trainers[rank]
     run.membership = replace(run.membership, members=members)
 
-    def take_back(now: float) -> None:
+    def undo(now: float) -> None:
         members = dict(run.membership.members)
-        for recorded in recalled.trainers:
+        for recorded in saved.trainers:
             if recorded.rank in run.trainers and run.trainers[recorded.rank].is_resumed:
-                run.trainers[recorded.rank] = _recall_trainer(recorded, recalled, now)
-                if recorded.rank not in recalled.membership.members:
+                run.trainers[recorded.rank] = _restore_trainer(recorded, saved, now)
+                if recorded.rank not in saved.membership.members:
                     members.pop(recorded.rank, None)
         run.membership = replace(run.membership, members=members)
         if was_over:
-            run.state, run.ended_at = recalled.state, now
-            run.failure = None if recalled.failure is None else error_from_problem(recalled.failure)
+            run.state, run.ended_at = saved.state, now
+            run.failure = None if saved.failure is None else error_from_problem(saved.failure)
         run.number += 1
         log.warning("not resumed: processes of the run are there that were there before", run=run.name, state=run.state)
         if run.state != "failed":
@@ -222,25 +222,25 @@ def resume_run(cluster: Cluster, record: ClusterRecord, now: float, *, beginning
             advice = "to go on with it stop its pservers, too, and start all again"
             log.error(f"there is no checkpoint of the run that failed, and the next one begins anew; {advice}")
 
-    was_over = recalled.state in ("finished", "failed")
-    had_trainers = any(trainer.state in ("joined", "declared") for trainer in recalled.trainers)
-    cluster.resumption = Resumption(was_over, had_trainers, now + cluster.lease_seconds, take_back)
+    was_over = saved.state in ("finished", "failed")
+    had_trainers = any(trainer.state in ("joined", "declared") for trainer in saved.trainers)
+    cluster.resumption = Resumption(was_over, had_trainers, now + cluster.lease_seconds, undo)
 
 
-def recall_cluster(cluster: Cluster, record: ClusterRecord, now: float) -> None:
+def restore_cluster(cluster: Cluster, record: ClusterRecord, now: float) -> None:
     """Make a new cluster what the record says. Everybody's lease begins now; the last change is made once more."""
-    recall_numbers(cluster, record)
+    restore_incarnations(cluster, record)
     cluster.run_incarnations.update(record.run_incarnations)
     for pserver in record.pservers:
         if pserver.info.index < cluster.registry.num_pservers:
             cluster.registry.members[pserver.info.index] = PserverMember(
-                pserver.info, pserver.instance, now, restored=pserver.restored, here_since=now, is_recalled=True
+                pserver.info, pserver.instance, now, restored=pserver.restored, here_since=now, is_restored=True
             )
     if record.run is not None:
-        _recall_run(cluster, record.run, now)
+        _restore_run(cluster, record.run, now)
 
 
-def _recall_run(cluster: Cluster, record: RunRecord, now: float) -> None:
+def _restore_run(cluster: Cluster, record: RunRecord, now: float) -> None:
     run = cluster.run
     run.name, run.state = record.name, record.state
     if record.num_trainers is not None:  # of a run that goes on with other settings it is as near as they allow
@@ -256,10 +256,10 @@ def _recall_run(cluster: Cluster, record: RunRecord, now: float) -> None:
     run.membership = record.membership
     run.ended_at = now if run.is_over else None
     for trainer in record.trainers:
-        run.trainers[trainer.rank] = _recall_trainer(trainer, record, now)
+        run.trainers[trainer.rank] = _restore_trainer(trainer, record, now)
 
 
-def _recall_trainer(t: TrainerRecord, record: RunRecord, now: float) -> TrainerMember:
+def _restore_trainer(t: TrainerRecord, record: RunRecord, now: float) -> TrainerMember:
     return TrainerMember(
         t.rank, t.incarnation, t.instance, now, t.metrics_address, t.state,
         declaration=_declaration_of(t, record), joined_at=now, round=t.round, gone_at=now, why=t.why,
@@ -284,12 +284,12 @@ class RecordFile:
         self._lock: int | None = None
         self._written: ClusterRecord | None = None
 
-    def take(self) -> bool:
+    def lock(self) -> bool:
         """Whether this process is the only one that writes it, until it ends or lets go."""
         self._lock = lock_folder(self._lock_path)
         return self._lock is not None
 
-    def let_go(self) -> None:
+    def unlock(self) -> None:
         """Another may take it."""
         if self._lock is not None:
             os.close(self._lock)

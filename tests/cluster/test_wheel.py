@@ -30,12 +30,12 @@ for _ in range(3):
 
 PAGE = """
 import sys
-from services.coordinator.dashboard import files
-assert sys.prefix in files.__file__, files.__file__
-page = files.read_page(wants_token=False).body.decode()
+from services.coordinator.dashboard import routes
+assert sys.prefix in routes.__file__, routes.__file__
+page = routes.read_page(wants_token=False).body.decode()
 assert "<template id=" in page, "the chart library is another one"
 names = [part.split('"')[0] for part in page.split('"dashboard/')[1:]]
-assert len(names) >= 4 and all(files.read_file(name).body for name in [*names, files.CHARTS])
+assert len(names) >= 4 and all(routes.read_file(name).body for name in [*names, routes.CHARTS])
 """
 
 

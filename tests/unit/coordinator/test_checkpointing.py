@@ -118,7 +118,7 @@ async def test_without_an_interval_none_is_made_until_one_is_asked_for():
         writers.tell(cluster, written=[[0], [0]], coming=[[], []])
         await schedule.advance()
         assert writers.named == []
-        assert schedule.ask() == 7
+        assert schedule.request() == 7
         await schedule.advance()
         assert writers.named == [7]
 
@@ -127,7 +127,7 @@ async def test_one_that_is_asked_for_does_not_wait_for_the_round_of_the_next():
     async with scheduling() as (cluster, writers, schedule):
         writers.rounds = [7, 6]
         writers.tell(cluster, written=[[0], [0]], coming=[[10], [10]])
-        schedule.ask()
+        schedule.request()
         await schedule.advance()
         assert writers.named == [7]
 
@@ -138,7 +138,7 @@ async def test_one_that_was_asked_for_is_named_once():
         writers.rounds = [6, 6]
         writers.tell(cluster, written=[[0], [0]], coming=[[], []])
         writers.rounds = [7, 7]  # as of after the heartbeats
-        schedule.ask()
+        schedule.request()
         await schedule.advance()
         await schedule.advance()
         assert writers.named == [6, 8]
@@ -149,7 +149,7 @@ async def test_one_that_was_asked_for_is_made_once():
     async with scheduling() as (cluster, writers, schedule):
         writers.rounds = [7, 7]
         writers.tell(cluster, written=[[0], [0]], coming=[[], []])
-        schedule.ask()
+        schedule.request()
         await schedule.advance()
         writers.rounds = [8, 8]
         writers.tell(cluster, written=[[0, 7], [0, 7]], coming=[[], []])
@@ -162,7 +162,7 @@ async def test_what_was_asked_for_in_a_run_is_not_made_in_the_next_attempt():
     async with scheduling() as (cluster, writers, schedule):
         writers.rounds = [7, 7]
         writers.tell(cluster, written=[[0], [0]], coming=[[], []])
-        schedule.ask()
+        schedule.request()
         cluster.run.attempt, cluster.checkpoints_known_for = 1, (cluster.run.name, 1)
         for member in cluster.registry.members.values():
             member.attempt = 1
@@ -266,13 +266,13 @@ async def test_what_a_run_leaves_is_recorded_once(monkeypatch):
     """Else a coordinator that waits for the next run would be busy with the last one for ever."""
     async with coordinating(FakePservers(), lease_seconds=0.4) as coordinator:
         cluster, recorded = coordinator.cluster, []
-        keep = coordinator._keep_summary_and_result
+        keep = coordinator._finish_run
 
         async def keep_and_note(run: Run) -> None:
             await keep(run)
             recorded.append(run)
 
-        monkeypatch.setattr(coordinator, "_keep_summary_and_result", keep_and_note)
+        monkeypatch.setattr(coordinator, "_finish_run", keep_and_note)
         trainers = begin(coordinator)
         await eventually(lambda: cluster.run.state == "training")
         for rank, run, incarnation in trainers:

@@ -26,8 +26,8 @@ def test_it_says_what_it_waits_for():
     assert cluster.waiting_for == ["the pservers to install the plan"]
     assert cluster.start_run_if_complete()
     assert cluster.waiting_for == ["the pservers to install the plan"]
-    cluster.run.installed(0)
-    cluster.members_installed()
+    cluster.run.begin_training(0)
+    cluster.finish_change()
     assert cluster.waiting_for == []
 
 
@@ -45,8 +45,8 @@ def test_a_run_starts_once_in_any_order(trainers_first):
     assert cluster.start_run_if_complete()
     assert not cluster.start_run_if_complete()
     assert cluster.plan_ready(0, 1) is None  # until every pserver has it
-    cluster.run.installed(0)
-    cluster.members_installed()
+    cluster.run.begin_training(0)
+    cluster.finish_change()
     ready = cluster.plan_ready(0, 1)
     assert ready is not None
     assert [p.index for p in ready.pservers] == [0, 1]
@@ -272,7 +272,7 @@ def test_successive_runs_on_the_same_pservers():
         join_all(cluster, 2, life=run)
         assert cluster.start_run_if_complete()
         assert cluster.installation(0, 1, None).incarnation == 1
-        cluster.members_installed()
+        cluster.finish_change()
 
 
 def test_who_joins_when_a_pserver_has_just_come_back_waits_until_that_holds_the_run():
@@ -301,7 +301,7 @@ def test_with_exit_when_done_every_pserver_is_told_to_stop():
     assert not cluster.pserver_heartbeat(0, beat(run="run1"), 1).stop
     cluster.leave_trainer(1, leaving(), 2)
     assert not cluster.pserver_heartbeat(0, beat(run="run1"), 2).stop  # its summary has not been taken yet
-    cluster.run_recorded()
+    cluster.finish_recording()
     assert not cluster.may_exit
     reply = cluster.pserver_heartbeat(0, beat(run="run1"), 2)
     assert (reply.stop, reply.exit_code) == (True, 0)
@@ -323,7 +323,7 @@ def test_with_exit_when_done_a_dead_pserver_is_not_waited_for():
     cluster.expire(12)
     for rank in (0, 1):
         cluster.leave_trainer(rank, leaving("failed"), 12)
-    cluster.run_recorded()
+    cluster.finish_recording()
     reply = cluster.pserver_heartbeat(0, beat(run="run1"), 12)
     assert (reply.stop, reply.exit_code) == (True, 1)
     cluster.pserver_heartbeat(0, beat(run="run1"), 13)

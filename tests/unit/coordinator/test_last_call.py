@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ps_protocol.errors import GradpostError, NotReady
 from services.coordinator.cluster import Cluster
-from services.coordinator.record import describe_cluster, recall_cluster
+from services.coordinator.record import describe_cluster, restore_cluster
 from services.coordinator.run import Run
 
 from ...raising import raises_code
@@ -81,7 +81,7 @@ def test_another_life_of_the_coordinator_keeps_the_size():
     before, after = elastic_cluster(), elastic_cluster()
     for name in "abc":
         before.join_trainer(joining(name, world_size=3), 0.0)
-    recall_cluster(after, describe_cluster(before), 100.0)
+    restore_cluster(after, describe_cluster(before), 100.0)
     assert (after.run.num_trainers, sorted(after.run.trainers)) == (3, [0, 1, 2])
 
 
@@ -90,7 +90,7 @@ def test_another_life_of_the_coordinator_calls_again():
     for name in "ab":
         with contextlib.suppress(NotReady):
             before.join_trainer(joining(name), 0.0)
-    recall_cluster(after, describe_cluster(before), 100.0)
+    restore_cluster(after, describe_cluster(before), 100.0)
     after.expire(100.0 + CALL - 0.1)
     assert after.run.num_trainers is None
     after.expire(100.0 + CALL)

@@ -55,7 +55,7 @@ def forget(cluster: Cluster) -> None:
 def go_back(cluster: Cluster, round_: int) -> None:
     """The next attempt is decided."""
     run = cluster.run
-    run.adopt(replace(run.decision, attempt=run.attempt + 1, resume=round_))
+    run.apply_decision(replace(run.decision, attempt=run.attempt + 1, resume=round_))
 
 
 def found(place: CheckpointStorage) -> list[int]:
@@ -65,14 +65,14 @@ def found(place: CheckpointStorage) -> list[int]:
 async def complete_round_4(cluster: Cluster, place: CheckpointStorage) -> Manifest:
     for pserver in (0, 1):
         tell(cluster, pserver, 4)
-    await Manifests(cluster, place, keep=2).update()
+    await Manifests(cluster, place, max_complete=2).update()
     manifest = read_manifest(place, "run1", 4)
     assert manifest is not None
     return manifest
 
 
 async def test_it_is_complete_when_all_have_written(cluster, place):
-    manifests = Manifests(cluster, place, keep=2)
+    manifests = Manifests(cluster, place, max_complete=2)
     tell(cluster, 0, 0, 4)
     tell(cluster, 1, 0)
     await manifests.update()
@@ -90,10 +90,10 @@ async def test_it_is_not_completed_after_a_pserver_has_written_a_later_shard(clu
     await complete_round_4(cluster, place)
     tell(cluster, 0, 4, 8, 12)
     tell(cluster, 1, 4, 8)
-    await Manifests(cluster, place, keep=2).update()
+    await Manifests(cluster, place, max_complete=2).update()
     assert found(place) == cluster.complete_checkpoints == [4]
     tell(cluster, 1, 4, 8, 12)
-    await Manifests(cluster, place, keep=2).update()
+    await Manifests(cluster, place, max_complete=2).update()
     assert found(place) == cluster.complete_checkpoints == [12, 4]
 
 
@@ -114,7 +114,7 @@ async def test_pservers_learn_nothing_of_checkpoints_while_one_is_being_complete
 
 async def test_none_is_deleted_while_somebody_may_be_going_back_to_it(cluster, place):
     """A new one is complete between an administrator's word and the last pserver that has gone back."""
-    manifests = Manifests(cluster, place, keep=2)
+    manifests = Manifests(cluster, place, max_complete=2)
     run = cluster.run
     for round_ in (0, 4, 8):
         run.number += round_ == 8
@@ -122,13 +122,13 @@ async def test_none_is_deleted_while_somebody_may_be_going_back_to_it(cluster, p
             tell(cluster, pserver, round_)
         await manifests.update()
     assert found(place) == cluster.complete_checkpoints == [8, 4, 0]
-    cluster.members_installed(run.number)
+    cluster.finish_change(run.number)
     await manifests.update()
     assert found(place) == cluster.complete_checkpoints == [8, 4]
 
 
 async def test_older_ones_are_deleted(cluster, place):
-    manifests = Manifests(cluster, place, keep=2)
+    manifests = Manifests(cluster, place, max_complete=2)
     for round_ in (0, 4, 8, 12):
         for pserver in (0, 1):
             tell(cluster, pserver, round_)
@@ -138,7 +138,7 @@ async def test_older_ones_are_deleted(cluster, place):
 
 
 async def test_one_that_is_deleted_in_part_is_none_any_more(cluster, place, monkeypatch):
-    manifests, delete = Manifests(cluster, place, keep=1), place.delete
+    manifests, delete = Manifests(cluster, place, max_complete=1), place.delete
 
     def refuse_folders(name: str) -> None:
         if not name.endswith(".json"):
@@ -157,13 +157,13 @@ async def test_nothing_is_completed_in_an_attempt_that_not_all_have_heard_of(clu
     cluster.run.attempt = 1
     tell(cluster, 0, 4, attempt=1)
     tell(cluster, 1, 4, attempt=0)
-    await Manifests(cluster, place, keep=2).update()
+    await Manifests(cluster, place, max_complete=2).update()
     assert found(place) == []
 
 
 async def test_a_manifest_that_cannot_be_written_is_tried_again(cluster, place):
     """That of a finished run's last round is the last one that there will be."""
-    manifests = Manifests(cluster, place, keep=2)
+    manifests = Manifests(cluster, place, max_complete=2)
     for pserver in (0, 1):
         tell(cluster, pserver, 4)
     try:
@@ -181,7 +181,7 @@ async def test_a_place_that_does_not_delete_is_survived(cluster, place, monkeypa
         raise PermissionError("read-only")
 
     monkeypatch.setattr(place, "delete", refuse)
-    manifests = Manifests(cluster, place, keep=1)
+    manifests = Manifests(cluster, place, max_complete=1)
     for round_ in (4, 8):
         for pserver in (0, 1):
             tell(cluster, pserver, round_)
@@ -190,14 +190,14 @@ async def test_a_place_that_does_not_delete_is_survived(cluster, place, monkeypa
 
 
 async def test_what_an_earlier_life_completed_is_found_without_what_is_damaged(cluster, place, tmp_path):
-    manifests = Manifests(cluster, place, keep=3)
+    manifests = Manifests(cluster, place, max_complete=3)
     for round_ in (0, 4, 8):
         for pserver in (0, 1):
             tell(cluster, pserver, round_)
         await manifests.update()
     damage(tmp_path / round_folder("run1", 4) / MANIFEST)
     forget(cluster)
-    await Manifests(cluster, place, keep=3).update()
+    await Manifests(cluster, place, max_complete=3).update()
     assert cluster.complete_checkpoints == [8, 0]
     damage(tmp_path / round_folder("run1", 8) / MANIFEST)
     assert [manifest.round for manifest in all_checkpoints(place)] == [0]
@@ -212,7 +212,7 @@ async def test_pservers_are_told_of_none_until_it_is_known_which_there_are(clust
     def refuse(_: str) -> list[str]:
         raise PermissionError("not now")
 
-    manifests = Manifests(cluster, place, keep=2)
+    manifests = Manifests(cluster, place, max_complete=2)
     with monkeypatch.context() as patch:
         patch.setattr(place, "list", refuse)
         assert not await manifests.update()
@@ -222,7 +222,7 @@ async def test_pservers_are_told_of_none_until_it_is_known_which_there_are(clust
 
 
 async def test_a_run_that_went_back_takes_back_what_it_has_undone(cluster, place):
-    manifests = Manifests(cluster, place, keep=3)
+    manifests = Manifests(cluster, place, max_complete=3)
     for round_ in (4, 8, 12):
         for pserver in (0, 1):
             tell(cluster, pserver, round_)
@@ -241,7 +241,7 @@ async def test_a_run_that_went_back_takes_back_what_it_has_undone(cluster, place
 
 async def test_what_an_attempt_has_undone_is_taken_back_after_later_attempts_too(cluster, place, monkeypatch):
     """The place did not delete it at once, and the next attempt began behind it."""
-    manifests = Manifests(cluster, place, keep=3)
+    manifests = Manifests(cluster, place, max_complete=3)
     for round_ in (4, 8):
         for pserver in (0, 1):
             tell(cluster, pserver, round_)
@@ -263,7 +263,7 @@ async def test_a_place_that_cannot_be_read_is_not_one_without_checkpoints(cluste
         return read(name)
 
     monkeypatch.setattr(place, "read", read_badly)
-    manifests = Manifests(cluster, place, keep=2)
+    manifests = Manifests(cluster, place, max_complete=2)
     await manifests.update()
     assert not cluster.knows_checkpoints
     await manifests.update()
@@ -271,7 +271,7 @@ async def test_a_place_that_cannot_be_read_is_not_one_without_checkpoints(cluste
 
 
 async def test_a_manifest_of_a_round_that_was_undone_meanwhile_does_not_stay(cluster, place, monkeypatch):
-    manifests, write = Manifests(cluster, place, keep=3), place.write
+    manifests, write = Manifests(cluster, place, max_complete=3), place.write
 
     def write_slowly(name: str, chunks: list[bytes]) -> None:
         go_back(cluster, 0)  # while the disk writes

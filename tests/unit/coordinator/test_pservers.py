@@ -103,23 +103,23 @@ def test_who_does_not_reach_a_pserver_for_a_lease_that_is_heard_meanwhile_is_cut
     registry = make_registry()
     registry.register(registration("a"), 0)
     registry.heartbeat(0, beat(), 12)
-    assert registry.was_here(0, 1, since=4.9, now=15)
-    assert not registry.was_here(0, 1, since=5.1, now=15)  # for less than a lease
-    assert not registry.was_here(0, 2, since=4.9, now=15)  # another life
-    assert not registry.was_here(1, 1, since=4.9, now=15)
+    assert registry.was_reachable(0, 1, since=4.9, now=15)
+    assert not registry.was_reachable(0, 1, since=5.1, now=15)  # for less than a lease
+    assert not registry.was_reachable(0, 2, since=4.9, now=15)  # another life
+    assert not registry.was_reachable(1, 1, since=4.9, now=15)
 
 
 def test_nobody_is_cut_off_from_a_pserver_that_came_a_moment_ago_stops_or_has_died():
     registry = make_registry()
     registry.register(registration("a"), 6)
     registry.heartbeat(0, beat(), 14)
-    assert not registry.was_here(0, 1, since=0, now=15)
+    assert not registry.was_reachable(0, 1, since=0, now=15)
     registry.heartbeat(0, beat(), 20)
-    assert registry.was_here(0, 1, since=9, now=20)
+    assert registry.was_reachable(0, 1, since=9, now=20)
     registry.heartbeat(0, beat(is_stopping=True), 20)
-    assert not registry.was_here(0, 1, since=9, now=20)
+    assert not registry.was_reachable(0, 1, since=9, now=20)
     registry.heartbeat(0, beat(), 20)
-    assert not registry.was_here(0, 1, since=19.5, now=29.9)  # its lease ends at 30, and will not be renewed
+    assert not registry.was_reachable(0, 1, since=19.5, now=29.9)  # its lease ends at 30, and will not be renewed
 
 
 def test_trainers_are_told_of_the_unix_socket_of_the_life_that_has_it():

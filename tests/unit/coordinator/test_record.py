@@ -21,8 +21,8 @@ from services.coordinator.record import (
     ClusterRecord,
     RecordFile,
     describe_cluster,
-    recall_cluster,
-    recall_numbers,
+    restore_cluster,
+    restore_incarnations,
     resume_run,
 )
 from services.runtime import storage
@@ -53,10 +53,10 @@ def through_the_disk(cluster: Cluster, folder: Path) -> ClusterRecord:
     return record
 
 
-def test_what_was_written_is_what_is_recalled(tmp_path):
+def test_what_was_written_is_what_is_restored(tmp_path):
     before, after = training(), make_cluster(on_trainer_loss="wait", durability="log")
     before.registry.members[0].restored = 8
-    recall_cluster(after, through_the_disk(before, tmp_path), 100.0)
+    restore_cluster(after, through_the_disk(before, tmp_path), 100.0)
     run, old = after.run, before.run
     assert (run.name, run.state, run.attempt, run.resume) == (old.name, "training", 1, 7)
     assert run.number == old.number + 1  # the last change is made once more
@@ -92,18 +92,18 @@ def test_rounds_of_a_trainer_that_is_done_are_not_taken_again_after_a_restart(tm
     before, after = make_cluster(on_trainer_loss="wait", durability="log"), make_cluster(on_trainer_loss="wait")
     train(before)
     before.leave_trainer(1, leaving("done", round=40), 1.0)
-    recall_cluster(after, through_the_disk(before, tmp_path), 100.0)
-    assert after.run.find_done_after(20) == [1]
-    assert after.run.find_done_after(40) == []
+    restore_cluster(after, through_the_disk(before, tmp_path), 100.0)
+    assert after.run.find_departed_after(20) == [1]
+    assert after.run.find_departed_after(40) == []
 
 
 def test_it_is_known_which_rounds_every_attempt_has_undone(tmp_path):
     before, after = make_cluster(durability="log"), make_cluster(durability="log")
     train(before)
-    before.run.adopt(replace(before.run.decision, attempt=1, resume=None))
-    before.run.adopt(replace(before.run.decision, attempt=2, resume=7))
+    before.run.apply_decision(replace(before.run.decision, attempt=1, resume=None))
+    before.run.apply_decision(replace(before.run.decision, attempt=2, resume=7))
     before.run.pending = replace(before.run.decision, attempt=3, resume=5)
-    recall_cluster(after, through_the_disk(before, tmp_path), 100.0)
+    restore_cluster(after, through_the_disk(before, tmp_path), 100.0)
     assert after.installation(0, 9, 5).began == {1: None, 2: 7, 3: 5}
 
 
@@ -112,13 +112,13 @@ def test_of_a_record_from_before_that_was_written_the_newest_attempt_is_known(tm
     assert record.run is not None
     old = record.model_copy(update={"run": record.run.model_copy(update={"began": {}})})
     after = make_cluster(durability="log")
-    recall_cluster(after, old, 100.0)
+    restore_cluster(after, old, 100.0)
     assert after.run.began == {1: 7}
 
 
 def test_everybodys_lease_begins_anew_and_then_counts(tmp_path):
     after = make_cluster(on_trainer_loss="wait", durability="log")
-    recall_cluster(after, through_the_disk(training(), tmp_path), 100.0)
+    restore_cluster(after, through_the_disk(training(), tmp_path), 100.0)
     after.expire(105.0)
     assert sorted(after.registry.members) == [0, 1]
     after.pserver_heartbeat(0, beat(run="run1"), 108.0)
@@ -129,7 +129,7 @@ def test_everybodys_lease_begins_anew_and_then_counts(tmp_path):
 
 def test_no_trainer_is_cut_off_from_a_pserver_that_the_coordinator_has_not_heard_since_its_restart(tmp_path):
     cluster = make_cluster(on_trainer_loss="wait", durability="log")
-    recall_cluster(cluster, through_the_disk(training(), tmp_path), 100.0)
+    restore_cluster(cluster, through_the_disk(training(), tmp_path), 100.0)
     cut_off = alive().model_copy(update={"unreachable": {0: (1, LEASE + 1)}})
     cluster.trainer_heartbeat(0, cut_off, 100.1)
     assert not cluster.run.trainers[0].is_stuck
@@ -143,7 +143,7 @@ def test_no_trainer_is_cut_off_from_a_pserver_that_the_coordinator_has_not_heard
 
 def test_later_lives_get_higher_numbers(tmp_path):
     after = make_cluster(on_trainer_loss="wait", durability="log")
-    recall_cluster(after, through_the_disk(training(), tmp_path), 100.0)
+    restore_cluster(after, through_the_disk(training(), tmp_path), 100.0)
     after.expire(200.0)
     assert after.register_pserver(registration("new", index=0), 200.0).incarnation == 2
 
@@ -151,7 +151,7 @@ def test_later_lives_get_higher_numbers(tmp_path):
 def test_a_failure_stays_one(tmp_path):
     before, after = training(), make_cluster()
     before.run.fail(TrainerLost("trainer 1 failed: no data", ranks=[1]), 2.0)
-    recall_cluster(after, through_the_disk(before, tmp_path), 100.0)
+    restore_cluster(after, through_the_disk(before, tmp_path), 100.0)
     assert after.run.is_over
     assert isinstance(after.run.failure, TrainerLost)
     assert (after.run.failure.detail, after.run.failure.facts["ranks"]) == ("trainer 1 failed: no data", [1])
@@ -194,7 +194,7 @@ def resumed(tmp_path: Path, **changes: Any) -> Cluster:
     train(before)
     before.leave_trainer(2, leaving(), 1.0)
     record = through_the_disk(before, tmp_path)
-    recall_numbers(after, record)
+    restore_incarnations(after, record)
     resume_run(after, record, 100.0)
     return after
 
@@ -287,7 +287,7 @@ def test_new_processes_resume_what_was_over(tmp_path):
     train(before)
     before.leave_trainer(0, leaving("failed"), 1.0)  # and the other has not heard of it
     record = through_the_disk(before, tmp_path)
-    recall_numbers(after, record)
+    restore_incarnations(after, record)
     resume_run(after, record, 100.0)
     held = HeldRun(
         run="run1", attempt=0, plan=before.run.plan.digest, rounds=FrozenRounds(applied=4), restorable=((0, 4),)
@@ -353,7 +353,7 @@ def test_what_trainers_have_ended_is_not_forgotten(tmp_path):
     before, after = training(), make_cluster(on_trainer_loss="wait", durability="log")
     assert not before.run.has_trained
     before.trainer_heartbeat(0, alive(round_=8).model_copy(update={"attempt": 1}), 2.0)
-    recall_cluster(after, through_the_disk(before, tmp_path), 100.0)
+    restore_cluster(after, through_the_disk(before, tmp_path), 100.0)
     assert after.run.has_trained
 
 
@@ -362,7 +362,7 @@ def test_before_there_is_a_plan_only_the_numbers_are_kept(tmp_path):
     before.register_pserver(registration("0", index=0), 0.0)
     record = through_the_disk(before, tmp_path)
     assert record.run is None
-    recall_cluster(after, record, 100.0)
+    restore_cluster(after, record, 100.0)
     assert after.run.state == "gathering"
     assert sorted(after.registry.members) == [0]
 
@@ -373,7 +373,7 @@ def test_while_a_run_gathers_those_who_are_here_keep_their_places(tmp_path):
     before.join_trainer(joining("b", 1), 0.0)
     before.join_trainer(joining("b", 1), 0.0)
     before.run.declare(1, model())
-    recall_cluster(after, through_the_disk(before, tmp_path), 100.0)
+    restore_cluster(after, through_the_disk(before, tmp_path), 100.0)
     run = after.run
     assert (run.name, run.state, run.plan, run.started_at) == ("run1", "gathering", None, None)
     assert {rank: trainer.state for rank, trainer in run.trainers.items()} == {0: "joined", 1: "declared"}
@@ -390,7 +390,7 @@ def test_every_life_has_declared_as_itself(tmp_path):
     before.leave_trainer(1, leaving("failed"), 1.0)
     before.join_trainer(joining("another life", 1), 2.0)
     before.run.declare(1, model(2))
-    recall_cluster(after, through_the_disk(before, tmp_path), 100.0)
+    restore_cluster(after, through_the_disk(before, tmp_path), 100.0)
     after.run.declare(1, model(2))  # the answer was lost
     after.run.declare(0, model(1))
 

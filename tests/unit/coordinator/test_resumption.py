@@ -28,8 +28,8 @@ async def recalled(folder: Path, **settings: Any) -> Coordinator:
     options = {"num_pservers": 2, "num_trainers": 2, "state_dir": folder, **settings}
     async with httpx.AsyncClient() as http:
         coordinator = Coordinator(CoordinatorSettings(**options), http)
-        await coordinator.recall()
-    coordinator._file.let_go()
+        await coordinator.restore()
+    coordinator._file.unlock()
     return coordinator
 
 
@@ -38,7 +38,7 @@ async def planned(folder: Path, **settings: Any) -> Run:
     coordinator = await recalled(folder, **settings)
     begin(coordinator)
     assert coordinator.cluster.start_run_if_complete()
-    await coordinator.keep()
+    await coordinator.persist()
     return coordinator.cluster.run
 
 
@@ -61,7 +61,7 @@ async def test_who_was_done_is_waited_for_as_well(tmp_path, gone, mode):
     for rank in gone:
         run.leave(rank, leaving("done", run=run.name, incarnation=run.trainers[rank].incarnation, round=9), 1.0)
     run.membership = Membership({rank: t.incarnation for rank, t in run.trainers.items() if rank not in gone})
-    await coordinator.keep()
+    await coordinator.persist()
     run = (await recalled(tmp_path, resume=True, mode=mode)).cluster.run
     counted = (0, 1) if mode == "sync" else [rank for rank in (0, 1) if rank not in gone]
     assert run.targets == {rank: run.trainers[rank].incarnation for rank in counted}
@@ -97,7 +97,7 @@ async def test_what_an_administrator_has_set_stands_on_other_pservers(tmp_path):
     write_manifest(open_checkpoint_storage(str(tmp_path / "checkpoints")), manifest)
     controls = at_first, Controls(since=9, rates={0: 0.5}, is_paused=True)
     coordinator.cluster.run.membership = Membership({}, controls=controls)
-    await coordinator.keep()
+    await coordinator.persist()
     for resume in (True, False, True):
         coordinator = await recalled(tmp_path, resume=resume, num_pservers=3)
     begin(coordinator)
@@ -123,7 +123,7 @@ async def test_a_checkpoint_that_was_undone_and_not_deleted_is_no_beginning(tmp_
         )  # fmt: skip
         write_manifest(open_checkpoint_storage(str(tmp_path / "checkpoints")), manifest)
     coordinator.cluster.run.attempt, coordinator.cluster.run.resume = 1, 5
-    await coordinator.keep()
+    await coordinator.persist()
     beginning = (await recalled(tmp_path, resume=True, num_pservers=3)).cluster.beginning
     assert beginning is not None
     assert beginning.round == 4
@@ -144,7 +144,7 @@ async def test_a_resumption_that_has_failed_begins_with_the_same_checkpoint_next
     run = coordinator.cluster.run
     run.resume, run.source = 7, "run0"
     run.fail(TrainerLost("somebody has pressed Ctrl-C", ranks=[0]), 1.0)
-    await coordinator.keep()
+    await coordinator.persist()
     for _ in range(2):
         beginning = (await recalled(tmp_path, resume=True)).cluster.beginning
         assert beginning is not None
@@ -155,7 +155,7 @@ async def test_who_cannot_take_over_what_was_trained_does_not_begin_with_somethi
     run = await planned(tmp_path)
     coordinator = await recalled(tmp_path)
     coordinator.cluster.run.has_trained = True
-    await coordinator.keep()
+    await coordinator.persist()
     with pytest.raises(StorageFailed, match=f"run {run.name} has no checkpoint"):
         await recalled(tmp_path, resume=True, num_pservers=3)
 
@@ -165,5 +165,5 @@ async def test_a_run_that_is_to_begin_with_a_checkpoint_gathers_on(tmp_path):
     for resume in (False, True, False):
         coordinator = await recalled(tmp_path, resume=resume)
         joined = coordinator.cluster.join_trainer(joining("a", 0), coordinator.now())
-        await coordinator.keep()
+        await coordinator.persist()
         assert (joined.rank, joined.incarnation, joined.run) == (0, 1, coordinator.cluster.run.name)

@@ -26,7 +26,7 @@ def training(num_trainers: int = 2) -> Run:
     for rank in range(num_trainers):
         run.declare(rank, model())
     run.start(2)
-    run.installed(0)
+    run.begin_training(0)
     return run
 
 
@@ -212,9 +212,9 @@ def test_the_plan_is_made_of_what_was_declared():
     assert [block.name for block in plan.blocks] == ["w.block0", "w.block1", "b.block0"]
     assert run.plan is plan
     assert run.state == "gathering"  # until the pservers have it
-    run.installed(3.0)
+    run.begin_training(3.0)
     assert (run.state, run.started_at) == ("training", 3.0)
-    run.installed(4.0)
+    run.begin_training(4.0)
     assert run.started_at == 3.0
 
 
@@ -439,7 +439,7 @@ def test_another_life_that_does_not_declare_is_given_up_though_others_are_gone(p
     assert run.trainers[1].is_here
     run.expire(3 + run.defaults.round_timeout_seconds, 1000)
     assert "did not declare a model" in run.awaited[0].why
-    run.unstuck(set())
+    run.revive_stuck(set())
     assert run.awaited
     run.expire(4 + run.defaults.round_timeout_seconds + run.defaults.rejoin_timeout_seconds, 1000)
     assert isinstance(run.failure, TrainerLost)
@@ -451,7 +451,7 @@ def test_another_life_is_not_blamed_for_what_its_predecessor_owes():
     for declare in (False, True):
         if declare:
             run.declare(1, model(2))
-        run.stuck([1], TrainerLost("trainer 1 did not come", ranks=[1]), 3)
+        run.mark_stuck([1], TrainerLost("trainer 1 did not come", ranks=[1]), 3)
         assert run.members == {0: 1, 1: 2}
     assert run.targets == {0: 1, 1: 2}
 

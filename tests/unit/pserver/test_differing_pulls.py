@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ps_protocol.frames import parse_frame
-from ps_protocol.quantisation import add_difference
+from ps_protocol.quantisation import add_delta
 from ps_protocol.routes import BARRIER_HEADER, SINCE_KEY, VERDICT_HEADER
 from ps_protocol.wire_types import SCALES, WireTypes
 from services.pserver.inspection import read_blocks
@@ -30,7 +30,7 @@ def add(values: dict[str, Tensor], body: bytes) -> dict[str, Tensor]:
     result = {name: value.clone() for name, value in values.items()}
     for name, tensor in found.items():
         if tensor.dtype == torch.int8:
-            add_difference(result[name], tensor, found[name + SCALES])
+            add_delta(result[name], tensor, found[name + SCALES])
         elif not name.endswith(SCALES):
             result[name] = tensor
     return result

@@ -13,7 +13,7 @@ from torch import Tensor
 from ps_protocol.consistency import Consistency
 from ps_protocol.routes import COMPUTED_ON_KEY, NUM_BLOCKS_KEY, NUM_SLOTS_KEY, SLOT_NAMES_KEY, STATES_KEY
 from ps_protocol.slots import FRESH, MASTER, StepState, read_states, slot_key, write_states
-from ps_protocol.wire_types import AS_THEY_ARE, WireTypes
+from ps_protocol.wire_types import UNCHANGED, WireTypes
 
 from .refusals import refused, unchanged
 from .support import PARAMETERS, Bench, bench, decode, encode
@@ -210,7 +210,7 @@ async def test_a_step_starts_from_the_masters_that_came_with_it(tmp_path, case):
     settings = {
         **{"num_trainers": 1, "state_dir": tmp_path, "durability": "log", "optimizer": "SGD"},
         **{"consistency": Consistency(mode="async" if case == "async" else "sync")},
-        **{"wire": WireTypes(pull="int8") if case == "deltas" else AS_THEY_ARE},
+        **{"wire": WireTypes(pull="int8") if case == "deltas" else UNCHANGED},
     }
     masters = {slot_key(MASTER, W): BUFFERS[W] + 1000}
     async with bench(**settings) as b:
