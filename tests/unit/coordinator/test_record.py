@@ -211,7 +211,7 @@ def test_everybody_is_awaited_when_a_run_is_resumed_even_who_was_done(tmp_path):
 def test_a_stranger_gets_nobodys_place_while_those_of_before_may_live(tmp_path, heard):
     """Scripts that wait for the next run ask four times a second; who trains is heard once."""
     cluster = resumed(tmp_path, on_trainer_loss="wait")
-    with pytest.raises(NotReady, match="still live have to be heard first"):
+    with pytest.raises(NotReady, match="are still alive must report first"):
         cluster.join_trainer(joining("stranger"), 101.0)
     if heard == "pserver":
         cluster.pserver_heartbeat(0, beat(run="run1"), 102.0)

@@ -122,7 +122,7 @@ def test_another_model_than_the_others_declared_is_refused_with_the_difference(c
 def test_a_run_of_an_earlier_version_that_kept_its_buffers_is_not_continued():
     run = joined()
     run.declare(0, model(buffers=(("mean", (10,), "F32"),)))
-    with pytest.raises(ModelMismatch, match=r"has kept the buffer 'mean' .* checkpoint export") as caught:
+    with pytest.raises(ModelMismatch, match=r"stores the buffer 'mean' .* checkpoint export") as caught:
         run.declare(1, model(buffers=(), parameters=(("w", (10, 1000), "F32", 0), ("mean", (10,), "F32", 0))))
     assert caught.value.code == "model_mismatch"
 
