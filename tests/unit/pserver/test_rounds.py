@@ -171,7 +171,6 @@ def test_a_freeze_forgets_what_was_measured_and_its_end_measures_again(members):
 
 @pytest.mark.clip
 def test_what_was_measured_with_a_lost_trainer_is_so_again_if_it_is_in_the_round():
-    """Another pserver has applied it already, with the norm that everybody has agreed on."""
     rounds: Rounds[str] = Rounds({0: 1, 1: 1}, clips=True)
     before = measured(rounds)
     rounds.freeze()
