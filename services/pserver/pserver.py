@@ -49,7 +49,7 @@ from .durable.disk import Disk
 from .durable.storage import Restored, RunStorage
 from .limits import InFlight
 from .metrics import PserverMetrics
-from .run import PserverRun
+from .run import PserverRun, RunSetup
 from .sync_run import SyncRun
 
 log = get_logger()
@@ -208,7 +208,7 @@ class Pserver:
         storage, restored = await self._open_storage(message)
         reach_failpoint("open.after")
         make_run = AsyncRun if message.consistency.is_async else SyncRun
-        run: PserverRun = make_run(message, self.index, self._compute, self._metrics, storage, restored)
+        run = make_run(RunSetup(message, self.index, self._compute, self._metrics, storage, restored))
         await self._replace_run(run, StaleRun("this pserver serves another run now", current=message.run))
         changes.end_change(message.number)
         await run.publish_initial()

@@ -1,4 +1,4 @@
-"""Statistics of parameters: pservers describe their blocks, which are merged here; asked often, answered once."""
+"""The statistics of parameters: merged from those of blocks, and cached."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from ..run import Run
 from .parameters import find_parameter, owners_of
 from .reading import TRIES, current_plan, find_member, get_from, round_everywhere
 
-STEP_SECONDS = 1.0  # for the next update, whose size is part of what is asked for
-FRESH_SECONDS = 1.0  # who asks again sooner gets the same answer
-SPACING_SECONDS = 0.5  # between batches: a request to a pserver costs more than a small parameter in it
-MAX_BATCH_ELEMENTS = 16 * 1024 * 1024  # of several parameters
-MAX_BATCH_CHARACTERS = 2048  # of their names, which stand in an URL, a few of one parameter
+STEP_SECONDS = 1.0  # for the next update, whose size is part of the answer
+FRESH_SECONDS = 1.0  # a younger answer is sent again
+SPACING_SECONDS = 0.5  # between batches: a request costs a pserver more than a small parameter
+MAX_BATCH_ELEMENTS = 16 * 1024 * 1024  # of the parameters of a batch
+MAX_BATCH_CHARACTERS = 2048  # of their names, which are part of the URL, as the names of a parameter's blocks are
 
 _LIST = TypeAdapter(list[Statistics])
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Parameters of a plan that are asked for together."""
+    """Parameters of a plan whose statistics are requested together."""
 
     plan: SlicePlan
     specs: list[ParameterSpec] = field(default_factory=list)
     is_open: bool = True
 
-    def takes(self, plan: SlicePlan, spec: ParameterSpec) -> bool:
+    def has_room_for(self, plan: SlicePlan, spec: ParameterSpec) -> bool:
         num_elements = sum(one.num_elements for one in self.specs) + spec.num_elements
         num_characters = sum(len(one.name) for one in self.specs) + len(spec.name)
         fits = num_elements <= MAX_BATCH_ELEMENTS and num_characters <= MAX_BATCH_CHARACTERS
@@ -44,52 +44,54 @@ class _Batch:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _CachedAnswer:
     asked_at: float
     answer: asyncio.Task[dict[str, bytes]]
 
 
-class StatisticsKeeper:
-    """Keeps the newest of each parameter of the run, so that a hundred who look cost the pservers what one does.
+class StatisticsCache:
+    """The newest statistics of each parameter, so that the load on pservers does not grow with the readers.
 
-    Those who ask for others within half a second share the requests to the pservers.
+    Requests for several parameters within half a second are sent together.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._run = ""
-        self._kept: dict[str, _Kept] = {}
+        self._cached: dict[str, _CachedAnswer] = {}
         self._batch: _Batch | None = None
-        self._answer: asyncio.Task[dict[str, bytes]]  # to that batch
-        self._next_at = 0.0  # when the next batch may begin
+        self._answer: asyncio.Task[dict[str, bytes]]  # the answer for that batch
+        self._next_at = 0.0  # the earliest start of the next batch
 
     async def describe(self, name: str) -> bytes:
-        """`ParameterStatistics` as JSON, not older than a second. Raises NotFound, NotReady, TryAgain."""
+        """Return `ParameterStatistics` as JSON, at most a second old. Raises NotFound, NotReady, TryAgain."""
         coordinator = self._coordinator
         plan = current_plan(coordinator)
         spec, _ = find_parameter(plan, name)
         run = coordinator.cluster.run.name
         if run != self._run:
             self._run = run
-            self._kept.clear()
-        kept = self._kept.get(name)
-        if kept is None or (kept.answer.done() and coordinator.now() - kept.asked_at > FRESH_SECONDS):
-            kept = self._kept[name] = _Kept(coordinator.now(), self._join_batch(plan, spec))
+            self._cached.clear()
+        cached = self._cached.get(name)
+        if cached is None or (cached.answer.done() and coordinator.now() - cached.asked_at > FRESH_SECONDS):
+            cached = self._cached[name] = _CachedAnswer(coordinator.now(), self._join_batch(plan, spec))
         try:
-            return (await asyncio.shield(kept.answer))[name]
+            return (await asyncio.shield(cached.answer))[name]
         except Exception:
-            if self._kept.get(name) is kept:
-                del self._kept[name]  # who asks again tries again
+            if self._cached.get(name) is cached:
+                del self._cached[name]  # an answer that is younger is sent again
             raise
 
     def _join_batch(self, plan: SlicePlan, spec: ParameterSpec) -> asyncio.Task[dict[str, bytes]]:
-        if self._batch is None or not self._batch.takes(plan, spec):
+        if self._batch is None or not self._batch.has_room_for(plan, spec):
             now = self._coordinator.now()
             begin = max(now, self._next_at)
             self._next_at = begin + SPACING_SECONDS
             self._batch = _Batch(plan)
             self._answer = asyncio.create_task(self._ask(self._batch, begin - now), name="statistics")
-            self._answer.add_done_callback(lambda task: task.cancelled() or task.exception())  # who asked may have left
+            self._answer.add_done_callback(
+                lambda task: task.cancelled() or task.exception()
+            )  # its requesters may have left
         self._batch.specs.append(spec)
         return self._answer
 
@@ -126,7 +128,7 @@ class StatisticsKeeper:
 
 
 def _are_alike(blocks: Sequence[Statistics]) -> bool:
-    """Whether they are of one round: what is not updated is as it was in every round meanwhile."""
+    """Return whether these blocks are of one round. A block without an update is of every round."""
     return len({None if block.update_squares is None else block.version for block in blocks}) <= 1
 
 

@@ -86,7 +86,7 @@ async def test_an_installation_is_repeated(error: Exception, num_installations: 
     [
         (BadModel("too large"), "pserver_lost", "pserver 1 cannot serve the run: too large"),
         (StorageFailed("it is damaged"), "storage_failed", "pserver 1 cannot serve the run: it is damaged"),
-        (TryAgain("no space left"), "pserver_lost", r"no change could be carried out for 0\.5 s: .*no space left"),
+        (TryAgain("no space left"), "pserver_lost", r"no change could be installed for 0\.5 s: .*no space left"),
     ],
 )
 async def test_a_pserver_that_cannot_install_the_run_ends_it(refusal: Exception, failure: str, reason: str) -> None:
@@ -263,7 +263,7 @@ async def test_no_trainer_learns_of_a_rollback_before_the_disk_has_it():
         assert await asyncio.to_thread(file.is_writing.wait, 10)
         reply = cluster.trainer_heartbeat(0, message, coordinator.now())
         assert (reply.attempt, reply.resume) == (0, 0)
-        another_request = asyncio.create_task(coordinator.keep())  # must not undo the decision
+        another_request = asyncio.create_task(coordinator.persist())  # must not undo the decision
         file.may_write.set()
         await another_request
         await eventually(lambda: cluster.run.attempt == 1)
@@ -319,11 +319,11 @@ async def test_one_coordinator_at_a_time_uses_a_folder(tmp_path):
     settings = CoordinatorSettings(state_dir=tmp_path)
     async with httpx.AsyncClient() as http:
         one, other = Coordinator(settings, http), Coordinator(settings, http)
-        await one.recall()
+        await one.restore()
         with pytest.raises(StorageFailed, match="another coordinator uses"):
-            await other.recall()
+            await other.restore()
         stop = asyncio.Event()
         stop.set()
         await one.run(stop)
-        await other.recall()
+        await other.restore()
         await other.run(stop)

@@ -33,7 +33,7 @@ from ps_protocol.routes import (
     WAIT_HEADER,
 )
 from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec, Round
-from ps_protocol.wire_types import AS_THEY_ARE, WireTypes
+from ps_protocol.wire_types import UNCHANGED, WireTypes
 from services.pserver.durable.disk import Disk
 from services.pserver.endpoints import TensorEndpoints
 from services.pserver.metrics import PserverMetrics
@@ -282,7 +282,7 @@ async def bench(
     optimizer: str = "SGD",
     state_dir: Path | None = None,
     incarnation: int = 1,
-    wire: WireTypes = AS_THEY_ARE,
+    wire: WireTypes = UNCHANGED,
     **install: Any,
 ) -> AsyncIterator[Bench]:
     """A pserver with a run. At the end nothing may be left: no task, no job.

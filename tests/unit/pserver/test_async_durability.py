@@ -253,7 +253,6 @@ async def test_once_the_run_is_over_every_pserver_writes_the_same_number(tmp_pat
 async def test_a_contribution_without_any_block_waits_for_a_slow_disk_like_all_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trainer may have no gradient for anything on this pserver."""
     monkeypatch.setattr(async_run, "HOLD_SECONDS", 0.05)
     async with life(tmp_path) as pserver:
         await steps(pserver, 1, 1)

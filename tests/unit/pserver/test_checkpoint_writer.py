@@ -237,7 +237,6 @@ async def test_a_pserver_deletes_what_the_coordinator_does_not_need_any_more(tmp
 
 @pytest.mark.parametrize("is_told", [True, False])
 async def test_a_run_that_is_over_keeps_no_log(tmp_path: Path, is_told: bool):
-    """Its coordinator says in a heartbeat that the last checkpoint is complete, or is gone before that."""
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=2) as b:
         for round_ in (1, 2, 3):
             await b.play_round(round_)
@@ -261,7 +260,6 @@ async def test_a_run_that_is_over_keeps_no_log(tmp_path: Path, is_told: bool):
 
 
 async def test_initial_values_of_an_attempt_that_was_given_up_do_not_stay(tmp_path: Path, monkeypatch):
-    """Their checkpoint 0 is still being written when another trainer is to bring others."""
     settings: dict[str, Any] = {"state_dir": tmp_path, "durability": "log"}
     async with bench(initial=False, **settings) as b:
         place, is_asked = SlowPlace(b, monkeypatch), asyncio.Event()

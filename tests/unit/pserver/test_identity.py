@@ -63,7 +63,6 @@ class SlowlyOpened(Disk):
 
 
 async def test_a_change_of_members_waits_for_a_run_that_is_being_opened(tmp_path: Path) -> None:
-    """It is neither served nor held then, and would pass for lost."""
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
         install = b.install.model_copy(update={"restore": 1, "number": 2})
@@ -90,7 +89,6 @@ async def test_a_change_of_members_waits_for_a_run_that_is_being_opened(tmp_path
 async def test_who_asks_again_what_can_be_restored_waits_for_the_same_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A large shard takes longer to be read than a request may: all tries together find it out."""
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
         storage, may_end, looks = b.run.storage, threading.Event(), 0
@@ -116,7 +114,6 @@ async def test_who_asks_again_what_can_be_restored_waits_for_the_same_answer(
 
 
 async def test_what_is_held_can_be_restored_before_the_pserver_knows_who_it_is(tmp_path: Path) -> None:
-    """A coordinator that comes back takes its word, and nobody's else."""
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
         await b.pserver.open_folder(0)
@@ -129,7 +126,6 @@ async def test_what_is_held_can_be_restored_before_the_pserver_knows_who_it_is(t
 
 
 async def test_an_installation_that_was_given_up_does_not_bring_back_what_is_held(tmp_path: Path) -> None:
-    """It arrives when a later change is being decided on what this pserver holds."""
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
         await b.pserver.open_folder(0)
@@ -157,7 +153,6 @@ async def test_what_is_decided_on_another_attempt_ends_the_changes_before_it(tmp
 
 
 async def test_a_pserver_that_has_not_looked_into_its_folder_does_not_say_that_it_holds_nothing(tmp_path: Path) -> None:
-    """It listens already, under the address of its former life, and everybody would go back."""
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
     next_life = Pserver(b.compute, PserverMetrics(CollectorRegistry(), b.compute), LIMITS, disk=Disk(tmp_path))
@@ -171,7 +166,6 @@ async def test_a_pserver_that_has_not_looked_into_its_folder_does_not_say_that_i
 
 
 async def test_a_run_that_could_not_be_opened_is_still_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that is full, or a place that is busy, for a moment: the coordinator tries again, and nobody goes back."""
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
         await b.pserver.open_folder(0)
@@ -192,7 +186,6 @@ async def test_a_run_that_could_not_be_opened_is_still_held(tmp_path: Path, monk
 
 
 async def test_a_run_that_could_not_go_back_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else this pserver would pass for one without a log, and all would go back to a checkpoint."""
     async with bench(state_dir=tmp_path, durability="log") as b:
         for round_ in (1, 2, 3):
             await b.play_round(round_)

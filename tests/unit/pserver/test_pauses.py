@@ -116,9 +116,9 @@ async def play(folder: Path, script: list[str]) -> None:
             assert pauses._task is None or name == "_drain_and_snapshot", "two at once"
             if name == "_log_and_commit":
                 waiting = [task for task in moments if not task.done()]
-                assert not waiting or begun[-1:] == ["drain_and_look"], "a contribution overtook a freeze"
-            elif begun[-1:] == [name] == ["drain_and_look"]:
-                assert not run._has_ready_push(), "contributions are held back for ever"
+                assert not waiting or begun[-1:] == ["drain_and_read"], "a contribution overtook a freeze"
+            elif begun[-1:] == [name] == ["drain_and_read"]:
+                assert not run._held.has_ready(), "contributions are held back for ever"
             begun.append(name)
             return begin(work)
 

@@ -60,7 +60,6 @@ def test_it_finds_who_it_was_and_what_it_held(tmp_path):
 
 
 def test_what_an_earlier_version_has_written_is_read(tmp_path):
-    """With settings that were removed since, in every file that names the mode."""
     train(tmp_path, 6, (0, 4))
     identity = tmp_path / "state" / "pserver-0" / IDENTITY
     rewrite_sealed(identity, lambda content: content["run"]["consistency"].update(max_merged=1, step_count="applied"))
@@ -185,7 +184,6 @@ def test_a_folder_has_one_holder(tmp_path):
 
 
 def test_a_later_life_fences_off_an_earlier_one(tmp_path):
-    """As on a disk whose locks do not hold."""
     folder = StateFolder(tmp_path, 0)
     folder.write_identity(2, None)
     with pytest.raises(FolderTaken, match="belongs to a later life of pserver 0"):
@@ -200,7 +198,6 @@ def reopened(folder: Path) -> Disk:
 
 
 def test_what_was_not_written_to_its_end_is_deleted_in_the_next_life(tmp_path):
-    """Killed before the rename, or before the digest: nobody would ever find it again."""
     train(tmp_path, 6, (0, 4))
     shared = tmp_path / "shared"
     whole = shared / round_folder("run1", 4)
@@ -252,7 +249,6 @@ def test_a_log_that_cannot_be_deleted_now_does_not_become_the_next_runs(tmp_path
 
 
 def test_a_run_that_cannot_be_opened_leaves_no_file_open(tmp_path, monkeypatch):
-    """A full disk is tried until it has room, five times a second."""
     train(tmp_path, 2, (0,))
     disk = reopened(tmp_path)
     assert disk.folder is not None

@@ -55,7 +55,6 @@ def restored_digest(folder: Path) -> tuple[int, str]:
 
 
 def test_a_record_that_could_not_be_synced_is_taken_back_and_written_again(tmp_path, monkeypatch):
-    """The kernel may have dropped its pages, so they must be written anew before another sync can mean anything."""
     storage, shard = train(tmp_path, 3, "fsync")
     [path] = (tmp_path / "log-0").iterdir()
     size = path.stat().st_size
@@ -108,7 +107,6 @@ def test_a_log_that_gets_no_file_at_all_is_an_error(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("passage", [1, 2])
 def test_half_a_checkpoint_does_not_stay(tmp_path, passage):
-    """The shard's file does not fit, or the small one after it."""
     storage, shard = train(tmp_path, 3)
     arm_failpoints(f"checkpoint.rename=enospc@{passage}")
     with pytest.raises(OSError, match="No space left"):
