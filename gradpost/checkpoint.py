@@ -9,7 +9,7 @@ from ps_protocol.errors import NotFound
 from ps_protocol.messages import CheckpointCreated
 from ps_protocol.vocabulary import Round
 from services.runtime.checkpoints import all_checkpoints
-from services.runtime.places import open_place
+from services.runtime.storage import open_checkpoint_storage
 
 from .output import Column, CommandError, count, print_json, print_line, print_table
 from .status import asking
@@ -68,7 +68,7 @@ def list_checkpoints(place_url: str | None, coordinator: str | None, token_file:
         columns, where = [Column("run"), Column("round", "right"), Column("place")], "of the run that trains"
     else:
         place_url = place_url or default_place()
-        manifests = all_checkpoints(open_place(place_url), pass_over)
+        manifests = all_checkpoints(open_checkpoint_storage(place_url), pass_over)
         found = [CheckpointCreated(run=m.run, round=m.round, place=place_url) for m in manifests]
         rows = [
             (m.run, f"{m.round:,}", m.created, str(len(m.shards)), count(sum(s.num_bytes for s in m.shards), "byte"))

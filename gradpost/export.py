@@ -14,8 +14,7 @@ from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PserverIndex, Round
 from services.pserver.shard_state import ShardState, concatenate
 from services.runtime.checkpoints import Manifest, all_checkpoints, read_shard_file
-from services.runtime.places import Place, open_place
-from services.runtime.sealed import DamagedFile
+from services.runtime.storage import CheckpointStorage, DamagedFile, open_checkpoint_storage
 from trainer_client.tensors import TORCH_DTYPES
 
 from .checkpoint import pass_over
@@ -33,7 +32,7 @@ def export_model(
     of the run have stopped and left their folders in `state_dir`, one that their logs lead to. What has files
     that are damaged or cannot be read is passed over, and said. Raises CommandError if there is none.
     """
-    place = open_place(place_url)
+    place = open_checkpoint_storage(place_url)
     manifests = _leave_out_undone(all_checkpoints(place, pass_over), state_dir)
     wanted = [one for one in manifests if run in (None, one.run) and round_ in (None, one.round)]
     if (round_ is None or not wanted) and _export_stopped_run(target, place, state_dir, run, round_, manifests):
@@ -62,7 +61,12 @@ def _leave_out_undone(manifests: list[Manifest], state_dir: Path | None) -> list
 
 
 def _export_stopped_run(
-    target: Path, place: Place, state_dir: Path | None, run: str | None, round_: int | None, manifests: list[Manifest]
+    target: Path,
+    place: CheckpointStorage,
+    state_dir: Path | None,
+    run: str | None,
+    round_: int | None,
+    manifests: list[Manifest],
 ) -> bool:
     """Write what the pservers' folders give, if that is newer than every complete checkpoint of the run.
 
@@ -104,7 +108,7 @@ def _write(target: Path, tensors: dict[str, Tensor], run: str, round_: Round) ->
     print_line(f"{target}: {count(len(tensors), 'tensor')} of round {round_:,} of run {run}, {size}")
 
 
-def read_model(place: Place, manifest: Manifest) -> dict[str, Tensor]:
+def read_model(place: CheckpointStorage, manifest: Manifest) -> dict[str, Tensor]:
     """Tensors by the names of the model's state_dict, in their own dtypes and shapes. Raises DamagedFile."""
     shards = (
         (file.pserver, ShardState.decode(read_shard_file(place, manifest.run, file))[0]) for file in manifest.shards

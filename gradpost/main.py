@@ -16,8 +16,8 @@ import typer
 from ps_config.environment import SettingsError
 from ps_config.tokens import SCOPES, Scope
 from ps_protocol.errors import GradpostError
+from ps_protocol.placement import DEFAULT_MIN_BLOCK_SIZE
 from ps_protocol.plan import DEFAULT_PLACEMENT
-from ps_protocol.slicing import DEFAULT_MIN_BLOCK_SIZE
 from ps_protocol.vocabulary import Placement
 
 from .options import SettingsCommand, complete_parameter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from services.runtime.start import import_process
+from services.runtime.process import import_process
 
 from .settings import Role, read_settings, settings_class
 

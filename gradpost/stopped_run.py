@@ -18,8 +18,7 @@ from services.coordinator.record import RecordFile, RunRecord
 from services.pserver.durable.disk import IDENTITY, FolderTaken, StateFolder
 from services.pserver.durable.storage import RunStorage
 from services.pserver.shard_state import ShardState
-from services.runtime.places import Place
-from services.runtime.sealed import DamagedFile
+from services.runtime.storage import CheckpointStorage, DamagedFile
 
 
 class NotRestorable(Exception):  # noqa: N818 - the name says what happened
@@ -79,7 +78,7 @@ def read_record(state_dir: Path) -> RunRecord:
 
 
 @contextmanager
-def open_stopped_run(state_dir: Path, place: Place, name: str | None) -> Iterator[StoppedRun]:
+def open_stopped_run(state_dir: Path, place: CheckpointStorage, name: str | None) -> Iterator[StoppedRun]:
     """Take the folders of the newest run, or of this one. Raises NotRestorable if they are not whole, and OSError."""
     run = read_record(state_dir)
     if run.plan is None:
@@ -113,7 +112,7 @@ def _open_folder(state_dir: Path, index: PserverIndex) -> StateFolder:
         raise NotRestorable(str(error)) from None
 
 
-def _open_storage(run: RunRecord, plan: SlicePlan, folder: StateFolder, place: Place) -> RunStorage:
+def _open_storage(run: RunRecord, plan: SlicePlan, folder: StateFolder, place: CheckpointStorage) -> RunStorage:
     install = folder.identity.run
     if install is None or install.run != run.name or SlicePlan.from_json(install.plan).digest != plan.digest:
         raise NotRestorable(f"the folder of pserver {folder.index} has nothing of run {run.name}")

@@ -57,11 +57,11 @@ class Consistency:
             object.__setattr__(self, "max_staleness", DEFAULT_MAX_STALENESS)
         if self.is_ring and self.is_async:
             raise BadModel(f"mode {self.mode} needs pservers: with strategy ring all trainers take every step together")
-        if useless := self._useless():
+        if useless := self._find_useless():
             where = "with strategy ring" if self.is_ring else f"in mode {self.mode}"
             raise BadModel(f"{', '.join(useless)} would have no effect {where}")
 
-    def _useless(self) -> list[str]:
+    def _find_useless(self) -> list[str]:
         of_all = ("mode", "strategy")
         changed = [f.name for f in fields(self) if f.name not in of_all and getattr(self, f.name) != f.default]
         if self.is_ring:
@@ -86,7 +86,7 @@ class Consistency:
         """Whether all pservers have the same versions in the same order."""
         return self.mode == "sync" and self.max_delay == 0
 
-    def difference(self, expected: Mapping[str, Any]) -> dict[str, Any]:
+    def unmet(self, expected: Mapping[str, Any]) -> dict[str, Any]:
         """Return the expectations (name -> value) that the run does not meet."""
         mine = asdict(self)
         return {name: value for name, value in expected.items() if mine.get(name) != value}

@@ -1,4 +1,4 @@
-"""Types of the members of messages: strict and bounded, with their bounds in openapi.json.
+"""The base of messages, and the types of their fields: strict and bounded, with their bounds in openapi.json.
 
 A JSON `true` is no number, `1` and `"1"` are no `true` and no `1`; an integer is a number, too.
 """
@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Annotated, Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, WithJsonSchema
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -29,6 +29,16 @@ MAX_NOTE = 10_000
 MAX_RESULTS = 256  # numbers that a trainer reports
 MAX_RESULT_NAME = 200
 MAX_URL = 500
+
+
+class Message(BaseModel):
+    """Base of all messages in JSON: frozen, without unknown fields.
+
+    JSON cannot express NaN, which a loss may be: it is sent as the string "NaN" and read as the number.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
 
 Integer: TypeAlias = Annotated[int, Field(strict=True, ge=-MAX_INTEGER, le=MAX_INTEGER)]
 Count: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)]

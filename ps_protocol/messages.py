@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from .fields import (
     MAX_MEMBERS,
@@ -22,6 +22,7 @@ from .fields import (
     Integer,
     Label,
     LocalName,
+    Message,
     Name,
     Note,
     Number,
@@ -38,6 +39,7 @@ from .fields import (
     Round,
     Text,
 )
+from .membership import Membership, MembershipMessage
 from .vocabulary import MAX_DIMENSIONS, PROTOCOL_VERSION, Durability, Mode, NonfinitePolicy, Placement
 from .wire_types import PullType, PushType
 
@@ -50,15 +52,6 @@ Instance = Annotated[str, Field(min_length=8, max_length=64)]
 Shape = Annotated[tuple[Integer, ...], Field(max_length=MAX_DIMENSIONS)]
 
 RunState = Literal["gathering", "training", "finished", "failed"]
-
-
-class Message(BaseModel):
-    """Base of all control messages: frozen and closed.
-
-    A loss may well be NaN, for which JSON has no word: it travels as the string "NaN" and comes back as the number.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
 class Software(Message):
@@ -115,10 +108,10 @@ class FrozenRounds(Message):
     applied: Round
     is_short: Flag = Field(default=False, description="later rounds were logged here, and cannot be read any more")
     is_readable: Flag = Field(default=True, description="whether the initial values are complete")
-    participants: ByOrdinal[Ordinals] = {}
-    complete: ByOrdinal[Ordinals] = {}
-    counted: ByOrdinal[Ordinals] = {}
-    verdicts: ByOrdinal[Ordinals] = {}
+    participants: ByOrdinal[Ordinals] = Field(default={})
+    complete: ByOrdinal[Ordinals] = Field(default={})
+    counted: ByOrdinal[Ordinals] = Field(default={})
+    verdicts: ByOrdinal[Ordinals] = Field(default={})
     opens: ByOrdinal[Round] = Field(default={}, description="asynchronous modes: the step that each would push next")
 
 
@@ -326,7 +319,7 @@ class TrainerHeartbeat(Message):
         description="pservers, with their incarnation, that have lost a round which this trainer has received",
     )
     software: Software | None = None
-    links: ByOrdinal[Link] = {}
+    links: ByOrdinal[Link] = Field(default={})
     waiting_seconds: Real = Field(default=0.0, ge=0, description="strategy ring: for the others, in the next round")
     is_done: Flag = Field(default=False, description="strategy ring: no batches are left; it accompanies the others")
 
@@ -358,32 +351,10 @@ class Leave(Message):
     reason: Reason = ""
 
 
-class Controls(Message):
-    """What an administrator has set, from round `since` on, until the controls of a later round."""
+class InstallRun(MembershipMessage):
+    """The order to serve a run.
 
-    since: Round = 0
-    rates: ByOrdinal[Real] = Field(default={}, description="learning rate by parameter group")
-    frozen: tuple[Name, ...] = Field(
-        default=(), max_length=MAX_TENSORS, description="parameters that are not stepped, as if without a gradient"
-    )
-    is_paused: Flag = Field(default=False, description="no such round is applied")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_earlier(cls, given: Any) -> Any:
-        """Earlier versions also said of which parameters the values are replaced: only of none is accepted."""
-        if isinstance(given, dict) and given.get("replaced") == {}:
-            return {name: value for name, value in given.items() if name != "replaced"}
-        return given
-
-
-class InstallRun(Message):
-    """The coordinator starts a run on a pserver: what it will hold, and for whom.
-
-    `restore` is the round that the shard is restored to, None if it begins with initial values. `starts` is the first
-    round of those members who have not been here from round 1; `sets` are, for open rounds, those whose contributions
-    are applied, where that is not simply every member who has started; `verdicts` those of them whose gradients are not
-    finite.
+    `restore` is the round that the shard is restored to, None if the run begins with initial values.
     """
 
     run: Identifier
@@ -406,13 +377,7 @@ class InstallRun(Message):
     source: Identifier | None = Field(default=None, description="run whose checkpoint is restored, if it is another")
     uploader: Rank
     number: Count
-    members: ByOrdinal[Incarnation]
-    starts: ByOrdinal[Round] = {}
-    sets: ByOrdinal[Ordinals] = {}
-    verdicts: ByOrdinal[Ordinals] = {}
-    controls: tuple[Controls, ...] = Field(
-        default=(), max_length=MAX_MEMBERS, description="what an administrator has set, oldest first"
-    )
+    membership: Membership
 
 
 class WantCheckpoint(Message):
@@ -443,20 +408,13 @@ class Freeze(Message):
     number: Count
 
 
-class InstallMembers(Message):
-    """A numbered change of members; an older number changes nothing. `failure` ends every wait.
-
-    `starts`, `sets`, `verdicts` and `controls` are those of InstallRun.
-    """
+class InstallMembers(MembershipMessage):
+    """A numbered change of the membership. An older number changes nothing. `failure` ends every wait."""
 
     run: Identifier
     attempt: Ordinal = 0
     number: Count
-    members: ByOrdinal[Incarnation]
-    starts: ByOrdinal[Round] = {}
-    sets: ByOrdinal[Ordinals] = {}
-    verdicts: ByOrdinal[Ordinals] = {}
-    controls: tuple[Controls, ...] = Field(default=(), max_length=MAX_MEMBERS)
+    membership: Membership
     failure: Object | None = None
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from .errors import BadModel
 from .optimizers import MEAN, OptimizerSpec
-from .placement import PLACE
-from .slicing import DEFAULT_MIN_BLOCK_SIZE, slice_parameter
+from .placement import DEFAULT_MIN_BLOCK_SIZE, PLACE, slice_parameter
 from .vocabulary import (
     DTYPE_BYTES,
     PARAMETER_DTYPES,
@@ -27,7 +26,7 @@ from .vocabulary import (
     is_shape,
     is_size,
 )
-from .wire_types import AS_THEY_ARE, WireTensor, WireTypes
+from .wire_types import UNCHANGED, WireTensor, WireTypes
 
 DEFAULT_PLACEMENT: Placement = "balanced"  # never worse on real models: docs/modes.md
 MAX_PSERVERS = 1 << 16
@@ -45,7 +44,7 @@ class SlicePlan:
     num_pservers: int
     buffers: tuple[BufferSpec, ...] = ()
     optimizer: OptimizerSpec | None = None  # None in a plan that is only shown
-    wire: WireTypes = AS_THEY_ARE
+    wire: WireTypes = UNCHANGED
     digest: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -96,7 +95,7 @@ class SlicePlan:
         return self._wire_of(parameter).pulled(self.parameter[parameter].dtype)
 
     def _wire_of(self, parameter: str) -> WireTypes:
-        return AS_THEY_ARE if parameter in self.means else self.wire
+        return UNCHANGED if parameter in self.means else self.wire
 
     def block_bytes(self, block: Block) -> int:
         """Return the size of a block's values in the parameter's dtype."""
@@ -124,7 +123,7 @@ class SlicePlan:
             "num_pservers": self.num_pservers,
             "buffers": [[b.name, list(b.shape), b.dtype, b.pserver] for b in self.buffers],
             "optimizer": None if self.optimizer is None else asdict(self.optimizer),
-            **({} if self.wire == AS_THEY_ARE else {"wire": self.wire.to_json()}),
+            **({} if self.wire == UNCHANGED else {"wire": self.wire.to_json()}),
         }
 
     @classmethod
@@ -148,7 +147,7 @@ class SlicePlan:
                     num_pservers=_check_num_pservers(num_pservers, fewest=1 if blocks else 0),
                     buffers=tuple(map(_parse_buffer, buffers)),
                     optimizer=None if optimizer is None else OptimizerSpec.from_json(optimizer),
-                    wire=WireTypes.from_json(rest["wire"]) if rest else AS_THEY_ARE,
+                    wire=WireTypes.from_json(rest["wire"]) if rest else UNCHANGED,
                 )
             case _:
                 raise BadModel(f"a slice plan is an object of {', '.join(f.name for f in fields(cls) if f.init)}")
@@ -166,7 +165,7 @@ def make_plan(
     slice_parameters: bool = True,
     buffers: Sequence[tuple[str, tuple[int, ...], str]] = (),
     optimizer: OptimizerSpec | None = None,
-    wire: WireTypes = AS_THEY_ARE,
+    wire: WireTypes = UNCHANGED,
 ) -> SlicePlan:
     """Cut and place a model: a pure function of its arguments, the same in every process.
 

@@ -65,7 +65,7 @@ def dequantise(integers: Tensor, scales: Tensor) -> Tensor:
     return values
 
 
-def add_difference(values: Tensor, integers: Tensor, scales: Tensor) -> None:
+def add_delta(values: Tensor, integers: Tensor, scales: Tensor) -> None:
     """Add a quantised delta to flat float32 values, with the same bits on every machine."""
     for elements, groups in pieces(len(values)):
         values[elements].add_(dequantise(integers[elements], scales[groups]))

@@ -95,17 +95,17 @@ class WireTypes:
         return _FLOATS.get(self.pull, "F32") if dtype == "F32" else dtype
 
     @property
-    def pulls_differences(self) -> bool:
+    def pulls_deltas(self) -> bool:
         """Whether pservers hold the values that trainers have, beside their own, and send deltas."""
         return self.pull == "int8"
 
     def check_mode(self, consistency: Consistency) -> None:
         """Raise BadModel for wire types that a run of this mode cannot have."""
-        if self.pulls_differences and (consistency.is_async or consistency.max_delay):
+        if self.pulls_deltas and (consistency.is_async or consistency.max_delay):
             raise BadModel(
                 "pull_type int8 belongs to the synchronous mode without max_delay: only there all trainers have the "
                 "values of the round before. Take bfloat16"
             )
 
 
-AS_THEY_ARE = WireTypes()
+UNCHANGED = WireTypes()

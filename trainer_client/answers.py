@@ -6,8 +6,7 @@ import httpx
 
 from ps_protocol.errors import error_from_answer
 from ps_protocol.printable import printable
-
-from .pauses import read_retry_after
+from ps_protocol.retry import read_retry_after
 
 MAX_LINE = 100  # characters of a page that are shown
 

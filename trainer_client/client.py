@@ -44,6 +44,7 @@ from .membership import Membership
 from .metrics import MetricsServer, TrainerMetrics
 from .outcomes import Outcomes
 from .pserver_client import PserverClient, Pulled
+from .pserver_connection import PserverConnection
 from .pulling.differences import Differences
 from .pushing.buckets import Bucket, Payload, make_buckets
 from .pushing.encoding import ErrorFeedback
@@ -221,19 +222,17 @@ class ParameterClient:
                 trainer_incarnation=self.joined.incarnation,
                 round=0,
             )
-            self.pservers.append(
-                PserverClient(
-                    info,
-                    fence,
-                    self._bulk_client,
-                    self.metrics,
-                    news,
-                    retry_seconds=settings.retry_seconds,
-                    deadline_seconds=self.joined.round_timeout_seconds + 30,
-                    max_delay=self.joined.consistency.max_delay,
-                )
+            connection = PserverConnection(
+                info,
+                fence,
+                self._bulk_client,
+                self.metrics,
+                news,
+                retry_seconds=settings.retry_seconds,
+                deadline_seconds=self.joined.round_timeout_seconds + 30,
             )
-        links = self.membership.links = {pserver.info.index: pserver.link for pserver in self.pservers}
+            self.pservers.append(PserverClient(connection, max_delay=self.joined.consistency.max_delay))
+        links = self.membership.links = {pserver.index: pserver.link for pserver in self.pservers}
         self.metrics.local_pservers.set_function(lambda: sum(link.is_local for link in links.values()))
         self.is_declared = True
         if ready.start > 1:
@@ -440,7 +439,7 @@ class ParameterClient:
 
         Then the destinations must be flat float32 memory that nobody else writes to as long as `have` says so.
         """
-        if not self.plan.wire.pulls_differences:
+        if not self.plan.wire.pulls_deltas:
             return None
         plan = self.plan
         rounded = {b.name for b in plan.blocks if plan.pulled(b.parameter) == "F32" and b.parameter not in plan.means}

@@ -16,11 +16,11 @@ from ps_config.certificates import TlsFiles, client_context, hint_at_tls
 from ps_config.control_client import BearerAuth
 from ps_config.tokens import TokenPair
 from ps_protocol.errors import NotFound, Unreachable
+from ps_protocol.fields import Message
 from ps_protocol.messages import (
     CheckpointCreated,
     ClusterStatus,
     Leave,
-    Message,
     PserverState,
     RunSummary,
     TrainerStatus,

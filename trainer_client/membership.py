@@ -15,12 +15,12 @@ import httpx
 from ps_config.certificates import hint_at_tls
 from ps_config.versions import installed_versions
 from ps_protocol.errors import GradpostError, Unreachable, error_from_problem
+from ps_protocol.fields import Message
 from ps_protocol.messages import (
     ClusterStatus,
     DeclareModel,
     JoinTrainer,
     Leave,
-    Message,
     PlanReady,
     RunSummary,
     Software,
@@ -29,6 +29,7 @@ from ps_protocol.messages import (
     TrainerJoined,
     heartbeat_period,
 )
+from ps_protocol.retry import Patience, RetryPolicy, choose_pause, request_with_retry
 from ps_protocol.routes import (
     DECLARE_MODEL,
     JOIN_TRAINER,
@@ -44,7 +45,6 @@ from .answers import GatewayPage, raise_for_problem
 from .links import LinkMeter
 from .logs import make_log
 from .news import News
-from .pauses import choose_pause
 from .settings import TrainerSettings
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class Membership:
         self._coordinator = settings.coordinator.rstrip("/")
         self._heartbeats: asyncio.Task[None] | None = None
         self.log = make_log()
-        self._said: dict[str, str] = {}  # the last line about each topic
+        self._logged: dict[str, str] = {}  # the last line about each topic
 
     # ------------------------------------------------------------------ joining
 
@@ -87,7 +87,7 @@ class Membership:
             expects=self._settings.expectations,
             metrics_address=metrics_address,
         )
-        self.joined = TrainerJoined.model_validate_json(await self._insist("POST", JOIN_TRAINER, request))
+        self.joined = TrainerJoined.model_validate_json(await self._request_with_retry("POST", JOIN_TRAINER, request))
         self.log = make_log(run=self.joined.run, trainer=self.joined.rank)
         self.failure = asyncio.get_running_loop().create_future()
         self._heartbeats = asyncio.create_task(self._send_heartbeats(), name="heartbeats")
@@ -101,14 +101,14 @@ class Membership:
 
     async def declare(self, message: DeclareModel) -> PlanReady:
         """Declare the model and wait until everybody is here and the pservers have the plan."""
-        await self._insist("POST", DECLARE_MODEL.format(rank=self.joined.rank), message)
+        await self._request_with_retry("POST", DECLARE_MODEL.format(rank=self.joined.rank), message)
         query = {
             "rank": self.joined.rank,
             "run": self.joined.run,
             "incarnation": self.joined.incarnation,
             "wait_seconds": PLAN_WAIT_SECONDS,
         }
-        return PlanReady.model_validate_json(await self._insist("GET", PLAN, params=query))
+        return PlanReady.model_validate_json(await self._request_with_retry("GET", PLAN, params=query))
 
     async def leave(self, outcome: str, reason: str = "") -> None:
         """Say goodbye until it is heard, for `retry_seconds` at most; after a failure once, since the lease ends."""
@@ -132,7 +132,7 @@ class Membership:
                 return
             # Who is done and does not say so is waited for, and its loss may end the run of the others.
             try:
-                await self._insist("POST", LEAVE.format(rank=self.joined.rank), message)
+                await self._request_with_retry("POST", LEAVE.format(rank=self.joined.rank), message)
             except Unreachable as error:
                 text = "the coordinator has not heard that this trainer is done, and counts it as lost"
                 self.log.error(f"{text}: {error}")
@@ -171,17 +171,19 @@ class Membership:
             except (httpx.TransportError, ValueError) as error:  # the latter: a proxy's page, say
                 # Training goes on without the coordinator.
                 cause = error if isinstance(error, GatewayPage) else type(error).__name__
-                self._say("heartbeats", f"the coordinator at {self._coordinator} did not answer a heartbeat: {cause}")
+                text = f"the coordinator at {self._coordinator} did not answer a heartbeat: {cause}"
+                self._log_once("heartbeats", text)
                 continue
             except GradpostError as error:
                 if error.status >= 500 or error.may_be_retried:  # it stops, or stumbled: no word on this run
-                    self._say("heartbeats", f"the coordinator at {self._coordinator} did not take a heartbeat: {error}")
+                    text = f"the coordinator at {self._coordinator} did not take a heartbeat: {error}"
+                    self._log_once("heartbeats", text)
                     continue
                 self.fail(error)
                 return
-            self._said.pop("heartbeats", None)
-            self._say("notice", reply.notice)
-            self._say("pages", "; ".join(f"pserver {index}: {page}" for index, page in self.news.pages.items()))
+            self._logged.pop("heartbeats", None)
+            self._log_once("notice", reply.notice)
+            self._log_once("pages", "; ".join(f"pserver {index}: {page}" for index, page in self.news.pages.items()))
             self.news.heard(reply, asyncio.get_running_loop().time())
             if reply.failure is not None:
                 self.fail(error_from_problem(reply.failure))
@@ -214,59 +216,66 @@ class Membership:
 
     async def status(self) -> ClusterStatus:
         """How the cluster stands."""
-        return ClusterStatus.model_validate_json(await self._insist("GET", STATUS))
+        return ClusterStatus.model_validate_json(await self._request_with_retry("GET", STATUS))
 
     async def summary(self) -> RunSummary:
         """The run in a few numbers, as the servers saw it; carries what was reported until now."""
         if self._heartbeats is not None:
             await self._try_post(TRAINER_HEARTBEAT, self._heartbeat())
-        return RunSummary.model_validate_json(await self._insist("GET", SUMMARY))
+        return RunSummary.model_validate_json(await self._request_with_retry("GET", SUMMARY))
 
     # ------------------------------------------------------------------ requests
 
-    async def _insist(
+    async def _request_with_retry(
         self, method: str, path: str, message: Message | None = None, params: dict[str, Any] | None = None
     ) -> bytes:
-        """Repeat a request until it is answered. Says on one line what is being waited for.
+        """Repeat a request until the coordinator answers it, and log what the trainer waits for.
 
-        An unreachable coordinator is tried for `retry_seconds`, a taken rank for a quarter of that; what merely
-        waits for others goes on as long as the coordinator says so.
+        An unreachable coordinator is tried for `retry_seconds`, a taken rank for a quarter of that. An answer that the
+        cluster waits for other processes is repeated without a limit.
         """
-        loop = asyncio.get_running_loop()
-        silent_since = refused_since = loop.time()
-        while True:
-            pause = RETRY_SECONDS
-            try:
-                return await self._request(method, path, message, params)
-            except httpx.TransportError as error:
-                cause = f"{type(error).__name__}: {error}".removesuffix(": ")
-                if path == JOIN_TRAINER and _is_certificate_refused(error):  # waiting longer changes nothing
-                    raise Unreachable(
-                        f"the certificate of the coordinator at {self._coordinator} is not trusted ({cause}): set "
-                        "GRADPOST_TLS_CA to the authority that signed it, and GRADPOST_COORDINATOR to a name in it"
-                    ) from error
-                self._say("waiting", f"waiting for the coordinator at {self._coordinator} ({cause})")
-                if loop.time() - silent_since > self._settings.retry_seconds:
-                    raise Unreachable(
-                        f"the coordinator at {self._coordinator} did not answer for "
-                        f"{self._settings.retry_seconds:g} s ({cause}); is it running, and is "
-                        f"GRADPOST_COORDINATOR its address?{hint_at_tls(self._coordinator, error)}"
-                    ) from error
-            except GradpostError as error:
-                silent_since = loop.time()
-                if not error.may_be_retried:
-                    raise
-                if error.status == 503:  # it is nobody's fault: others are on their way
-                    refused_since = silent_since
-                elif loop.time() - refused_since > self._settings.retry_seconds / 4:
-                    raise
-                self._say("waiting", f"waiting: {error.detail}")
-                pause = choose_pause(error, RETRY_SECONDS)
-            await asyncio.sleep(pause)
+        silence, refusals = Patience(self._settings.retry_seconds), Patience(self._settings.retry_seconds / 4)
+        silence.start()
+        refusals.start()
 
-    def _say(self, topic: str, line: str) -> None:
-        if line != self._said.get(topic):
-            self._said[topic] = line
+        async def pause(error: Exception) -> None:
+            if not isinstance(error, GradpostError):
+                self._log_silence(error, path, is_final=silence.is_exhausted())
+                await asyncio.sleep(RETRY_SECONDS)
+                return
+            silence.reset()
+            silence.start()
+            if not error.may_be_retried:
+                raise error
+            if error.status == 503:  # other processes are on their way
+                refusals.reset()
+            if refusals.is_exhausted():
+                raise error
+            self._log_once("waiting", f"waiting: {error.detail}")
+            await asyncio.sleep(choose_pause(error, RETRY_SECONDS))
+
+        policy = RetryPolicy((httpx.TransportError, GradpostError), pause)
+        return await request_with_retry(lambda: self._request(method, path, message, params), policy)
+
+    def _log_silence(self, error: Exception, path: str, *, is_final: bool) -> None:
+        """Log an error without an answer. Raises Unreachable if it is final, or a certificate that is not trusted."""
+        cause = f"{type(error).__name__}: {error}".removesuffix(": ")
+        if path == JOIN_TRAINER and _is_certificate_refused(error):  # waiting longer changes nothing
+            raise Unreachable(
+                f"the certificate of the coordinator at {self._coordinator} is not trusted ({cause}): set "
+                "GRADPOST_TLS_CA to the authority that signed it, and GRADPOST_COORDINATOR to a name in it"
+            ) from error
+        self._log_once("waiting", f"waiting for the coordinator at {self._coordinator} ({cause})")
+        if is_final:
+            raise Unreachable(
+                f"the coordinator at {self._coordinator} did not answer for {self._settings.retry_seconds:g} s "
+                f"({cause}); is it running, and is GRADPOST_COORDINATOR its address?"
+                f"{hint_at_tls(self._coordinator, error)}"
+            ) from error
+
+    def _log_once(self, topic: str, line: str) -> None:
+        if line != self._logged.get(topic):
+            self._logged[topic] = line
             if line:
                 self.log.info(line)
 

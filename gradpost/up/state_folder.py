@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ps_config.environment import find_path
 from services.coordinator.record import RecordFile
-from services.runtime.locks import lock_folder
+from services.runtime.storage import lock_folder
 
 from ..output import CommandError
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from services.runtime.start import import_process
+from services.runtime.process import import_process
 
 if __name__ == "__main__":
     process = import_process("coordinator")

@@ -1,11 +1,16 @@
-"""How fast everybody is and what they do just now, from what heartbeats bring; minutes of it, kept in memory."""
+"""Rates of the newest attempt, and curves of what trainers report, in memory."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from pydantic import BaseModel
+
+from ps_protocol.fields import ByOrdinal
 from ps_protocol.messages import PserverHeartbeat, PserverLoad, TrainerHeartbeat
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 
@@ -17,7 +22,7 @@ MAX_SAMPLES = 300  # of the whole run; older ones are forgotten
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class PserverReport:
     """What a heartbeat of a pserver has said."""
 
     at: float  # by the monotonic clock
@@ -46,26 +51,26 @@ class ActivityLog:
     """Of the newest attempt of the newest run. Lives on the event loop; the handlers of heartbeats tell it."""
 
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
-    pservers: dict[PserverIndex, deque[Heard]] = field(default_factory=dict)
+    pservers: dict[PserverIndex, deque[PserverReport]] = field(default_factory=dict)
     trainers: dict[Rank, deque[tuple[float, Round]]] = field(default_factory=dict)
     _of: tuple[str, int] = ("", 0)
 
-    def pserver_heard(self, cluster: Cluster, index: PserverIndex, message: PserverHeartbeat, now: float) -> None:
+    def record_pserver(self, cluster: Cluster, index: PserverIndex, message: PserverHeartbeat, now: float) -> None:
         """A pserver's heartbeat was accepted."""
-        self._look(cluster, now)
+        self._sample(cluster, now)
         if message.load is None or (message.run, message.attempt) != self._of:
             return
         heard = self.pservers.setdefault(index, deque())
         if heard and heard[-1].incarnation != message.incarnation:
             heard.clear()  # it counts from 0 again
         state = message.round, message.missing, message.waiting_seconds
-        heard.append(Heard(now, time.time(), message.incarnation, *state, message.load))
+        heard.append(PserverReport(now, time.time(), message.incarnation, *state, message.load))
         while heard[0].at < now - WINDOW_SECONDS:
             heard.popleft()
 
-    def trainer_heard(self, cluster: Cluster, rank: Rank, message: TrainerHeartbeat, now: float) -> None:
+    def record_trainer(self, cluster: Cluster, rank: Rank, message: TrainerHeartbeat, now: float) -> None:
         """A trainer's heartbeat was accepted."""
-        self._look(cluster, now)
+        self._sample(cluster, now)
         steps = self.trainers.setdefault(rank, deque())
         if steps and steps[-1][1] > message.round:
             steps.clear()  # another life of it, or the run went back
@@ -73,7 +78,7 @@ class ActivityLog:
         while steps[0][0] < now - WINDOW_SECONDS:
             steps.popleft()
 
-    def _look(self, cluster: Cluster, now: float) -> None:
+    def _sample(self, cluster: Cluster, now: float) -> None:
         run = cluster.run
         if (run.name, run.attempt) != self._of:
             self._of = run.name, run.attempt
@@ -100,3 +105,72 @@ def rate(before: float, after: float, since: float, until: float) -> float | Non
     (3.0, None, 0.0)
     """
     return max(after - before, 0.0) / (until - since) if until > since else None
+
+
+MAX_POINTS = 1000  # of one curve; of more every second one is dropped
+MAX_CURVES = 1000
+MAX_ANSWERED = 100_000  # points in one answer, which is made in about 0.1 s
+
+
+class Curve(BaseModel):
+    """The points of one number that one trainer reports, in columns; a value that JSON has no word for is null."""
+
+    round: list[Round]
+    at: list[float]  # seconds since 1970
+    value: list[float | None]
+
+
+class CurveList(BaseModel):
+    """The curves of the newest run, by name and rank."""
+
+    run: str
+    curves: dict[str, ByOrdinal[Curve]]
+
+
+class Curves:
+    """One for each trainer and name of a number, of the newest run."""
+
+    def __init__(self) -> None:
+        self._run = ""
+        self._points: dict[tuple[str, Rank], list[tuple[Round, float, float]]] = {}
+
+    def add(self, run: str, rank: Rank, round_: Round, results: Mapping[str, float]) -> None:
+        """A heartbeat of a trainer has brought these numbers."""
+        if run != self._run:
+            self._run = run
+            self._points.clear()
+        for name, value in results.items():
+            points = self._points.get((name, rank))
+            if points is None:
+                if len(self._points) >= MAX_CURVES:
+                    continue
+                points = self._points[name, rank] = []
+            if points and points[-1][0] >= round_:
+                if points[-1][0] == round_:
+                    continue
+                del points[_first_after(points, round_) :]  # the run went back
+            points.append((round_, time.time(), value))
+            if len(points) > MAX_POINTS:
+                del points[1:-1:2]
+
+    def describe(self, max_points: int = MAX_POINTS) -> dict[str, Any]:
+        """By name and rank; each curve in three columns: rounds, seconds since 1970, values; evenly thinned out.
+
+        A curve has at most `max_points`, and fewer if there are so many curves that all are more than `MAX_ANSWERED`.
+        """
+        max_points = min(max_points, MAX_ANSWERED // max(1, len(self._points)))
+        curves: dict[str, dict[Rank, dict[str, list[float]]]] = {}
+        for (name, rank), points in sorted(self._points.items()):
+            rounds, times, values = zip(*_thin_out(points, max_points), strict=True)
+            curves.setdefault(name, {})[rank] = {"round": list(rounds), "at": list(times), "value": list(values)}
+        return {"run": self._run, "curves": curves}
+
+
+def _thin_out(points: list[tuple[Round, float, float]], most: int) -> list[tuple[Round, float, float]]:
+    if len(points) <= most:
+        return points
+    return [points[i * (len(points) - 1) // (most - 1)] for i in range(most)]
+
+
+def _first_after(points: list[tuple[Round, float, float]], round_: Round) -> int:
+    return next((i for i, (there, _, _) in enumerate(points) if there >= round_), len(points))

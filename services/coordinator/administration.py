@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
-from ps_protocol.controls import NONE
+from fastapi import FastAPI, Query, Request
+from pydantic import Field
+
+from ps_protocol import routes
 from ps_protocol.errors import BadInput, Conflict, GradpostError, NotFound, NotReady, StorageFailed, TryAgain
-from ps_protocol.messages import CheckpointCreated, Controls, Message
+from ps_protocol.fields import Count, Message, Name, OrdinalText, Real
+from ps_protocol.membership import Controls
+from ps_protocol.messages import CheckpointCreated
 from ps_protocol.vocabulary import Rank, Round
+from services.runtime.security import name_token
 
+from .audit import MAX_LISTED, AuditEntry
 from .coordinator import Coordinator
 from .run import Run
 
@@ -46,8 +53,7 @@ class Administration:
     def controls(self) -> Controls:
         """What stands, or is about to."""
         run = self._coordinator.cluster.run
-        decided = run.decision.controls  # it may be on its way to the disk
-        return run.wanted or (decided[-1] if decided else NONE)
+        return run.wanted or run.decision.membership.newest_controls  # the decision may be on its way to the disk
 
     # ------------------------------------------------------------------ what can be done
 
@@ -126,7 +132,7 @@ class Administration:
 
     async def checkpoint(self, by: str) -> CheckpointCreated:
         """Make a checkpoint now, and wait until it is complete."""
-        self._coordinator.cluster.need_pservers()
+        self._coordinator.cluster.require_pservers()
         run = self._coordinator.cluster.run
         async with self._checkpoint_lock:
             number = await self._write(run, by=by, action="checkpoint", outcome="requested")
@@ -141,15 +147,15 @@ class Administration:
     async def _make_checkpoint(self, run: Run) -> CheckpointCreated:
         coordinator, cluster, attempt = self._coordinator, self._coordinator.cluster, run.attempt
         if run.state != "training":
-            raise cluster.not_training()
+            raise cluster.not_training_error()
         if not cluster.registry.is_complete:
             raise NotReady("a checkpoint needs every pserver", waiting_for=cluster.waiting_for)
         schedule = coordinator.schedule
-        await schedule.look()
+        await schedule.refresh_rounds()
         if self.controls.is_paused and run.defaults.consistency.is_async and len(set(cluster.rounds)) > 1:
             text = f"the run is paused, and its pservers have taken {sorted(cluster.rounds)} contributions"
             raise TryAgain(f"{text}: a checkpoint of one number can be made once it goes on")
-        round_ = schedule.ask()
+        round_ = schedule.request()
 
         def has_ended() -> bool:
             is_gone = cluster.run is not run or run.state != "training" or run.attempt != attempt
@@ -162,9 +168,9 @@ class Administration:
         try:
             await coordinator.wait_until(has_ended, CHECKPOINT_SECONDS)
         finally:
-            schedule.withdraw()
+            schedule.withdraw_request()
         if cluster.run is not run or run.state != "training":
-            raise cluster.not_training()
+            raise cluster.not_training_error()
         if run.attempt != attempt:
             raise TryAgain(f"all have gone back to round {run.resume or 0} meanwhile")
         if newest() < round_:
@@ -250,15 +256,15 @@ class Administration:
         round_ = max(rounds, default=0) + 1
         if action == "roll back":
             round_ = (run.resume or 0) + 1
-        elif action != "evict" and run.controls:
-            round_ = run.controls[-1].since
+        elif action != "evict" and run.membership.controls:
+            round_ = run.membership.newest_controls.since
         return ChangeDone(run=run.name, attempt=run.attempt, round=round_, controls=self.controls)
 
     def _training(self) -> Run:
         cluster = self._coordinator.cluster
-        cluster.need_pservers()
+        cluster.require_pservers()
         if cluster.run.state != "training":
-            raise cluster.not_training()
+            raise cluster.not_training_error()
         return cluster.run
 
     def _find_checkpoint(self, round_: Round) -> None:
@@ -281,3 +287,71 @@ class Administration:
         except OSError as error:
             raise StorageFailed(f"the audit log cannot be written, so that nothing is changed: {error}") from error
         return entry.number
+
+
+class SetRate(Message):
+    """A learning rate for a parameter group, or for all of them; null lifts it."""
+
+    rate: Real | None = Field(ge=0)
+    group: Count | None = None
+
+
+class RollBack(Message):
+    """The round of a complete checkpoint."""
+
+    round: Round
+
+
+def add_administration_routes(app: FastAPI, coordinator: Coordinator) -> None:
+    """Add them to the application."""
+    administration = Administration(coordinator)
+
+    @app.get(routes.CONTROLS, tags=["control"])
+    async def controls() -> Controls:
+        """What stands over what trainers push."""
+        return administration.controls
+
+    @app.post(routes.PAUSE, tags=["control"])
+    async def pause(request: Request) -> ChangeDone:
+        """Apply no round any more; trainers wait."""
+        return await administration.pause(name_token(request.scope))
+
+    @app.post(routes.RESUME, tags=["control"])
+    async def resume(request: Request) -> ChangeDone:
+        """Go on."""
+        return await administration.resume(name_token(request.scope))
+
+    @app.put(routes.RATE, tags=["control"])
+    async def set_rate(request: Request, message: SetRate) -> ChangeDone:
+        """Set a learning rate, whatever trainers push."""
+        return await administration.set_rate(name_token(request.scope), message.rate, message.group)
+
+    @app.put(routes.FROZEN, tags=["control"])
+    async def freeze(request: Request, name: Name) -> ChangeDone:
+        """Step a parameter no more, as if it had no gradient."""
+        return await administration.freeze(name_token(request.scope), name, is_frozen=True)
+
+    @app.delete(routes.FROZEN, tags=["control"])
+    async def unfreeze(request: Request, name: Name) -> ChangeDone:
+        """Step it again."""
+        return await administration.freeze(name_token(request.scope), name, is_frozen=False)
+
+    @app.post(routes.EVICT, tags=["control"])
+    async def evict(request: Request, rank: OrdinalText) -> ChangeDone:
+        """Go on without a trainer. Another life of it may join."""
+        return await administration.evict(name_token(request.scope), rank)
+
+    @app.post(routes.ROLL_BACK, tags=["control"])
+    async def roll_back(request: Request, message: RollBack) -> ChangeDone:
+        """Take everybody back to a checkpoint."""
+        return await administration.roll_back(name_token(request.scope), message.round)
+
+    @app.post(routes.CHECKPOINTS, tags=["control"])
+    async def make_checkpoint(request: Request) -> CheckpointCreated:
+        """Make a checkpoint of the whole model, and wait until it is complete."""
+        return await administration.checkpoint(name_token(request.scope))
+
+    @app.get(routes.AUDIT, tags=["inspection"])
+    async def audit(limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 100) -> list[AuditEntry]:
+        """What administrators have asked for, and what became of it, oldest first."""
+        return coordinator.audit.entries()[-limit:]

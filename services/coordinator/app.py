@@ -24,16 +24,16 @@ from ps_protocol.messages import (
     TrainerJoined,
 )
 from services.runtime.app import make_app
-from services.runtime.limits import RequestLimits
 from services.runtime.logs import get_logger
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.security import KnownHosts
+from services.runtime.settings import RequestLimits
 
-from .administration_routes import add_administration_routes
+from .administration import add_administration_routes
 from .coordinator import Coordinator
 from .dashboard.routes import add_dashboard_routes
 from .inspection.routes import add_inspection_routes
-from .targets import TargetGroup, describe_targets, is_own_address
+from .metrics import TargetGroup, describe_targets, is_own_address
 
 log = get_logger()
 
@@ -60,14 +60,14 @@ def make_coordinator_app(
         """A pserver offers itself and learns its index and incarnation."""
         answer = cluster.register_pserver(request, coordinator.now())
         coordinator.changed()
-        await coordinator.keep()  # no other process gets this incarnation, whatever happens here
+        await coordinator.persist()  # no other process gets this incarnation, whatever happens here
         return answer
 
     @app.post(routes.PSERVER_HEARTBEAT, tags=["membership"])
     async def pserver_heartbeat(index: OrdinalText, message: PserverHeartbeat) -> PserverHeartbeatReply:
         """A pserver renews its lease and reports its progress."""
         reply = cluster.pserver_heartbeat(index, message, coordinator.now())
-        coordinator.activity.pserver_heard(cluster, index, message, coordinator.now())
+        coordinator.activity.record_pserver(cluster, index, message, coordinator.now())
         coordinator.changed()
         return reply
 
@@ -86,7 +86,7 @@ def make_coordinator_app(
             message = message.model_copy(update={"metrics_address": None})
         answer = cluster.join_trainer(message, coordinator.now())
         coordinator.changed()
-        await coordinator.keep()
+        await coordinator.persist()
         return answer
 
     @app.post(routes.DECLARE_MODEL, tags=["membership"], status_code=204)
@@ -94,7 +94,7 @@ def make_coordinator_app(
         """A trainer says what it will train; all must say the same."""
         cluster.run.declare(rank, message)
         coordinator.changed()
-        await coordinator.keep()
+        await coordinator.persist()
 
     @app.get(routes.PLAN, tags=["membership"])
     async def wait_for_plan(
@@ -111,7 +111,7 @@ def make_coordinator_app(
         """A trainer renews its lease and learns whether the run has failed."""
         reply = cluster.trainer_heartbeat(rank, message, coordinator.now())
         coordinator.curves.add(message.run, rank, message.round, message.results)
-        coordinator.activity.trainer_heard(cluster, rank, message, coordinator.now())
+        coordinator.activity.record_trainer(cluster, rank, message, coordinator.now())
         coordinator.changed()
         return reply
 
@@ -120,7 +120,7 @@ def make_coordinator_app(
         """A trainer goes, done or failed."""
         cluster.leave_trainer(rank, message, coordinator.now())
         coordinator.changed()
-        await coordinator.keep()  # who is done is not awaited by another life of this process, either
+        await coordinator.persist()  # who is done is not awaited by another life of this process, either
 
     @app.get(routes.CHECKPOINTS, tags=["inspection"])
     async def checkpoints() -> list[CheckpointCreated]:

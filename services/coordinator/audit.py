@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from ps_protocol.messages import Message
+from ps_protocol.fields import Message
 from ps_protocol.vocabulary import Round
-from services.runtime.places import sync_folder
+from services.runtime.storage import sync_folder
 
 FILE = "audit.jsonl"
 MAX_LISTED = 1000

@@ -34,17 +34,17 @@ class CheckpointSchedule:
         self._http = http
         self._now = now
         self._of: tuple[str, int] | None = None  # the run and the attempt that all else is about
-        self._asked: Round | None = None  # a checkpoint of this round, or a later one, is to be made at once
+        self._requested: Round | None = None  # a checkpoint of this round, or a later one, is to be made at once
         self._named: tuple[Round, float] | None = None  # the newest round that was named, and when
         self.num_failures = 0  # checkpoints in a row that did not come about
 
-    async def look(self) -> None:
+    async def refresh_rounds(self) -> None:
         """Learn from the pservers how far they are, as far as they answer: their newest heartbeats may be old."""
-        self._look_at_run()
+        self._reset_if_new_attempt()
         before, members = self._of, self._find_members()
         asked = (call_pserver(self._http, member, "GET", STATE) for member in members)
         answers = await asyncio.gather(*asked, return_exceptions=True)
-        self._look_at_run()
+        self._reset_if_new_attempt()
         for member, answer in zip(members, answers, strict=True):
             if isinstance(answer, bytes) and self._of == before:
                 with suppress(ValueError):  # a proxy's page
@@ -52,27 +52,27 @@ class CheckpointSchedule:
             elif isinstance(answer, BaseException) and not isinstance(answer, GradpostError | httpx.HTTPError):
                 raise answer
 
-    def ask(self) -> Round:
+    def request(self) -> Round:
         """Ask for a checkpoint at once, instead of when one is due; returns the round that it is of at least."""
-        self._look_at_run()
-        self._asked = max(self._cluster.rounds, default=0)
+        self._reset_if_new_attempt()
+        self._requested = max(self._cluster.rounds, default=0)
         self._named, self.num_failures = None, 0
-        return self._asked
+        return self._requested
 
-    def withdraw(self) -> None:
+    def withdraw_request(self) -> None:
         """End what `ask` has begun."""
-        self._asked = None
+        self._requested = None
 
-    def _look_at_run(self) -> None:
+    def _reset_if_new_attempt(self) -> None:
         run = self._cluster.run
         if (run.name, run.attempt) != self._of:
             self._of = run.name, run.attempt
-            self._asked = self._named = None
+            self._requested = self._named = None
             self.num_failures = 0
 
     async def advance(self) -> None:
         """Name the next round, if it is time. Takes as long as the pservers take to answer."""
-        self._look_at_run()
+        self._reset_if_new_attempt()
         cluster, members = self._cluster, self._find_members()
         if not members or not cluster.knows_checkpoints:
             return
@@ -80,16 +80,16 @@ class CheckpointSchedule:
         round_ = max(member.round for member in members)
         if self._named is not None and self._named[0] <= newest:
             self._named, self.num_failures = None, 0
-        if self._asked is not None and self._asked <= newest:
-            self._asked = None  # it is made, and the request may be unanswered yet
+        if self._requested is not None and self._requested <= newest:
+            self._requested = None  # it is made, and the request may be unanswered yet
         open_ = self._find_open(members, newest)
         is_writing = any(coming <= member.round for member in members for coming in member.coming_checkpoints)
-        if is_writing or (open_ is not None and (open_ <= round_ or self._asked is None)):
+        if is_writing or (open_ is not None and (open_ <= round_ or self._requested is None)):
             return
         plan = cluster.run.plan
         assert plan is not None  # it trains
         interval = cluster.run.defaults.checkpoint_interval(plan)
-        if self._asked is None and not interval:
+        if self._requested is None and not interval:
             return
         if self._named is not None:  # it has not come about yet, or will not
             if self._now() < self._named[1] + RETRY_SECONDS:
@@ -115,7 +115,7 @@ class CheckpointSchedule:
         run, ahead = self._cluster.run.name, 0
         for _ in range(NAMINGS):
             newest += ahead
-            round_ = newest if self._asked is not None else (newest // interval + 1) * interval
+            round_ = newest if self._requested is not None else (newest // interval + 1) * interval
             wanted = (want_checkpoint(self._http, member, run, round_) for member in members)
             answers = await asyncio.gather(*wanted, return_exceptions=True)
             for member, answer in zip(members, answers, strict=True):

@@ -16,6 +16,7 @@ from ps_protocol.errors import (
     TrainerLost,
     error_from_problem,
 )
+from ps_protocol.membership import Membership
 from ps_protocol.messages import (
     HeldRun,
     InstallMembers,
@@ -35,7 +36,6 @@ from ps_protocol.messages import (
 from ps_protocol.vocabulary import PROTOCOL_VERSION, Incarnation, NonfinitePolicy, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest
 
-from .decision import Membership
 from .defaults import RunDefaults
 from .model import check_same_tensors
 from .pservers import PserverRegistry
@@ -54,7 +54,7 @@ class Resumption:
     was_over: bool
     had_trainers: bool
     until: float
-    take_back: Callable[[float], None]
+    undo: Callable[[float], None]
 
 
 class Cluster:
@@ -85,13 +85,13 @@ class Cluster:
         self._recorded_run = ""
         self._incomplete_at = -math.inf  # when a pserver was last away, or did not serve the run yet
         self._asked_to_stop: set[PserverIndex] = set()
-        self._told_to_stop: set[PserverIndex] = set()
+        self._stopped_pservers: set[PserverIndex] = set()
         self.run = self._new_run()
 
     def _new_run(self) -> Run:
         return Run(self._name_run(), self._defaults, self.trainer_incarnations)
 
-    def _meet_again(self, now: float, *, is_trainer: bool = True) -> None:
+    def _undo_resumption(self, now: float, *, is_trainer: bool = True) -> None:
         """Somebody is heard who was there before this process: what was resumed goes on, everybody as it was.
 
         Of a run that was over a script may still be there that has not heard of it; that proves nothing.
@@ -99,14 +99,14 @@ class Cluster:
         resumption = self.resumption
         if resumption is not None and not (is_trainer and resumption.was_over):
             self.resumption = None
-            resumption.take_back(now)
+            resumption.undo(now)
 
-    def _check_met(self, now: float) -> None:
+    def _check_resumption(self, now: float) -> None:
         """Raise NotReady while somebody of before may yet be heard, whose place nobody else may have."""
         resumption = self.resumption
         if resumption is None or now >= resumption.until:
             return
-        if resumption.had_trainers or any(member.is_recalled for member in self.registry.members.values()):
+        if resumption.had_trainers or any(member.is_restored for member in self.registry.members.values()):
             text = f"run {self.run.name} is resumed; those of its processes that still live have to be heard first"
             raise NotReady(text, waiting_for="the processes from before, for their lease")
 
@@ -148,19 +148,19 @@ class Cluster:
     def pserver_heartbeat(self, index: PserverIndex, message: PserverHeartbeat, now: float) -> PserverHeartbeatReply:
         """Renew a pserver's lease; those for whom its barrier has waited beyond the round time-out count as lost."""
         self.registry.heartbeat(index, message, now)
-        self._look_for_missing_pservers(now)
-        if self.registry.members[index].is_recalled:
-            self._meet_again(now, is_trainer=False)
+        self._note_missing_pservers(now)
+        if self.registry.members[index].is_restored:
+            self._undo_resumption(now, is_trainer=False)
         if message.run == self.run.name and message.failure is not None:
             self.run.fail(error_from_problem(message.failure), now)
         if message.run == self.run.name:
             if message.attempt == self.run.attempt:
                 self.run.applied = max(self.run.applied, message.round)
-            self.run.unstuck({rank for member in self.registry.members.values() for rank in member.missing})
+            self.run.revive_stuck({rank for member in self.registry.members.values() for rank in member.missing})
             self._time_out(message.round + 1, message.missing, message.waiting_seconds, now)
         stop = self.exit_when_done and self.run.is_deserted and self._recorded_run == self.run.name
         if stop:
-            self._tell_to_stop(index, message)
+            self._stop_pserver(index, message)
         return PserverHeartbeatReply(
             complete=tuple(self.complete_checkpoints) if self.knows_checkpoints and not self.is_completing else None,
             notice=self.notice(),
@@ -168,13 +168,13 @@ class Cluster:
             exit_code=self.exit_code,
         )
 
-    def _tell_to_stop(self, index: PserverIndex, message: PserverHeartbeat) -> None:
+    def _stop_pserver(self, index: PserverIndex, message: PserverHeartbeat) -> None:
         """It knows it when it says goodbye, or is heard again: one answer may be lost."""
         if message.is_stopping or index in self._asked_to_stop:
-            self._told_to_stop.add(index)
+            self._stopped_pservers.add(index)
         self._asked_to_stop.add(index)
 
-    def _look_for_missing_pservers(self, now: float) -> None:
+    def _note_missing_pservers(self, now: float) -> None:
         """Note the time if a pserver is away or does not serve the run yet, so that no trainer can reach a barrier."""
         run = (self.run.name, self.run.attempt)
         serving = [member for member in self.registry.members.values() if (member.run, member.attempt) == run]
@@ -197,7 +197,7 @@ class Cluster:
             elif self._defaults.consistency.is_ring:
                 owed = f"bring gradients into the ring for round {round_}"
             text = f"{names} did not {owed} within the round time-out of {limit:g} s, though alive"
-            self.run.stuck(late, RoundTimeout(text, missing=late), now)
+            self.run.mark_stuck(late, RoundTimeout(text, missing=late), now)
 
     @property
     def knows_checkpoints(self) -> bool:
@@ -225,14 +225,14 @@ class Cluster:
                     f"run {self.run.name} is over, but not all of its trainers have left",
                     waiting_for=", ".join(f"trainer {rank} to leave" for rank in sorted(self.run.members)),
                 )
-            if self.is_keeping_result:
+            if self.is_saving_result:
                 text = f"run {self.run.name} is over, and its last checkpoint is being written"
                 raise NotReady(text, waiting_for="its checkpoint")
             self.run = self._new_run()
             self.complete_checkpoints.clear()
         if request.instance in {trainer.instance for trainer in self.run.trainers.values()}:
-            self._meet_again(now)
-        self._check_met(now)
+            self._undo_resumption(now)
+        self._check_resumption(now)
         self.resumption = None  # somebody new takes part
         trainer = self.run.join(request, now)
         if self.run.num_trainers is None:
@@ -251,18 +251,18 @@ class Cluster:
         """Renew a trainer's lease. What it says of pservers that lost a round, or that it cannot reach, has effect."""
         run = self.run
         if run.member(rank, message.run, message.incarnation).is_resumed:
-            self._meet_again(now)
+            self._undo_resumption(now)
         run.heartbeat(rank, message, now)
         if run.state == "training":
             self._note_lost_rounds(rank, message)
             if self._defaults.consistency.is_ring:
-                self._look_at_ring(message, now)
+                self._check_ring(message, now)
             for index, (incarnation, seconds) in message.unreachable.items():
                 if self.registry.incarnations.get(index) == incarnation:  # else it has not heard of the next life yet
                     run.trainers[rank].cut_off_at = now
-                if self.registry.was_here(index, incarnation, now - seconds, now):
+                if self.registry.was_reachable(index, incarnation, now - seconds, now):
                     text = f"trainer {rank} has not reached pserver {index} for {seconds:.1f} s, though both are alive"
-                    run.stuck([rank], TrainerLost(text, ranks=[rank]), now)
+                    run.mark_stuck([rank], TrainerLost(text, ranks=[rank]), now)
         return TrainerHeartbeatReply(
             state=run.state,
             failure=run.failure.to_problem() if run.failure else None,
@@ -273,7 +273,7 @@ class Cluster:
             notice=self.notice(),
         )
 
-    def _look_at_ring(self, message: TrainerHeartbeat, now: float) -> None:
+    def _check_ring(self, message: TrainerHeartbeat, now: float) -> None:
         """A trainer may wait in the ring: for one that has left, which is the end, or for one that does not come.
 
         Whoever is done waits patiently: the others may do something else after their last batches.
@@ -321,7 +321,7 @@ class Cluster:
     def leave_trainer(self, rank: Rank, message: Leave, now: float) -> None:
         """A trainer goes. If it fails because it waited too long for others, it is those who ended the run."""
         if self.run.member(rank, message.run, message.incarnation).is_resumed:
-            self._meet_again(now)
+            self._undo_resumption(now)
         if message.outcome == "failed" and self.run.plan is not None:
             for pserver in self.registry.members.values():
                 # The pserver has told the trainer of the time-out before its next heartbeat tells us.
@@ -353,7 +353,7 @@ class Cluster:
             waits.append(f"trainer {rank} to declare its model" if joined else f"trainer {rank}")
         return waits or ["the pservers to install the plan" if self.registry.num_pservers else "the coordinator's disk"]
 
-    def need_pservers(self) -> None:
+    def require_pservers(self) -> None:
         """Raise Conflict (`no_pservers`) with strategy `ring`."""
         if self._defaults.consistency.is_ring:
             text = "with strategy ring there are no pservers: values, checkpoints and controls are the script's affair"
@@ -388,7 +388,7 @@ class Cluster:
         lost = f"{'; '.join(texts)}: the run fails unless it comes back within {limit:g} s" if texts else ""
         return "; ".join(filter(None, (self.pause, lost)))
 
-    def not_training(self) -> NotReady:
+    def not_training_error(self) -> NotReady:
         """What to answer those who want something of a run that trains."""
         waits = self.waiting_for
         detail = f"no run is training; the cluster waits for {', '.join(waits)}" if waits else "no run is training"
@@ -397,7 +397,7 @@ class Cluster:
     @property
     def pause(self) -> str:
         """What to say to those who wait since an administrator has paused the run; nothing if it is not paused."""
-        if self.run.state != "training" or not self.run.controls or not self.run.controls[-1].is_paused:
+        if self.run.state != "training" or not self.run.membership.newest_controls.is_paused:
             return ""
         return "an administrator has paused the run; it goes on after POST /v1/controls/resume"
 
@@ -416,11 +416,13 @@ class Cluster:
                 run.fail(error, now)
                 return False
             run.resume, run.source = self.beginning.round, self.beginning.run
-            run.controls = (self.beginning.controls.model_copy(update={"since": 0}),)
+            controls = self.beginning.controls.model_copy(update={"since": 0})
+            starts: dict[Rank, Round] = {}
             if run.defaults.consistency.is_async:
                 steps = self.beginning.newest_steps
                 others = min(steps.values(), default=self.beginning.round)
-                run.membership = Membership(run.members, {rank: steps.get(rank, others) + 1 for rank in run.members})
+                starts = {rank: steps.get(rank, others) + 1 for rank in run.members}
+            run.membership = Membership(run.members, starts, controls=(controls,))
             self.beginning = None
         self.installed_members = {}
         self.run_incarnations = {i: m.info.incarnation for i, m in self.registry.members.items()}
@@ -454,11 +456,7 @@ class Cluster:
             source=run.source,
             uploader=run.uploader,
             number=number,
-            members=run.membership.members,
-            starts=run.membership.starts,
-            sets=run.membership.sets,
-            verdicts=run.membership.verdicts,
-            controls=run.controls,
+            membership=run.membership,
         )
 
     @property
@@ -473,15 +471,11 @@ class Cluster:
             run=run.name,
             attempt=run.attempt,
             number=number,
-            members=run.membership.members,
-            starts=run.membership.starts,
-            sets=run.membership.sets,
-            verdicts=run.membership.verdicts,
-            controls=run.controls,
+            membership=run.membership,
             failure=run.failure.to_problem() if run.failure else None,
         )
 
-    def members_installed(self, number: int = 0) -> None:
+    def finish_change(self, number: int = 0) -> None:
         """Every pserver has taken what was decided last, in this change; the disk has it that the run has begun."""
         run = self.run
         run.installed_number = number
@@ -528,7 +522,7 @@ class Cluster:
         """Act on leases that have run out."""
         run = self.run
         self.registry.expire(now)
-        self._look_for_missing_pservers(now)
+        self._note_missing_pservers(now)
         for lost in self.registry.lost.values():
             if run.plan is None or run.is_over:
                 break
@@ -546,23 +540,23 @@ class Cluster:
     @property
     def serves_run(self) -> bool:
         """Whether pservers have to be brought to where the run stands."""
-        return not self.run.is_over or self.is_keeping_result
+        return not self.run.is_over or self.is_saving_result
 
     @property
-    def is_keeping_result(self) -> bool:
+    def is_saving_result(self) -> bool:
         """Whether the pservers are still writing down what was trained; another run would end that."""
         run = self.run
         has_checkpoints = run.plan is not None and self._defaults.checkpoint_interval(run.plan) > 0
         return run.state == "finished" and has_checkpoints and self._recorded_run != run.name
 
-    def run_recorded(self) -> None:
+    def finish_recording(self) -> None:
         """The summary of the deserted run has been taken, so its pservers may exit."""
         self._recorded_run = self.run.name
 
     @property
     def may_exit(self) -> bool:
         """With --exit-when-done: the run is over and every living pserver knows it."""
-        return self.exit_when_done and self.run.is_deserted and self.registry.members.keys() <= self._told_to_stop
+        return self.exit_when_done and self.run.is_deserted and self.registry.members.keys() <= self._stopped_pservers
 
     @property
     def exit_code(self) -> int:

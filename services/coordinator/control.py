@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import httpx
 
-from ps_protocol.messages import Message, WantCheckpoint
+from ps_protocol.fields import Message
+from ps_protocol.messages import WantCheckpoint
 from ps_protocol.routes import WANT_CHECKPOINT
 from ps_protocol.vocabulary import Round
-from services.runtime.peers import raise_for_problem
+from services.runtime.errors import raise_for_problem
 
 from .pservers import PserverMember
 

@@ -18,14 +18,13 @@ from ps_protocol.routes import STATE
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 from services.runtime.checkpoints import Manifest, all_checkpoints, complete_checkpoints, read_manifest
 from services.runtime.logs import bind_facts, get_logger
-from services.runtime.places import open_place
+from services.runtime.storage import open_checkpoint_storage
 
-from .activity import ActivityLog
+from .activity import ActivityLog, Curves
 from .audit import AuditLog
 from .checkpointing import CheckpointSchedule
 from .cluster import Cluster
 from .control import RESULT_SECONDS, TIMEOUT_SECONDS, want_checkpoint
-from .curves import Curves
 from .events import Events
 from .installer import Installer
 from .manifests import Manifests
@@ -37,8 +36,8 @@ from .record import (
     RunRecord,
     describe_cluster,
     find_controls,
-    recall_cluster,
-    recall_numbers,
+    restore_cluster,
+    restore_incarnations,
     resume_run,
 )
 from .run import Run
@@ -72,18 +71,18 @@ class Coordinator:
         self.curves = Curves()
         self.activity = ActivityLog()
         self.audit = AuditLog(settings.state_dir)
-        self._installer = Installer(self.cluster, http, self.now, self.keep)
+        self._installer = Installer(self.cluster, http, self.now, self.persist)
         self._last_summary: RunSummary | None = None
         self._summed_up: tuple[str, float | None, Round] = "", None, 0  # the newest summary: run, its start, round
         self._summed_up_at = 0.0  # the first summary of the same
         self._recording: asyncio.Task[None] | None = None
         self._recorded: Run | None = None  # its summary and its last checkpoint have been taken
-        self.place = open_place(settings.checkpoints or str(settings.state_dir / "checkpoints"))
+        self.place = open_checkpoint_storage(settings.checkpoints or str(settings.state_dir / "checkpoints"))
         self._manifests = Manifests(self.cluster, self.place, settings.keep_checkpoints)
         self.schedule = CheckpointSchedule(self.cluster, http, self.now)
         self._file = RecordFile(settings.state_dir)
-        self._keeping = asyncio.Lock()
-        self._unkept_since: float | None = None  # since when the disk has not taken what was decided
+        self._persist_lock = asyncio.Lock()
+        self._failing_since: float | None = None  # since when the disk has not taken what was decided
 
     def now(self) -> float:
         """The monotonic clock that leases run on."""
@@ -96,10 +95,10 @@ class Coordinator:
 
     # ------------------------------------------------------------------ durable state
 
-    async def recall(self) -> None:
+    async def restore(self) -> None:
         """Take up what an earlier life of this coordinator has left. Raises StorageFailed if it cannot be used."""
         try:
-            if not await asyncio.to_thread(self._file.take):
+            if not await asyncio.to_thread(self._file.lock):
                 text = f"another coordinator uses {self._settings.state_dir}"
                 raise StorageFailed(f"{text}; each needs a state_dir of its own (--state-dir, GRADPOST_STATE_DIR)")
             await asyncio.to_thread(self.audit.read)
@@ -113,14 +112,14 @@ class Coordinator:
         try:
             if self._settings.resume:
                 await self._resume(record)
-                await self.keep()  # should this life end soon, too, the next one goes on from here
+                await self.persist()  # should this life end soon, too, the next one goes on from here
             elif record is not None:
-                await self._recall(record)
+                await self._restore_record(record)
         except (OSError, TryAgain) as error:
             raise StorageFailed(str(error)) from error
 
-    async def _recall(self, record: ClusterRecord) -> None:
-        recall_cluster(self.cluster, record, self.now())
+    async def _restore_record(self, record: ClusterRecord) -> None:
+        restore_cluster(self.cluster, record, self.now())
         run, begins = self.cluster.run, record.beginning
         if begins is not None:
             manifest = await asyncio.to_thread(read_manifest, self.place, begins.run, begins.round)
@@ -138,9 +137,9 @@ class Coordinator:
         """
         run = None if record is None else record.run
         if record is not None:
-            recall_numbers(self.cluster, record)
+            restore_incarnations(self.cluster, record)
         if record is not None and run is not None and run.state == "gathering" and run.plan is None:
-            recall_cluster(self.cluster, record, self.now())
+            restore_cluster(self.cluster, record, self.now())
         elif record is not None and run is not None and self._has_something_to_go_on_with(run):
             beginning = await self._find_successor(record) if run.state == "failed" else None
             resume_run(self.cluster, record, self.now(), beginning=beginning)
@@ -197,24 +196,24 @@ class Coordinator:
         plan = plan_model(run.declaration, self._settings.run_defaults, self._settings.wanted_pservers)
         return plan.digest == SlicePlan.from_json(run.plan).digest
 
-    async def keep(self) -> None:
+    async def persist(self) -> None:
         """Write down what the cluster is now, so that it outlives this process.
 
         Raises TryAgain while the disk does not take it, and StorageFailed once that has lasted for the round time-out.
         """
-        async with self._keeping:
+        async with self._persist_lock:
             record = describe_cluster(self.cluster)  # taken while nobody else writes: a newer one is never overwritten
             try:
                 await asyncio.to_thread(self._file.write, record)
             except OSError as error:
                 text = f"the coordinator's state cannot be written: {error}"
-                if self._unkept_since is None:
-                    self._unkept_since = self.now()
+                if self._failing_since is None:
+                    self._failing_since = self.now()
                     log.error(text)
-                if self.now() - self._unkept_since > self._settings.round_timeout_seconds:
+                if self.now() - self._failing_since > self._settings.round_timeout_seconds:
                     raise StorageFailed(text) from error
                 raise TryAgain(text) from error
-            self._unkept_since = None
+            self._failing_since = None
 
     # ------------------------------------------------------------------ background
 
@@ -228,8 +227,8 @@ class Coordinator:
                     task.cancel()
         finally:
             self.is_stopping = True
-            await self._tell_waiters()
-            self._file.let_go()
+            await self._notify_waiters()
+            self._file.unlock()
 
     async def _expire_leases(self) -> None:
         # Apart from the reconciliation, which waits for pservers that may be the very ones to be lost.
@@ -242,7 +241,7 @@ class Coordinator:
                 self.cluster.renew_leases(self.now())
             self.cluster.expire(self.now())
             self.changed()
-            await self._tell_waiters()  # while pservers that are slow to install keep the reconciliation
+            await self._notify_waiters()  # while pservers that are slow to install keep the reconciliation
             due = self.now() + period
             await asyncio.sleep(period)
 
@@ -252,11 +251,11 @@ class Coordinator:
             await self._wake_manifests.wait()
             self._wake_manifests.clear()
             if await self._manifests.update():
-                await self._tell_waiters()
+                await self._notify_waiters()
             await self.schedule.advance()
 
-    async def _tell_waiters(self) -> None:
-        self.events.look(self.cluster)
+    async def _notify_waiters(self) -> None:
+        self.events.detect_changes(self.cluster)
         async with self._condition:
             self._condition.notify_all()
 
@@ -266,7 +265,7 @@ class Coordinator:
         while not stop.is_set():
             await self._wake.wait()
             self._wake.clear()
-            looked_at = self._say_losses(looked_at)
+            looked_at = self._log_losses(looked_at)
             self.cluster.start_run_if_complete(self.now())
             if not await self._carry_out():
                 await asyncio.sleep(RETRY_SECONDS)
@@ -274,15 +273,15 @@ class Coordinator:
             elif members != self.cluster.installed_members:
                 members = self.cluster.installed_members
                 log.info("members installed", trainers=sorted(members))
-            await self._tell_waiters()
-            said = self._say_news(said)
+            await self._notify_waiters()
+            said = self._log_news(said)
             run = self.cluster.run
             if run.is_deserted and self._recorded is not run and self._recording is None:
                 self._recording = asyncio.create_task(self._record_run(), name="record the run")
             if self.cluster.may_exit:
                 stop.set()
 
-    def _say_losses(self, after: float) -> float:
+    def _log_losses(self, after: float) -> float:
         """Log which trainers were lost after this time; returns when it looked."""
         for rank, trainer in sorted(self.cluster.run.trainers.items()):
             if not trainer.is_here and trainer.gone_at > after:
@@ -296,7 +295,7 @@ class Coordinator:
         """
         run = self.cluster.run
         try:
-            await self.keep()
+            await self.persist()
         except StorageFailed as error:
             run.fail(error, self.now())
         except TryAgain:
@@ -307,7 +306,7 @@ class Coordinator:
         except (TryAgain, StorageFailed):
             return False
 
-    def _say_news(self, said: str) -> str:
+    def _log_news(self, said: str) -> str:
         """Log one line when what the run waits for, or its state, is another than what was said last."""
         run = self.cluster.run
         bind_facts(run=run.name)
@@ -322,19 +321,19 @@ class Coordinator:
     async def _record_run(self) -> None:
         """Take the summary of a run that is over, and a checkpoint of what it has trained; then pservers may exit."""
         try:
-            await self._keep_summary_and_result(self.cluster.run)
+            await self._finish_run(self.cluster.run)
         finally:
             self._recording = None
             self.changed()
 
-    async def _keep_summary_and_result(self, run: Run) -> None:
+    async def _finish_run(self, run: Run) -> None:
         await self._take_summary()
         if run.state == "finished" and run.plan is not None and run.defaults.checkpoint_interval(run.plan):
-            await self._keep_result(run)
+            await self._save_result(run)
             await self._take_summary()  # once more if the result lacks rounds, so that the run has failed
         if self.cluster.run is run:  # else the next one has begun meanwhile
             self._recorded = run
-            self.cluster.run_recorded()
+            self.cluster.finish_recording()
 
     # ------------------------------------------------------------------ waiting
 
@@ -367,11 +366,11 @@ class Coordinator:
 
     # ------------------------------------------------------------------ summary
 
-    async def _keep_result(self, run: Run) -> None:
+    async def _save_result(self, run: Run) -> None:
         """Have the run's last checkpoint written; who dies meanwhile has the rejoin time-out to come back."""
         deadline = self.now() + run.defaults.rejoin_timeout_seconds
         said = ""
-        while (problem := await self._try_to_keep_result(run.name)) is not None:
+        while (problem := await self._try_to_save_result(run.name)) is not None:
             if self.now() > deadline:
                 log.error("there is no checkpoint of the run's last round", error=problem)
                 return
@@ -380,7 +379,7 @@ class Coordinator:
             said = problem
             await asyncio.sleep(RESULT_RETRY_SECONDS)
 
-    async def _try_to_keep_result(self, run: str) -> str | None:
+    async def _try_to_save_result(self, run: str) -> str | None:
         """What was in the way, if something was."""
         try:
             async with asyncio.timeout(RESULT_SECONDS):
@@ -398,8 +397,8 @@ class Coordinator:
                 async with self._condition:  # they tell of it in their heartbeats
                     await self._condition.wait_for(lambda: round_ in self.cluster.complete_checkpoints)
                 finished = self.cluster.run
-                if finished.name == run and (gone := finished.find_done_after(round_)):
-                    finished.lose_rounds(gone, round_, finished.newest_round, self.now())
+                if finished.name == run and (gone := finished.find_departed_after(round_)):
+                    finished.fail_for_lost_rounds(gone, round_, finished.newest_round, self.now())
         except (TimeoutError, httpx.HTTPError, GradpostError, ValueError) as error:
             return repr(error)
         return None

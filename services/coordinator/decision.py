@@ -13,42 +13,19 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from ps_protocol.messages import Controls, FrozenRounds
+from ps_protocol.membership import Membership
+from ps_protocol.messages import FrozenRounds
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
-    """Who takes part: current lives, the first round of those who came later, and what was decided for open rounds."""
-
-    members: dict[Rank, Incarnation] = field(default_factory=dict)
-    starts: dict[Rank, Round] = field(default_factory=dict)
-    sets: dict[Round, tuple[Rank, ...]] = field(default_factory=dict)
-    verdicts: dict[Round, tuple[Rank, ...]] = field(
-        default_factory=dict
-    )  # whose barriers said that they are not finite
-
-    def has_claim(self, rank: Rank, round_: Round) -> bool:
-        """Whether the rank's contribution was to be in this round, as far as was decided."""
-        if round_ in self.sets:
-            return rank in self.sets[round_]
-        return rank in self.members and self.starts.get(rank, 1) <= round_
-
-    def ranks(self) -> set[Rank]:
-        """Everybody who may have a claim."""
-        return set(self.members).union(*self.sets.values())
-
-
-@dataclass(frozen=True, slots=True)
 class Decision:
-    """What a run goes by: its attempt, what this began with (None: initial values of `uploader`), its members, and what
-    an administrator has set."""
+    """The attempt of a run, the round that it began with (None: initial values of `uploader`), and its membership."""
 
     attempt: int
     resume: Round | None
     uploader: Rank
     membership: Membership
-    controls: tuple[Controls, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +56,7 @@ def decide(
     >>> two = Membership({0: 1, 1: 1})
     >>> holds = FrozenRounds(applied=6, complete={7: (0, 1)}, counted={7: (1,)})
     >>> decide(two, {0: 1}, [holds, FrozenRounds(applied=7, participants={7: (0, 1)})])
-    Membership(members={0: 1}, starts={}, sets={7: (0, 1), 8: (0,)}, verdicts={})
+    Membership(members={0: 1}, starts={}, sets={7: (0, 1), 8: (0,)}, verdicts={}, controls=())
     >>> lost = FrozenRounds(applied=6)
     >>> decide(two, {0: 1}, [lost, FrozenRounds(applied=7, participants={7: (0, 1)})])
     Rollback(newest=6)
@@ -119,7 +96,7 @@ def decide(
             said |= stay.intersection(ranks) & sets.get(round_, set())
             if said:
                 verdicts.setdefault(round_, set()).update(said)
-    return Membership(dict(members), starts, _as_tuples(sets), _as_tuples(verdicts))
+    return Membership(dict(members), starts, _as_tuples(sets), _as_tuples(verdicts), before.controls)
 
 
 def decide_steps(
@@ -152,7 +129,7 @@ def decide_steps(
     slowest = min(map(first_step, stay), default=1)
     for rank in sorted(members.keys() - stay):
         starts[rank] = first_step(rank) if rank in take_over else max(first_step(rank), slowest)
-    return Membership(dict(members), starts)
+    return Membership(dict(members), starts, controls=before.controls)
 
 
 def _as_tuples(sets: Mapping[Round, Collection[Rank]]) -> dict[Round, tuple[Rank, ...]]:

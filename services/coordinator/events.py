@@ -13,7 +13,8 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import Field
 
-from ps_protocol.messages import Message, RunState
+from ps_protocol.fields import Message
+from ps_protocol.messages import RunState
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 
 from .cluster import Cluster
@@ -71,7 +72,7 @@ class Events:
         self._events.append(event)
         return event
 
-    def look(self, cluster: Cluster) -> None:
+    def detect_changes(self, cluster: Cluster) -> None:
         """Add what has changed since the last look."""
         for kind, text, facts in self._changes(cluster):
             self.add(cluster, kind, text, **facts)

@@ -16,9 +16,10 @@ from dataclasses import replace
 import httpx
 from pydantic import TypeAdapter
 
-from ps_protocol.controls import succeed
 from ps_protocol.errors import ERRORS, Conflict, Ended, GradpostError, NotReady, StaleRun, StorageFailed
-from ps_protocol.messages import Controls, Freeze, FrozenRounds, Message
+from ps_protocol.fields import Message
+from ps_protocol.membership import Membership
+from ps_protocol.messages import Freeze, FrozenRounds
 from ps_protocol.routes import FREEZE, MEMBERS, RESTORABLE, RUN
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.failpoints import reach_failpoint
@@ -26,7 +27,7 @@ from services.runtime.logs import get_logger
 
 from .cluster import Cluster
 from .control import TIMEOUT_SECONDS, call_pserver
-from .decision import Decision, Membership, Rollback, decide, decide_steps, newest_common
+from .decision import Decision, Rollback, decide, decide_steps, newest_common
 from .pservers import PserverMember
 from .run import Run
 
@@ -45,18 +46,18 @@ class Installer:
         cluster: Cluster,
         http: httpx.AsyncClient,
         now: Callable[[], float],
-        keep: Callable[[], Awaitable[None]],
+        persist: Callable[[], Awaitable[None]],
     ) -> None:
         self._cluster = cluster
         self._http = http
         self._now = now
-        self._keep = keep
+        self._persist = persist
         # What each pserver has taken: its incarnation, run, attempt, and the number of the members.
         self._taken: dict[PserverIndex, tuple[Incarnation, str, int, int]] = {}
         self._restore: dict[PserverIndex, Round | None] = {}  # where each one stands, as of the newest decision
         self._failing: tuple[Run, float] | None = None  # since when nothing could be carried out in a run
         self._problem = ""  # the newest
-        self._said: set[str] = set()  # since everything was well
+        self._logged: set[str] = set()  # since everything was well
 
     async def reconcile(self) -> bool:
         """Bring every pserver to what was decided; False if one of them did not take it and it is to be tried again.
@@ -66,7 +67,7 @@ class Installer:
         run = self._cluster.run
         if await self._reconcile():
             self._failing = None
-            self._said.clear()
+            self._logged.clear()
             return True
         if self._failing is None or self._failing[0] is not run:
             self._failing = run, self._now()
@@ -84,8 +85,8 @@ class Installer:
             return True
         members = [member for _, member in sorted(cluster.registry.members.items())]
         if not cluster.serves_run:
-            told = [self._tell(run, member) for member in members if self._serves(run, member)]
-            return all(await asyncio.gather(*told))
+            notified = [self._notify(run, member) for member in members if self._serves(run, member)]
+            return all(await asyncio.gather(*notified))
         if len(members) < cluster.registry.num_pservers:
             return True  # what is lost comes back, or ends the run
         number = run.number
@@ -99,19 +100,21 @@ class Installer:
                     run.number += 1  # another try is another change
                 return False
         if cluster.run is run and run.state == "gathering":
-            run.installed(self._now())
+            run.begin_training(self._now())
             reach_failpoint("begin.before")
-            await self._keep()  # before anybody has the plan, and trains: another life of this process would begin anew
+            await (
+                self._persist()
+            )  # before anybody has the plan, and trains: another life of this process would begin anew
             reach_failpoint("begin.after")
         if cluster.run is run:
-            cluster.members_installed(number)
+            cluster.finish_change(number)
         return True
 
-    def _say(self, text: str, error: Exception, **facts: object) -> None:
+    def _log_problem(self, text: str, error: Exception, **facts: object) -> None:
         self._problem = f"{text}: {error!r}"
         line = f"{self._problem} {facts}"
-        if line not in self._said:  # a pserver that is dead is tried five times a second until its lease ends
-            self._said.add(line)
+        if line not in self._logged:  # a pserver that is dead is tried five times a second until its lease ends
+            self._logged.add(line)
             log.warning(text, error=repr(error), **facts)
 
     def _state(self, run: Run, member: PserverMember, number: int) -> tuple[Incarnation, str, int, int]:
@@ -130,7 +133,7 @@ class Installer:
         try:
             answers = await asyncio.gather(*(self._freeze(run, member, message) for member in members))
         except (httpx.HTTPError, GradpostError, ValueError) as error:
-            self._say("a pserver did not answer before a change of members", error)
+            self._log_problem("a pserver did not answer before a change of members", error)
             run.number += 1
             return False
         if not self._cluster.serves_run or self._cluster.run is not run:
@@ -142,16 +145,13 @@ class Installer:
             member.info.index: answer.applied if answer is not None and answer.is_readable else None
             for member, answer in zip(members, answers, strict=True)
         }
-        controls = self._controls(run, [answer for answer in answers if answer is not None])
-        await self._adopt(run, members, replace(run.decision, membership=outcome, controls=controls), restore)
+        if run.wanted is not None:  # the pservers stand still, so it counts from the first round that none has applied
+            applied = [answer.applied for answer in answers if answer is not None]
+            outcome = outcome.with_controls(
+                run.wanted.model_copy(update={"since": max(applied) + 1}), first=min(applied) + 1
+            )
+        await self._adopt(run, members, replace(run.decision, membership=outcome), restore)
         return True
-
-    def _controls(self, run: Run, answers: list[FrozenRounds]) -> tuple[Controls, ...]:
-        """What is wanted counts from the first round on that nobody has applied: all stand still now."""
-        if run.wanted is None:
-            return run.controls
-        first, newest = min(answer.applied for answer in answers) + 1, max(answer.applied for answer in answers)
-        return succeed(run.controls, run.wanted.model_copy(update={"since": newest + 1}), first)
 
     def _judge(
         self,
@@ -207,8 +207,8 @@ class Installer:
         wanted, run.wanted = run.wanted, None
         run.pending = decision
         try:
-            await self._keep()
-            run.adopt(decision)
+            await self._persist()
+            run.apply_decision(decision)
         except BaseException:
             run.wanted = run.wanted or wanted  # it is tried again; what came meanwhile was made from it
             raise
@@ -254,7 +254,7 @@ class Installer:
         try:
             round_, ranges = await self._find_common(run, members, wanted.newest)
         except (httpx.HTTPError, GradpostError, ValueError) as error:
-            self._say("a pserver did not say what it can restore", error)
+            self._log_problem("a pserver did not say what it can restore", error)
             if wanted.is_asked:
                 run.refuse_rollback(f"a pserver did not say what it can restore: {error}")
             run.number += 1
@@ -271,18 +271,18 @@ class Installer:
                 Ended(f"{text}; the pservers can restore {ranges}", code="pserver_lost", pserver=empty), self._now()
             )
             return False
-        if gone := run.find_done_after(round_ or 0):
-            run.lose_rounds(gone, round_ or 0, applied, self._now())
+        if gone := run.find_departed_after(round_ or 0):
+            run.fail_for_lost_rounds(gone, round_ or 0, applied, self._now())
             return False
         uploader = run.uploader if round_ is not None else min(targets, default=run.uploader)
         # What stands, or is wanted, goes on standing.
-        standing = run.controls[-1:] if run.wanted is None else (run.wanted,)
+        standing = run.membership.controls[-1:] if run.wanted is None else (run.wanted,)
         since = 0 if run.wanted is None else (round_ or 0) + 1
         controls = tuple(now.model_copy(update={"since": since}) for now in standing)
-        decision = Decision(run.attempt + 1, round_, uploader, Membership(targets), controls)
+        decision = Decision(run.attempt + 1, round_, uploader, Membership(targets, controls=controls))
         await self._adopt(run, members, decision, {member.info.index: round_ for member in members})
-        if gone := run.find_done_after(round_ or 0):  # while the decision was written
-            run.lose_rounds(gone, round_ or 0, applied, self._now())
+        if gone := run.find_departed_after(round_ or 0):  # while the decision was written
+            run.fail_for_lost_rounds(gone, round_ or 0, applied, self._now())
         run.rollback_reason = wanted.reason
         self._cluster.forget_checkpoints_after(round_ or 0)
         log.warning(
@@ -329,7 +329,7 @@ class Installer:
             route = RUN
         return await self._put(run, member, route, message, state)
 
-    async def _tell(self, run: Run, member: PserverMember) -> bool:
+    async def _notify(self, run: Run, member: PserverMember) -> bool:
         state = self._state(run, member, run.number)
         if self._cluster.run is not run or self._taken.get(member.info.index) == state:
             return True
@@ -348,10 +348,10 @@ class Installer:
             timeout = RESTORE_TIMEOUT_SECONDS if route == RUN else TIMEOUT_SECONDS
             await call_pserver(self._http, member, "PUT", route, message, timeout)
         except (httpx.HTTPError, ValueError) as error:
-            self._say("a pserver did not take an installation over HTTP/1.1", error, pserver=index)
+            self._log_problem("a pserver did not take an installation over HTTP/1.1", error, pserver=index)
             return False
         except GradpostError as problem:
-            self._say("a pserver refused an installation", problem, pserver=index)
+            self._log_problem("a pserver refused an installation", problem, pserver=index)
             # A conflict is over soon: such as that it has not read yet who it is now.
             if not problem.may_be_retried and not isinstance(problem, Conflict):
                 code = "storage_failed" if isinstance(problem, StorageFailed) else "pserver_lost"

@@ -21,10 +21,10 @@ def end_last_call(run: Run, now: float) -> None:
     needed = max([fewest, *(trainer.rank + 1 for trainer in here if trainer.has_chosen)])
     is_over = all(now - trainer.joined_at >= run.defaults.last_call_seconds for trainer in here)
     if len(here) == most or (len(here) >= needed and is_over):
-        settle(run, len(here))
+        fix_num_trainers(run, len(here))
 
 
-def settle(run: Run, num_trainers: int) -> None:
+def fix_num_trainers(run: Run, num_trainers: int) -> None:
     """From now on the run has so many trainers. Those for whom there is no rank are told so when they ask again."""
     run.num_trainers = num_trainers
     here = [trainer for _, trainer in sorted(run.trainers.items()) if trainer.is_here]

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 
-from ps_protocol.messages import Controls, ShardFile
+from ps_protocol.messages import ShardFile
 from ps_protocol.vocabulary import Round
 from services.runtime.checkpoints import (
     MANIFEST,
@@ -19,7 +19,7 @@ from services.runtime.checkpoints import (
 )
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
-from services.runtime.places import Place
+from services.runtime.storage import CheckpointStorage
 
 from .cluster import Cluster
 
@@ -29,10 +29,10 @@ log = get_logger()
 class Manifests:
     """Written when every pserver has written its shard of a round; the newest are kept, older checkpoints deleted."""
 
-    def __init__(self, cluster: Cluster, place: Place, keep: int) -> None:
+    def __init__(self, cluster: Cluster, place: CheckpointStorage, max_complete: int) -> None:
         self._cluster = cluster
         self._place = place
-        self._keep = keep
+        self._max_complete = max_complete
         self._trouble = ""  # with the place, that was said last
 
     async def update(self) -> bool:
@@ -42,7 +42,7 @@ class Manifests:
         """
         cluster, before = self._cluster, list(self._cluster.complete_checkpoints)
         if not cluster.knows_checkpoints and cluster.run.plan is not None and cluster.registry.num_pservers:
-            await self._look()
+            await self._list_checkpoints()
         while cluster.knows_checkpoints and (shards := self._written_shards()) is not None:
             newest = max(cluster.complete_checkpoints, default=-1)
             ready = max(set(shards[0]).intersection(*shards[1:]), default=-1)
@@ -51,7 +51,7 @@ class Manifests:
             if ready <= newest or is_given_up or not await self._complete([one[ready] for one in shards]):
                 break
         # Not one that somebody may be going back to.
-        while len(cluster.complete_checkpoints) > self._keep and not cluster.run.is_changing:
+        while len(cluster.complete_checkpoints) > self._max_complete and not cluster.run.is_changing:
             await self._delete(round_folder(cluster.run.name, cluster.complete_checkpoints.pop()))
         return cluster.complete_checkpoints != before
 
@@ -64,12 +64,12 @@ class Manifests:
             return None
         return [member.checkpoints for member in members]
 
-    async def _look(self) -> None:
+    async def _list_checkpoints(self) -> None:
         """Learn which checkpoints of the run there are, and take back those of rounds that were undone."""
         cluster, run = self._cluster, self._cluster.run
         attempt = run.attempt
         try:
-            found = await asyncio.to_thread(_take_back, self._place, run.name, dict(run.began))
+            found = await asyncio.to_thread(_delete_undone, self._place, run.name, dict(run.began))
         except OSError as error:
             self._log_once(log.warning, "the place of the checkpoints cannot be used", error, place=self._place.url)
             return
@@ -104,7 +104,7 @@ class Manifests:
             plan=run.plan.as_json,
             aliases={} if run.declaration is None else run.declaration.aliases,
             shards=shards,
-            controls=run.controls[-1] if run.controls else Controls(),
+            controls=run.membership.newest_controls,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         cluster.is_completing = True
@@ -118,12 +118,14 @@ class Manifests:
             cluster.is_completing = False
         self._trouble = ""
         reach_failpoint("checkpoint.manifest.after")
-        if cluster.run is run and run.attempt == manifest.attempt:  # else the round may be undone: see `_look`
+        if (
+            cluster.run is run and run.attempt == manifest.attempt
+        ):  # else the round may be undone: see `_list_checkpoints`
             cluster.complete_checkpoints.insert(0, manifest.round)
         return True
 
 
-def _take_back(place: Place, run: str, began: Mapping[int, Round | None]) -> list[Round]:
+def _delete_undone(place: CheckpointStorage, run: str, began: Mapping[int, Round | None]) -> list[Round]:
     """Delete the manifests of rounds that a later attempt has undone; list the rest.
 
     A pserver deletes its shards of those when it goes back.

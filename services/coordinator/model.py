@@ -38,7 +38,7 @@ def plan_model(model: DeclareModel, defaults: RunDefaults, num_pservers: int) ->
         model.push_type or defaults.push_type, model.pull_type or defaults.pull_type, model.topk or defaults.topk
     )
     wire.check_mode(defaults.consistency)
-    if wire.pulls_differences and model.local_steps:
+    if wire.pulls_deltas and model.local_steps:
         raise BadModel("pull_type int8 with local_steps: trainers change the values that it is the difference to")
     return make_plan(
         parameters,

@@ -7,7 +7,7 @@ import asyncio
 from services.runtime.failpoints import arm_failpoints
 from services.runtime.logs import configure_logs, get_logger
 from services.runtime.metrics import ServiceMetrics
-from services.runtime.peers import make_peer_client
+from services.runtime.security import make_peer_client
 from services.runtime.server import run_service, serve
 
 from .app import make_coordinator_app
@@ -29,7 +29,7 @@ def main(settings: CoordinatorSettings) -> int:
 async def _serve(settings: CoordinatorSettings, stop: asyncio.Event) -> int:
     async with make_peer_client(settings) as http, asyncio.TaskGroup() as tasks:
         coordinator = Coordinator(settings, http)
-        await coordinator.recall()
+        await coordinator.restore()
         metrics = ServiceMetrics("coordinator")
         measure_cluster(coordinator.cluster, metrics.registry)
         app = make_coordinator_app(coordinator, metrics, limits=settings.request_limits)

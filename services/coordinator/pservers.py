@@ -34,7 +34,7 @@ class PserverMember:
     restored: Round | None = None  # the round that it found on its disk when it registered during the run's attempt
     here_since: float = 0.0
     software: Software | None = None
-    is_recalled: bool = False  # known from the coordinator's record, and not registered since
+    is_restored: bool = False  # known from the coordinator's record, and not registered since
 
 
 class PserverRegistry:
@@ -121,7 +121,7 @@ class PserverRegistry:
         member.attempt, member.is_stopping = message.attempt, message.is_stopping
         member.software = message.software
 
-    def was_here(self, index: PserverIndex, incarnation: Incarnation, since: float, now: float) -> bool:
+    def was_reachable(self, index: PserverIndex, incarnation: Incarnation, since: float, now: float) -> bool:
         """Whether this life of a pserver could be reached since then, for a lease at least: who could not is cut off.
 
         Not if it is about to stop, or was heard last when that time began: then it is the pserver that is gone, and

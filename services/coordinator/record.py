@@ -7,23 +7,23 @@ are done do not, so their rounds are.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from ps_protocol.errors import error_from_problem
-from ps_protocol.messages import Controls, DeclareModel, Message, PserverInfo, RunState
+from ps_protocol.fields import Message
+from ps_protocol.membership import Controls, Membership, MembershipMessage
+from ps_protocol.messages import DeclareModel, PserverInfo, RunState
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 from services.runtime.checkpoints import Manifest, is_undone
-from services.runtime.locks import lock_folder
 from services.runtime.logs import get_logger
-from services.runtime.places import write_file
-from services.runtime.sealed import seal, unseal
+from services.runtime.storage import lock_folder, seal, unseal, write_file
 
 from .cluster import Cluster, Resumption
-from .decision import Membership
 from .pservers import PserverMember
 from .trainers import TrainerMember, TrainerState
 
@@ -47,7 +47,7 @@ class TrainerRecord(Message):
     round: Round = Field(default=0, description="of a trainer that is done: the newest round that it has completed")
 
 
-class RunRecord(Message):
+class RunRecord(MembershipMessage):
     """The run; while it gathers without a plan, and with a declaration once a trainer has made one."""
 
     name: str
@@ -64,11 +64,7 @@ class RunRecord(Message):
     has_begun: bool = True
     has_trained: bool = True
     number: int
-    members: dict[Rank, Incarnation]
-    starts: dict[Rank, Round]
-    sets: dict[Round, tuple[Rank, ...]]
-    verdicts: dict[Round, tuple[Rank, ...]]
-    controls: tuple[Controls, ...] = ()
+    membership: Membership
     trainers: tuple[TrainerRecord, ...]
 
     def has_undone(self, manifest: Manifest) -> bool:
@@ -124,8 +120,8 @@ def _describe_beginning(manifest: Manifest) -> Beginning:
 
 def find_controls(record: ClusterRecord, manifest: Manifest) -> Controls:
     """Return what an administrator has set, and what stands on in a run that begins with this checkpoint."""
-    if record.run is not None and record.run.controls:
-        return record.run.controls[-1]
+    if record.run is not None and record.run.membership.controls:
+        return record.run.membership.newest_controls
     begins = record.beginning
     return manifest.controls if begins is None or begins.controls is None else begins.controls
 
@@ -152,11 +148,7 @@ def _describe_run(cluster: Cluster) -> RunRecord | None:
         has_begun=run.has_begun,
         has_trained=run.has_trained,
         number=run.number,
-        members=decision.membership.members,
-        starts=decision.membership.starts,
-        sets=decision.membership.sets,
-        verdicts=decision.membership.verdicts,
-        controls=decision.controls,
+        membership=decision.membership,
         trainers=tuple(
             TrainerRecord(
                 rank=t.rank,
@@ -175,7 +167,7 @@ def _describe_run(cluster: Cluster) -> RunRecord | None:
     )
 
 
-def recall_numbers(cluster: Cluster, record: ClusterRecord) -> None:
+def restore_incarnations(cluster: Cluster, record: ClusterRecord) -> None:
     """Every later life gets a higher number."""
     cluster.trainer_incarnations.update(record.trainer_incarnations)
     cluster.registry.incarnations.update(record.pserver_incarnations)
@@ -189,12 +181,13 @@ def resume_run(cluster: Cluster, record: ClusterRecord, now: float, *, beginning
     checkpoint with which the next run begins if it had failed.
     """
     assert record.run is not None
-    recalled = record.run
-    recall_cluster(cluster, record, now)
+    saved = record.run
+    restore_cluster(cluster, record, now)
     run = cluster.run
     if run.state != "gathering":
         run.state, run.source = "training", None
     run.failure, run.ended_at = None, None
+    members = dict(run.membership.members)
     for rank, trainer in list(run.trainers.items()):
         if run.num_trainers is None or rank < run.num_trainers:
             trainer.lose("lost", f"trainer {rank} has to be started again", now, is_awaited=True)
@@ -202,19 +195,22 @@ def resume_run(cluster: Cluster, record: ClusterRecord, now: float, *, beginning
             # One that was done counts again, or whoever comes first would take the next rounds alone. In asynchronous
             # modes there are none, and where it begins follows from what the pservers have of it.
             if not run.defaults.consistency.is_async:
-                run.membership.members.setdefault(rank, trainer.incarnation)
+                members.setdefault(rank, trainer.incarnation)
         else:
             del run.trainers[rank]
+    run.membership = replace(run.membership, members=members)
 
-    def take_back(now: float) -> None:
-        for recorded in recalled.trainers:
+    def undo(now: float) -> None:
+        members = dict(run.membership.members)
+        for recorded in saved.trainers:
             if recorded.rank in run.trainers and run.trainers[recorded.rank].is_resumed:
-                run.trainers[recorded.rank] = _recall_trainer(recorded, recalled, now)
-                if recorded.rank not in recalled.members:
-                    run.membership.members.pop(recorded.rank, None)
+                run.trainers[recorded.rank] = _restore_trainer(recorded, saved, now)
+                if recorded.rank not in saved.membership.members:
+                    members.pop(recorded.rank, None)
+        run.membership = replace(run.membership, members=members)
         if was_over:
-            run.state, run.ended_at = recalled.state, now
-            run.failure = None if recalled.failure is None else error_from_problem(recalled.failure)
+            run.state, run.ended_at = saved.state, now
+            run.failure = None if saved.failure is None else error_from_problem(saved.failure)
         run.number += 1
         log.warning("not resumed: processes of the run are there that were there before", run=run.name, state=run.state)
         if run.state != "failed":
@@ -226,25 +222,25 @@ def resume_run(cluster: Cluster, record: ClusterRecord, now: float, *, beginning
             advice = "to go on with it stop its pservers, too, and start all again"
             log.error(f"there is no checkpoint of the run that failed, and the next one begins anew; {advice}")
 
-    was_over = recalled.state in ("finished", "failed")
-    had_trainers = any(trainer.state in ("joined", "declared") for trainer in recalled.trainers)
-    cluster.resumption = Resumption(was_over, had_trainers, now + cluster.lease_seconds, take_back)
+    was_over = saved.state in ("finished", "failed")
+    had_trainers = any(trainer.state in ("joined", "declared") for trainer in saved.trainers)
+    cluster.resumption = Resumption(was_over, had_trainers, now + cluster.lease_seconds, undo)
 
 
-def recall_cluster(cluster: Cluster, record: ClusterRecord, now: float) -> None:
+def restore_cluster(cluster: Cluster, record: ClusterRecord, now: float) -> None:
     """Make a new cluster what the record says. Everybody's lease begins now; the last change is made once more."""
-    recall_numbers(cluster, record)
+    restore_incarnations(cluster, record)
     cluster.run_incarnations.update(record.run_incarnations)
     for pserver in record.pservers:
         if pserver.info.index < cluster.registry.num_pservers:
             cluster.registry.members[pserver.info.index] = PserverMember(
-                pserver.info, pserver.instance, now, restored=pserver.restored, here_since=now, is_recalled=True
+                pserver.info, pserver.instance, now, restored=pserver.restored, here_since=now, is_restored=True
             )
     if record.run is not None:
-        _recall_run(cluster, record.run, now)
+        _restore_run(cluster, record.run, now)
 
 
-def _recall_run(cluster: Cluster, record: RunRecord, now: float) -> None:
+def _restore_run(cluster: Cluster, record: RunRecord, now: float) -> None:
     run = cluster.run
     run.name, run.state = record.name, record.state
     if record.num_trainers is not None:  # of a run that goes on with other settings it is as near as they allow
@@ -257,14 +253,13 @@ def _recall_run(cluster: Cluster, record: RunRecord, now: float) -> None:
     run.attempt, run.resume, run.source, run.number = record.attempt, record.resume, record.source, record.number + 1
     run.began = dict(record.began) or ({record.attempt: record.resume} if record.attempt else {})
     run.has_begun, run.has_trained = record.has_begun, record.has_trained
-    run.membership = Membership(dict(record.members), dict(record.starts), dict(record.sets), dict(record.verdicts))
-    run.controls = record.controls
+    run.membership = record.membership
     run.ended_at = now if run.is_over else None
     for trainer in record.trainers:
-        run.trainers[trainer.rank] = _recall_trainer(trainer, record, now)
+        run.trainers[trainer.rank] = _restore_trainer(trainer, record, now)
 
 
-def _recall_trainer(t: TrainerRecord, record: RunRecord, now: float) -> TrainerMember:
+def _restore_trainer(t: TrainerRecord, record: RunRecord, now: float) -> TrainerMember:
     return TrainerMember(
         t.rank, t.incarnation, t.instance, now, t.metrics_address, t.state,
         declaration=_declaration_of(t, record), joined_at=now, round=t.round, gone_at=now, why=t.why,
@@ -289,12 +284,12 @@ class RecordFile:
         self._lock: int | None = None
         self._written: ClusterRecord | None = None
 
-    def take(self) -> bool:
+    def lock(self) -> bool:
         """Whether this process is the only one that writes it, until it ends or lets go."""
         self._lock = lock_folder(self._lock_path)
         return self._lock is not None
 
-    def let_go(self) -> None:
+    def unlock(self) -> None:
         """Another may take it."""
         if self._lock is not None:
             os.close(self._lock)

@@ -23,13 +23,14 @@ from ps_protocol.errors import (
     StaleRun,
     TrainerLost,
 )
-from ps_protocol.messages import Controls, DeclareModel, JoinTrainer, Leave, RunState, TrainerHeartbeat
+from ps_protocol.membership import Controls, Membership
+from ps_protocol.messages import DeclareModel, JoinTrainer, Leave, RunState, TrainerHeartbeat
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, Mode, PserverIndex, Rank, Round
 
-from .decision import Decision, Membership
+from .decision import Decision
 from .defaults import RunDefaults
-from .last_call import end_last_call, settle
+from .last_call import end_last_call, fix_num_trainers
 from .model import check_same_model, plan_model
 from .trainers import EVICTED, TrainerMember, name_ranks
 
@@ -55,7 +56,7 @@ class Run:
         self.declaration: DeclareModel | None = None  # what the plan was made for
         self.plan: SlicePlan | None = None
         self.uploader: Rank = 0  # who pushes the initial values: the lowest rank when the plan was made
-        self.membership = Membership()  # as decided last
+        self.membership = Membership({})  # as decided last
         self.attempt = 0  # goes up when the run is rolled back
         self.resume: Round | None = None  # the round that this attempt began with; None: with initial values
         self.began: dict[int, Round | None] = {}  # the same of every attempt since the first
@@ -70,7 +71,6 @@ class Run:
         self.has_trained = False  # a trainer has ended a round: initial values would not do any more
         self.source: str | None = None  # the run whose checkpoint this one has begun with
         self.failure: GradpostError | None = None
-        self.controls: tuple[Controls, ...] = ()  # as decided last
         self.wanted: Controls | None = None  # to be decided in the next change
         self.number = 0
         self.installed_number = 0  # the newest change that every pserver has taken
@@ -166,9 +166,9 @@ class Run:
     @property
     def decision(self) -> Decision:
         """What is to be on the disk: what was decided last, although it may not be in effect yet."""
-        return self.pending or Decision(self.attempt, self.resume, self.uploader, self.membership, self.controls)
+        return self.pending or Decision(self.attempt, self.resume, self.uploader, self.membership)
 
-    def adopt(self, decision: Decision) -> None:
+    def apply_decision(self, decision: Decision) -> None:
         """It is durable, and takes effect."""
         if decision.attempt != self.attempt:
             self.source = self.rollback_to = None
@@ -176,7 +176,7 @@ class Run:
             self.lost_rounds = {}
             self.began[decision.attempt] = decision.resume
         self.attempt, self.resume = decision.attempt, decision.resume
-        self.uploader, self.membership, self.controls = decision.uploader, decision.membership, decision.controls
+        self.uploader, self.membership = decision.uploader, decision.membership
 
     # ------------------------------------------------------------------ joining
 
@@ -192,7 +192,7 @@ class Run:
                 trainer.seen_at = now
                 return trainer
         if self.num_trainers is None and request.world_size is not None:
-            settle(self, request.world_size)
+            fix_num_trainers(self, request.world_size)
         rank = self._choose_rank(request.rank)
         before = self.trainers.get(rank)
         trainer = TrainerMember(
@@ -227,7 +227,7 @@ class Run:
                 f"rank {request.rank} is beyond this cluster",
                 code="world_mismatch", expected=f"0 to {most - 1}", actual=f"rank {request.rank}",
             )  # fmt: skip
-        if actual := self.defaults.consistency.difference(request.expects):
+        if actual := self.defaults.consistency.unmet(request.expects):
             served = asdict(self.defaults.consistency)
             raise Conflict(
                 "the trainer was started for another mode than the servers run",
@@ -295,7 +295,7 @@ class Run:
         self.membership = Membership(self.members)
         return self.plan
 
-    def installed(self, now: float) -> None:
+    def begin_training(self, now: float) -> None:
         """Every pserver has the run."""
         if self.state == "gathering":
             self.state, self.started_at, self.has_begun = "training", now, True
@@ -373,8 +373,12 @@ class Run:
             return
         trainer.state, trainer.is_awaited = "done", False
         self.number += 1
-        if message.attempt is not None and message.attempt < self.attempt and self.find_done_after(self.resume or 0):
-            self.lose_rounds([rank], self.resume or 0, message.round, now)
+        if (
+            message.attempt is not None
+            and message.attempt < self.attempt
+            and self.find_departed_after(self.resume or 0)
+        ):
+            self.fail_for_lost_rounds([rank], self.resume or 0, message.round, now)
         if self.state == "gathering" and self.plan is None:
             del self.trainers[rank]
         self._end_if_deserted(now)
@@ -418,7 +422,7 @@ class Run:
         trainer.lose("lost", f"trainer {rank} {EVICTED}", now, is_awaited=False)
         self.number += 1
 
-    def stuck(self, ranks: list[Rank], failure: GradpostError, now: float) -> None:
+    def mark_stuck(self, ranks: list[Rank], failure: GradpostError, now: float) -> None:
         """Others have waited for these for the round time-out: they count as lost, though they live.
 
         Not a life that the pservers do not count on yet: it is its predecessor that is missing.
@@ -432,7 +436,7 @@ class Run:
             trainer.is_stuck = True
             self.lose(trainer, failure, now)
 
-    def unstuck(self, missing: set[Rank]) -> None:
+    def revive_stuck(self, missing: set[Rank]) -> None:
         """Those who are not missing any more go on, if nobody has taken their place."""
         for trainer in self.awaited:
             if trainer.is_stuck and trainer.declaration is not None and trainer.rank not in missing:
@@ -457,7 +461,7 @@ class Run:
             names = name_ranks(self.missing_ranks)
             self.fail(RoundTimeout(f"{names} {owed}", missing=self.missing_ranks), now)
 
-    def find_done_after(self, round_: Round) -> list[Rank]:
+    def find_departed_after(self, round_: Round) -> list[Rank]:
         """Who has left with later rounds, in which it had a part that it will not have again.
 
         Nobody in asynchronous modes, nor under `continue`, where rounds are made by those who are there.
@@ -468,10 +472,10 @@ class Run:
 
     def find_rollback_obstacle(self, round_: Round) -> str:
         """Return why the trainers cannot go back to a round; an empty text if they can."""
-        gone = self.find_done_after(round_)
+        gone = self.find_departed_after(round_)
         return f"{name_ranks(gone)} cannot take the rounds after {round_} again, being done" if gone else ""
 
-    def lose_rounds(self, done: list[Rank], since: Round, newest: Round, now: float) -> None:
+    def fail_for_lost_rounds(self, done: list[Rank], since: Round, newest: Round, now: float) -> None:
         """Fail the run, which may be finished: rounds are lost that these trainers, being done, cannot take again."""
         if self.state == "finished":
             self.state = "training"

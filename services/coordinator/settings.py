@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 
 from ps_protocol.consistency import Compensation, Consistency, ReadConsistency
 from ps_protocol.errors import BadModel
+from ps_protocol.placement import DEFAULT_MIN_BLOCK_SIZE
 from ps_protocol.plan import DEFAULT_PLACEMENT
-from ps_protocol.slicing import DEFAULT_MIN_BLOCK_SIZE
 from ps_protocol.vocabulary import Durability, LossPolicy, Mode, NonfinitePolicy, Placement, Strategy
 from ps_protocol.wire_types import DEFAULT_TOPK, PullType, PushType, WireTypes
 from services.runtime.settings import ServiceSettings

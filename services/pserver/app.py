@@ -13,8 +13,8 @@ from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRu
 from ps_protocol.vocabulary import Round
 from services.runtime.app import add_raw_route, make_app
 from services.runtime.large_replies import LargeReplies
-from services.runtime.limits import RequestLimits
 from services.runtime.metrics import ServiceMetrics
+from services.runtime.settings import RequestLimits
 
 from .endpoints import TensorEndpoints
 from .inspection import add_inspection_routes

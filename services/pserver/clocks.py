@@ -16,6 +16,7 @@ from typing import Generic
 
 from ps_protocol.consistency import Consistency, needed_clock, oldest_start
 from ps_protocol.errors import Conflict, ContributionMissing, FutureRound
+from ps_protocol.membership import Membership
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.slots import StepState
 from ps_protocol.vocabulary import Incarnation, Rank, Round
@@ -191,18 +192,19 @@ class Clocks(Generic[Payload]):
             waits |= {other for other in self.members if self._steps[other].clock < needed}
         return sorted(waits)
 
-    def install_members(self, members: Mapping[Rank, Incarnation], starts: Mapping[Rank, Round] | None = None) -> None:
+    def install_members(self, membership: Membership) -> None:
         """Install a set of members; what those who are gone have staged is dropped, what was taken stays queued.
 
         A new life of a rank goes on at its start, which may be behind what the old one has pushed here (then those
         steps count as taken) or ahead of it.
         """
+        members = membership.members
         for rank, incarnation in self.members.items():
             if members.get(rank) != incarnation:
                 self._steps[rank].staged = Contribution()
         for rank, incarnation in members.items():
             if self.members.get(rank) != incarnation:
-                start = (starts or {}).get(rank)
+                start = membership.starts.get(rank)
                 known = self._steps.get(rank)
                 if start is None or known is None or known.open < start:
                     start = start or 1

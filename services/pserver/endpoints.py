@@ -53,7 +53,7 @@ class TensorEndpoints:
             fence = Fence.from_headers(headers)
             run = self._pserver.run
             run.admit_initial(fence) if initial else run.admit_push(fence)
-            most = run.num_bytes + self._limits.max_header_bytes + LENGTH_BYTES
+            most = run.max_body_bytes + self._limits.max_header_bytes + LENGTH_BYTES
             if num_bytes > most:
                 raise BadInput(
                     "the body is larger than the whole shard",
@@ -64,7 +64,7 @@ class TensorEndpoints:
             raise
         run.transports.add(scope["http_version"])
         with self._pserver.in_flight.reserve(fence.rank, num_bytes, len(run.members)):
-            limits = replace(self._limits, max_tensors=min(self._limits.max_tensors, run.num_tensors))
+            limits = replace(self._limits, max_tensors=min(self._limits.max_tensors, run.max_body_tensors))
             body = await receive_body(scope, receive, num_bytes, limits, self._pserver.pool)
             answer = await (run.set_initial(fence, body) if initial else run.push(fence, body))
         await _send_json(send, answer.model_dump_json())

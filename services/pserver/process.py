@@ -11,9 +11,9 @@ from ps_http2.local_sockets import bind_locally, local_name
 from services.runtime.compute import ComputeExecutor
 from services.runtime.failpoints import arm_failpoints
 from services.runtime.logs import configure_logs, get_logger
-from services.runtime.machine import usable_memory_bytes
 from services.runtime.metrics import ServiceMetrics
-from services.runtime.peers import make_peer_client
+from services.runtime.process import usable_memory_bytes
+from services.runtime.security import make_peer_client
 from services.runtime.server import run_service, serve
 
 from .app import make_pserver_app

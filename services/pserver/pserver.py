@@ -40,7 +40,7 @@ from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 from services.runtime.compute import ComputeExecutor
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import bind_facts, get_logger
-from services.runtime.sealed import DamagedFile
+from services.runtime.storage import DamagedFile
 
 from .admission import MembershipChanges
 from .async_run import AsyncRun
@@ -49,7 +49,7 @@ from .durable.disk import Disk
 from .durable.storage import Restored, RunStorage
 from .limits import InFlight
 from .metrics import PserverMetrics
-from .run import PserverRun
+from .run import PserverRun, RunSetup
 from .sync_run import SyncRun
 
 log = get_logger()
@@ -187,11 +187,7 @@ class Pserver:
                     run=message.run,
                     attempt=message.attempt,
                     number=message.number,
-                    members=message.members,
-                    starts=message.starts,
-                    sets=message.sets,
-                    verdicts=message.verdicts,
-                    controls=message.controls,
+                    membership=message.membership,
                 ),
             )
             return
@@ -212,7 +208,7 @@ class Pserver:
         storage, restored = await self._open_storage(message)
         reach_failpoint("open.after")
         make_run = AsyncRun if message.consistency.is_async else SyncRun
-        run: PserverRun = make_run(message, self.index, self._compute, self._metrics, storage, restored)
+        run = make_run(RunSetup(message, self.index, self._compute, self._metrics, storage, restored))
         await self._replace_run(run, StaleRun("this pserver serves another run now", current=message.run))
         changes.end_change(message.number)
         await run.publish_initial()

@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from ps_protocol.quantisation import add_difference, pieces, quantise
+from ps_protocol.quantisation import add_delta, pieces, quantise
 from ps_protocol.wire_types import WireTensor, quantised
 
 from .layout import BlockPlace, ShardLayout
@@ -85,7 +85,7 @@ class Published:
             quantise(exact[elements] - published[elements], integers[elements], scales[groups])
         if not scales.isfinite().all():
             return False
-        add_difference(published, integers, scales)
+        add_delta(published, integers, scales)
         return True
 
     def borrow_deltas(self) -> dict[str, Sequence[BorrowedTensor]]:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from functools import partial
 
 import httpx
 
 from ps_config.certificates import hint_at_tls
 from ps_protocol.errors import GradpostError, StalePserver, TryAgain
-from ps_protocol.messages import Message, PserverHeartbeatReply, PserverRegistered, RegisterPserver, heartbeat_period
+from ps_protocol.fields import Message
+from ps_protocol.messages import PserverHeartbeatReply, PserverRegistered, RegisterPserver, heartbeat_period
+from ps_protocol.retry import RetryPolicy, request_with_retry
 from ps_protocol.routes import PSERVER_HEARTBEAT, REGISTER_PSERVER
 from ps_protocol.vocabulary import PROTOCOL_VERSION, Round
+from services.runtime.errors import raise_for_problem
 from services.runtime.logs import get_logger
-from services.runtime.peers import raise_for_problem
 
 from .pserver import Pserver
 from .settings import PserverSettings
@@ -39,6 +42,7 @@ class Registration:
         self._http = http
         self._coordinator = settings.coordinator.rstrip("/")
         self.exit_code = 0
+        self._logged = ""  # why the newest registration waits
 
     async def run(self, address: str, stop: asyncio.Event) -> None:
         """Register `address`, then send heartbeats, three in a lease; register again when we are not known any more."""
@@ -71,15 +75,14 @@ class Registration:
             log.error("the last checkpoint was not written in time", seconds=LAST_CHECKPOINT_SECONDS)
 
     async def _register(self, address: str, stop: asyncio.Event) -> PserverRegistered | None:
-        while True:
-            try:
-                held = await self._pserver.open_folder(self._settings.pserver_index)
-                break
-            except TryAgain as error:
-                log.error(str(error))
-            await _wait(RETRY_SECONDS, stop)
-            if stop.is_set():
-                return None
+        """Register until the coordinator answers. Return None if it refuses this pserver, or `stop` is set before."""
+        self._logged = ""
+        index = self._settings.pserver_index
+        policy = RetryPolicy((TryAgain,), partial(self._pause_for_folder, stop))
+        try:
+            held = await request_with_retry(lambda: self._pserver.open_folder(index), policy)
+        except _Stopping:
+            return None
         disk = self._pserver.disk
         request = RegisterPserver(
             protocol=PROTOCOL_VERSION,
@@ -87,34 +90,50 @@ class Registration:
             address=address,
             http2=self._settings.http2,
             local=self._local,
-            index=self._settings.pserver_index if disk is None or disk.index is None else disk.index,
+            index=index if disk is None or disk.index is None else disk.index,
             previous=0 if disk is None else disk.previous_incarnation,
             held=held,
         )
-        said = ""
-        while not stop.is_set():
-            try:
-                answer = PserverRegistered.model_validate_json(await self._post(REGISTER_PSERVER, request))
-            except (httpx.TransportError, ValueError) as error:  # the latter: a proxy's page, say
-                cause = f"{type(error).__name__}: {error}".removesuffix(": ")
-                problem = f"waiting for the coordinator at {self._coordinator} ({cause})"
-                problem += hint_at_tls(self._coordinator, error)
-            except GradpostError as error:
-                if not error.may_be_retried:
-                    log.error("the coordinator refused this pserver", code=error.code, reason=str(error))
-                    self.exit_code = 1
-                    stop.set()
-                    return None
-                problem = f"waiting: {error}"
-            else:
-                await self._pserver.adopt_identity(answer)
-                log.info("registered", pserver=answer.index, incarnation=answer.incarnation)
-                return answer
-            if problem != said:
-                said = problem
-                log.info(problem)
-            await _wait(RETRY_SECONDS, stop)
-        return None
+
+        async def attempt() -> PserverRegistered:
+            if stop.is_set():
+                raise _Stopping
+            return PserverRegistered.model_validate_json(await self._post(REGISTER_PSERVER, request))
+
+        # A ValueError is an answer of something else, such as the page of a proxy.
+        policy = RetryPolicy((httpx.TransportError, ValueError, GradpostError), partial(self._pause_for_answer, stop))
+        try:
+            answer = await request_with_retry(attempt, policy)
+        except _Stopping:
+            return None
+        except GradpostError as error:
+            log.error("the coordinator refused this pserver", code=error.code, reason=str(error))
+            self.exit_code = 1
+            stop.set()
+            return None
+        await self._pserver.adopt_identity(answer)
+        log.info("registered", pserver=answer.index, incarnation=answer.incarnation)
+        return answer
+
+    async def _pause_for_folder(self, stop: asyncio.Event, error: TryAgain) -> None:
+        log.error(str(error))
+        await _wait(RETRY_SECONDS, stop)
+        if stop.is_set():
+            raise _Stopping
+
+    async def _pause_for_answer(self, stop: asyncio.Event, error: Exception) -> None:
+        if isinstance(error, GradpostError):
+            if not error.may_be_retried:
+                raise error
+            problem = f"waiting: {error}"
+        else:
+            cause = f"{type(error).__name__}: {error}".removesuffix(": ")
+            problem = f"waiting for the coordinator at {self._coordinator} ({cause})"
+            problem += hint_at_tls(self._coordinator, error)
+        if problem != self._logged:
+            self._logged = problem
+            log.info(problem)
+        await _wait(RETRY_SECONDS, stop)
 
     async def _send_heartbeats(self, registered: PserverRegistered, stop: asyncio.Event) -> None:
         path = PSERVER_HEARTBEAT.format(index=registered.index)
@@ -153,6 +172,10 @@ class Registration:
         )  # fmt: skip
         raise_for_problem(response)
         return response.content
+
+
+class _Stopping(Exception):  # noqa: N818 - no error
+    """The pserver stops before it is registered."""
 
 
 class IsolationTimer:

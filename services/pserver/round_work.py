@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import xxhash
 from torch import Tensor
 
-from ps_protocol.controls import override_rates
-from ps_protocol.messages import Controls
+from ps_protocol.membership import Controls
 from ps_protocol.norms import ShardNorm
 from ps_protocol.vocabulary import Round
 from ps_protocol.wire_types import WireTensor
@@ -73,7 +72,7 @@ class RoundWork:
         Raises OSError before anything has changed.
         """
         gradient, present = (measured.gradient, measured.present) if measured else self._aggregate(apply, controls)
-        numbers = override_rates(controls, apply.hyper_parameters)
+        numbers = controls.override_rates(apply.hyper_parameters)
         loaded = find_loaded([one.slots for one in apply.contributions])
         if self._storage is not None:
             logged = None if len(present) == len(self._shard.layout.places) else present

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from ps_protocol.errors import ContributionMissing, FutureRound, StaleRound
+from ps_protocol.membership import Membership
 from ps_protocol.messages import FrozenRounds
 from ps_protocol.norms import ShardNorm
 from ps_protocol.optimizers import HyperParameters
@@ -255,22 +256,18 @@ class Rounds(Generic[Payload]):
             verdicts={**self.history.nonfinite, **_as_tuples(self._nonfinite)},
         )
 
-    def install_members(
-        self,
-        members: Mapping[Rank, Incarnation],
-        starts: Mapping[Rank, Round] | None = None,
-        sets: Mapping[Round, tuple[Rank, ...]] | None = None,
-        verdicts: Mapping[Round, tuple[Rank, ...]] | None = None,
-        paused_from: Round | None = None,
-    ) -> Apply[Payload] | Measure[Payload] | None:
+    def install_members(self, membership: Membership) -> Apply[Payload] | Measure[Payload] | None:
         """Install a set of members, for each decided round those whose contributions it takes, and end the freeze.
 
         What those who are gone have staged stays where it was decided that it counts, and is dropped elsewhere.
         """
-        before, self.members, self._starts = self.members, dict(members), dict(starts or {})
-        self._sets = {round_: frozenset(ranks) for round_, ranks in (sets or {}).items() if round_ > self.applied}
-        self.is_frozen, self.paused_from, self.measuring = False, paused_from, None
-        for round_, ranks in (verdicts or {}).items():
+        before, members = self.members, membership.members
+        self.members, self._starts = dict(members), membership.starts
+        self._sets = {round_: frozenset(ranks) for round_, ranks in membership.sets.items() if round_ > self.applied}
+        controls = membership.newest_controls
+        self.paused_from = controls.since if controls.is_paused else None
+        self.is_frozen, self.measuring = False, None
+        for round_, ranks in membership.verdicts.items():
             if round_ > self.applied:
                 self._nonfinite.setdefault(round_, set()).update(ranks)
         staged = {rank for ranks in (*self._staged.values(), *self._batch_barriers.values()) for rank in ranks}

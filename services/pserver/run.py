@@ -1,8 +1,8 @@
-"""One run on one pserver: what all modes share. `sync_run.py` and `async_run.py` hold what they do not.
+"""One run on one pserver: what all modes share. `sync_run.py` and `async_run.py` add the rules of their modes.
 
-The run lives on the event loop. Decisions are made synchronously by pure state machines; this class and its children
-do the waiting and hand tensor work to the compute thread. After every `await` the fence is checked again, since a
-round, a member or the run may have gone meanwhile.
+The run lives on the event loop. Pure state machines make the decisions synchronously; this class and its children wait
+and hand tensor work to the compute thread. The fence is checked again after every `await`, since the round, the member
+or the run may have ended meanwhile.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -52,81 +53,89 @@ log = get_logger()
 
 T = TypeVar("T")
 
-Read: TypeAlias = Callable[[Mapping[str, str]], T]
+Read: TypeAlias = Callable[[Mapping[str, str]], T]  # reads the shard; its argument is the metadata of the version
 BarrierKind = Literal["batch", "fetch"]
 FAILURES_OF_TRAINERS = (TrainerLost, RoundTimeout)  # they end a run, and leave its shards intact
 
 
-class PserverRun(ABC):
-    """Everything a pserver holds for one run. Lives on the event loop; tensors are touched on `compute` only."""
+@dataclass(frozen=True, slots=True)
+class RunSetup:
+    """The parts that a run is made of; `restored` is the shard that it resumes with."""
 
-    def __init__(
-        self,
-        install: InstallRun,
-        index: PserverIndex,
-        compute: ComputeExecutor,
-        metrics: PserverMetrics,
-        storage: RunStorage | None = None,
-        restored: Restored | None = None,
-    ) -> None:
-        self.install = install
-        self.index = index
+    install: InstallRun
+    index: PserverIndex
+    compute: ComputeExecutor
+    metrics: PserverMetrics
+    storage: RunStorage | None = None
+    restored: Restored | None = None
+
+
+class PserverRun(ABC):
+    """The state of one run on one pserver. Lives on the event loop; only `compute` touches tensors."""
+
+    def __init__(self, setup: RunSetup) -> None:
+        self.install = install = setup.install
+        self.index = setup.index
         self.plan = SlicePlan.from_json(install.plan)
-        self._identity = {"run": install.run, "attempt": str(install.attempt)}  # in the metadata of each reply
-        self.shard = restored.shard if restored else Shard(self.plan, index)
-        self.storage = storage
+        self.shard = setup.restored.shard if setup.restored else Shard(self.plan, setup.index)
+        self.storage = setup.storage
         self.failure: GradpostError | None = None
-        self.is_readable = False  # every initial value is here
+        self.is_readable = False  # all initial values have arrived
         assert self.plan.optimizer is not None  # a run always has one
         self._optimizer = self.plan.optimizer
-        self._buffers = {spec.name: spec for spec in self.plan.buffers if spec.pserver == index}
-        # Of all that lives here, on the wire.
-        own = self.plan.shard_bytes(index) + sum(spec.num_bytes for spec in self._buffers.values())
-        num_kinds = len(SLOTS[self._optimizer.name]) + 1  # slots and masters
-        slots = num_kinds * MASTER_BYTES * sum(block.num_elements for block in self.plan.shards[index])
-        self.num_bytes = max(own, self.plan.pushed_bytes(index), slots)
-        pushed = sum(len(place.pushed) for place in self.shard.layout.places)
-        num_blocks = len(self.plan.shards[index])
-        self.num_tensors = max(pushed, num_blocks + len(self._buffers), num_blocks * num_kinds)  # of a body, at most
+        self._buffers = {spec.name: spec for spec in self.plan.buffers if spec.pserver == setup.index}
+        self.max_body_bytes, self.max_body_tensors = self._measure_largest_body()
         self.pushed_bytes = 0
         self.pulled_bytes = 0
         self.transports: set[str] = set()  # HTTP versions of the data requests
-        self.notice = ""  # what the coordinator says of those who were lost
-        self.writer = CheckpointWriter(storage, install.checkpoint_rounds, metrics)
-        self._meter = LoadMeter(metrics)
+        self.notice = ""  # of the coordinator, about lost trainers
+        self.writer = CheckpointWriter(setup.storage, install.checkpoint_rounds, setup.metrics)
+        self._identity = {"run": install.run, "attempt": str(install.attempt)}  # in the metadata of each reply
+        self._meter = LoadMeter(setup.metrics)
         self._condition = asyncio.Condition()
-        self._compute = compute
-        self._metrics = metrics
+        self._compute = setup.compute
+        self._metrics = setup.metrics
         self._publishing = asyncio.Lock()
-        # Since when, by the loop's clock, somebody waits for the missing ones.
-        self._waiting_since: float | None = None
+        self._waiting_since: float | None = None  # when the wait for the missing trainers began, by the loop's clock
 
-    @property
-    def open_round(self) -> Round:
-        """What is being worked on, for those who look for the cause of a failure."""
-        return self.round
-
-    @property
-    def num_queued(self) -> int:
-        """Gradients that wait in queues of blocks."""
-        return 0
+    def _measure_largest_body(self) -> tuple[int, int]:
+        """Return the bytes and the number of tensors that a request about this shard contains at most."""
+        blocks = self.plan.shards[self.index]
+        stored_bytes = self.plan.shard_bytes(self.index) + sum(spec.num_bytes for spec in self._buffers.values())
+        num_kinds = len(SLOTS[self._optimizer.name]) + 1  # slots and masters
+        slot_bytes = num_kinds * MASTER_BYTES * sum(block.num_elements for block in blocks)
+        num_pushed = sum(len(place.pushed) for place in self.shard.layout.places)
+        return (
+            max(stored_bytes, self.plan.pushed_bytes(self.index), slot_bytes),
+            max(num_pushed, len(blocks) + len(self._buffers), len(blocks) * num_kinds),
+        )
 
     # ------------------------------------------------------------------ what a mode decides
 
     @property
     @abstractmethod
     def round(self) -> Round:
-        """How far the run is here: applied rounds, or contributions."""
+        """The number of applied rounds, or in asynchronous modes of applied contributions."""
+
+    @property
+    def open_round(self) -> Round:
+        """The round that a failure is reported with."""
+        return self.round
 
     @property
     @abstractmethod
     def members(self) -> Mapping[Rank, Incarnation]:
-        """Those who take part."""
+        """The trainers that take part, and their incarnations."""
 
     @property
     @abstractmethod
     def missing(self) -> list[Rank]:
-        """Whom everybody waits for."""
+        """The ranks that other trainers wait for."""
+
+    @property
+    def num_queued(self) -> int:
+        """Gradients in the queues of blocks."""
+        return 0
 
     @abstractmethod
     def admit_push(self, fence: Fence) -> Admission:
@@ -134,7 +143,7 @@ class PserverRun(ABC):
 
     @abstractmethod
     async def push(self, fence: Fence, body: Body) -> PushAnswer:
-        """Validate and stage one bucket. Answers as before if it was staged before; changes nothing on an error."""
+        """Validate and stage one bucket. A repeated push gets the same answer; an error changes nothing."""
 
     @abstractmethod
     def count_barrier(self, fence: Fence, kind: BarrierKind, *, is_finite: bool = True) -> BarrierAnswer:
@@ -144,52 +153,59 @@ class PserverRun(ABC):
     async def get(
         self, fence: Fence, wait_seconds: float, names: Sequence[str] = (), norm: AgreedNorm | None = None
     ) -> Reply:
-        """The parameters that belong to a request's round, waiting up to `wait_seconds` for them.
+        """Return the parameters of a request's round, waiting up to `wait_seconds` for them.
 
-        `norm` is the global one of the round's gradient, where that is clipped.
+        `norm` is the global norm of the round's gradient, where gradients are clipped.
         """
-
-    async def get_slots(self, fence: Fence, keys: Sequence[str]) -> Sequence[bytes]:
-        """A frame of the optimizer's slots for a member, as of the request's round: see `Shard.encode_state`.
-
-        Raises BadInput, StaleRound, TryAgain. In the asynchronous modes it is what there is now.
-        """
-
-        def encode() -> tuple[Round, list[bytes]]:
-            return self.shard.version, self.shard.encode_state(keys, self._metadata(fence.round), fence.rank)
-
-        self.check_readable()
-        self.check_member(fence)
-        version, chunks = await self._compute.run(encode)
-        self.check_fence(fence)
-        self.check_member(fence)
-        self._check_slots(fence, version)
-        return chunks
 
     @abstractmethod
     def _check_slots(self, fence: Fence, version: Round) -> None:
-        """Raise what is wrong with slots of this version, if anything is."""
-
-    def read_slots(self, body: Body) -> dict[str, StagedBlock | StepState]:
-        """The slots of a pushed body. Raises what is wrong with them."""
-        body.is_recurring = False
-        return read_slots(body, self.shard.layout, self._optimizer)
+        """Raise StaleRound or TryAgain unless optimizer state of this version may answer the request."""
 
     @abstractmethod
-    async def _freeze(self) -> FrozenRounds:
-        """Let a running apply end, and from then on count no barrier until members are installed."""
+    async def freeze(self) -> FrozenRounds:
+        """Wait for a running apply, and from then on count no barrier until members are installed."""
+
+    @abstractmethod
+    async def wait_until_changeable(self) -> None:
+        """Wait until members may be changed."""
 
     @abstractmethod
     def set_members(self, message: InstallMembers | InstallRun) -> None:
-        """Take over a newer set of members."""
+        """Replace the set of members by a newer one."""
+
+    @abstractmethod
+    async def want_checkpoint(self, round_: Round, *, is_over: bool = False) -> None:
+        """Write a checkpoint after this round: at once if it is the newest round.
+
+        `is_over` marks the last checkpoint of the run, which waits for the checkpoints before it. Raises StaleRound if
+        the round is over, TryAgain while another checkpoint is being written.
+        """
+
+    @abstractmethod
+    async def _finish_apply(self) -> None:
+        """Wait for the running apply."""
+
+    @property
+    @abstractmethod
+    def is_idle(self) -> bool:
+        """Whether the shard contains everything that was acknowledged."""
+
+    @abstractmethod
+    async def read_after_round(self, round_: Round | None, read: Read[T], wait_seconds: float) -> T:
+        """Read the whole shard right after a round, waiting up to `wait_seconds` for it; None is any whole round.
+
+        In asynchronous modes the shard is read between contributions: all blocks contain the same ones. Raises
+        StaleRound if the round is over, RoundPending.
+        """
 
     @abstractmethod
     def describe_trainers(self) -> dict[str, Any]:
-        """Where each trainer stands, as members of PserverState."""
+        """Return the progress of each trainer, as members of PserverState."""
 
     @abstractmethod
-    def _publish(self, reply: Reply) -> None:
-        """Version 0 is complete; this is its frame."""
+    def _open_reads(self, reply: Reply) -> None:
+        """Serve version 0, which is complete; `reply` is its frame."""
 
     @abstractmethod
     def _digest_staged(self, digest: xxhash.xxh3_128) -> None:
@@ -214,7 +230,7 @@ class PserverRun(ABC):
             raise copy.copy(self.failure)  # its traceback would collect the frames, and bodies, of every request
 
     def check_member(self, fence: Fence) -> None:
-        """Raise Conflict unless the request is from the current life of a member."""
+        """Raise Conflict unless the request is from the current incarnation of a member."""
         check_member(self.members, fence.rank, fence.trainer_incarnation)
 
     def check_readable(self) -> None:
@@ -223,14 +239,14 @@ class PserverRun(ABC):
             raise NotReady("the initial values are not complete", waiting_for=self.uploader_name)
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Raise BadInput unless all of these blocks are here."""
+        """Raise BadInput unless this shard has all of these blocks."""
         for name in names:
             if name not in self.shard.layout.place:
                 raise BadInput(f"block {name!r} is not on pserver {self.index}", code="unknown_block")
 
     @property
     def uploader_name(self) -> str:
-        """Who brings the initial values."""
+        """The name of the trainer that uploads the initial values."""
         return f"trainer {self.install.uploader}"
 
     # ------------------------------------------------------------------ initial values
@@ -244,12 +260,12 @@ class PserverRun(ABC):
         return "already_applied" if self.shard.is_initialised else "open"
 
     async def set_initial(self, fence: Fence, body: Body) -> PushAnswer:
-        """Store initial values and buffers; the run is readable at version 0 once all of them are here."""
+        """Store initial values and buffers; the last one makes the run readable at version 0."""
         buffers = read_buffers(body, self._buffers)
         blocks = read_initial_blocks(body, self.shard.layout, skip=self._buffers)
 
         def store() -> None:
-            if not self.shard.is_initialised:  # a late duplicate must not overwrite what has been stepped since
+            if not self.shard.is_initialised:  # a late duplicate must not overwrite later steps
                 for name, block in blocks.items():
                     self.shard.set_initial(name, block.tensor())
                 for entry in buffers:
@@ -264,7 +280,7 @@ class PserverRun(ABC):
         return PushAnswer(status="staged", staged=len(body.frame.tensors), complete=self.shard.is_initialised)
 
     async def publish_initial(self) -> None:
-        """Make version 0 readable once every value is here; a shard without blocks is so from the start."""
+        """Make version 0 readable once every value has arrived; a shard without blocks is readable at once."""
         async with self._publishing:
             if self.is_readable:
                 return
@@ -275,16 +291,16 @@ class PserverRun(ABC):
         async with self._condition:
             if reply is not None and not self.is_readable:
                 self.is_readable = True
-                self._publish(reply)
+                self._open_reads(reply)
                 self._waiting_since = None
             self._condition.notify_all()
 
     def _encode_initial(self) -> Reply | None:
-        # A restored shard begins with what it was restored to.
+        # A restored shard begins with the version that was restored.
         return self._encode(self.shard.version) if self.shard.is_initialised else None
 
     async def _persist_initial(self, storage: RunStorage) -> None:
-        """The initial values are checkpoint 0: it is on the disk before anybody has seen them."""
+        """Write the initial values as checkpoint 0, before a trainer can read them."""
         if self.shard.version == 0 and 0 not in storage.checkpoints:
             try:
                 write = await self._compute.run(storage.snapshot_unchanging, self.shard, self._history())
@@ -294,7 +310,7 @@ class PserverRun(ABC):
             self.check_failure()
 
     def storage_failed(self, what: str, error: OSError) -> StorageFailed:
-        """The error for a disk that does not take what durability demands."""
+        """Return the error for a disk that fails where durability needs it."""
         return StorageFailed(f"pserver {self.index} cannot {what}: {error}", pserver=self.index)
 
     def _encode(self, round_: Round) -> Reply:
@@ -303,12 +319,12 @@ class PserverRun(ABC):
     def _metadata(self, round_: Round) -> dict[str, str]:
         return {**self._identity, "round": str(round_)}
 
-    # ------------------------------------------------------------------ pushes
+    # ------------------------------------------------------------------ pushes and pulls
 
     async def check_finite(self, fence: Fence, blocks: Mapping[str, StagedBlock]) -> bool:
-        """Whether the blocks hold neither NaN nor infinity; under `allow` nobody looks. Counts and logs what does.
+        """Return whether the blocks contain neither NaN nor infinity, and count and log a push that does.
 
-        Raises NonFiniteGradient under `reject`, and BadInput for indices that are none.
+        Under `allow` blocks are not read. Raises NonFiniteGradient under `reject`, and BadInput for wrong indices.
         """
         if self.plan.wire.push == "topk":
             await self._compute.run(check_blocks, blocks)
@@ -326,37 +342,96 @@ class PserverRun(ABC):
             )
         return False
 
+    def read_slots(self, body: Body) -> dict[str, StagedBlock | StepState]:
+        """Return the optimizer state in a pushed body. Raises BadInput."""
+        body.is_recurring = False
+        return read_slots(body, self.shard.layout, self._optimizer)
+
+    async def get_slots(self, fence: Fence, keys: Sequence[str]) -> Sequence[bytes]:
+        """Return a frame of optimizer state as of the request's round: see `Shard.encode_state`.
+
+        In the asynchronous modes it is the newest state. Raises BadInput, StaleRound, TryAgain.
+        """
+
+        def encode() -> tuple[Round, list[bytes]]:
+            return self.shard.version, self.shard.encode_state(keys, self._metadata(fence.round), fence.rank)
+
+        self.check_readable()
+        self.check_member(fence)
+        version, chunks = await self._compute.run(encode)
+        self.check_fence(fence)
+        self.check_member(fence)
+        self._check_slots(fence, version)
+        return chunks
+
+    async def get_buffers(self, fence: Fence) -> Reply:
+        """Return this shard's buffers, which no round changes, for a member."""
+        self.check_fence(fence)
+        self.check_member(fence)
+        self.check_readable()
+        return Reply(0, await self._compute.run(self.shard.encode_buffers, self._metadata(0)))
+
     # ------------------------------------------------------------------ members and the end
 
-    async def freeze(self) -> FrozenRounds:
-        """Stand still until members are installed."""
-        self.check_failure()
-        return await self._freeze()
-
-    @abstractmethod
-    async def wait_until_changeable(self) -> None:
-        """Wait until members may be changed."""
-
     async def install_members(self, message: InstallMembers) -> None:
-        """Take over a set of members, at once, and tell those who wait. It ends a freeze."""
+        """Replace the set of members and notify the waiting requests. Ends a freeze."""
         self.set_members(message)
+        await self._notify()
+
+    async def _notify(self) -> None:
         async with self._condition:
             self._condition.notify_all()
 
     async def fail(self, failure: GradpostError) -> None:
-        """End every wait with this failure, and say so once."""
+        """End every wait with this failure, and log the first one."""
         if self.failure is None:
-            facts = {"round": self.open_round, "code": failure.code, **_culprits(failure)}
-            log.error("run failed", reason=failure.detail, **facts)
-            self.writer.heartbeat_is_due.set()  # the trainers that wait hear of it now, and are perhaps gone soon
+            ranks = failure.facts.get("missing", failure.facts.get("ranks"))
+            facts = {} if ranks is None else {"trainer": ranks}
+            log.error("run failed", reason=failure.detail, round=self.open_round, code=failure.code, **facts)
+            self.writer.heartbeat_is_due.set()  # the waiting trainers get the failure now, and may exit soon
         await self.end(failure)
 
     async def end(self, reason: GradpostError) -> None:
-        """End every wait with `reason`, and refuse with it whatever comes later; the first reason stands."""
+        """End every wait with `reason`, and refuse later requests with it; the first reason stands."""
         if self.failure is None:
             self.failure = copy.copy(reason)  # its traceback would keep this run and its shard
-        async with self._condition:
-            self._condition.notify_all()
+        await self._notify()
+
+    async def stop(self) -> None:
+        """Before the process ends: end every wait, and persist what the shard contains."""
+        if self.storage is not None and self.storage.is_over:
+            await self.writer.prune_folder()  # no heartbeat reply may have reported the last complete checkpoint
+        if self.failure is not None and not self._needs_last_checkpoint(self.failure):
+            return
+        await self._end_waits(TryAgain("this pserver is stopping; send this again, since it may come back"))
+        await self._finish_apply()
+        await self.writer.wait_for_writes("folder")
+        is_persisted = self.storage is None or self.shard.version in self.storage.rounds
+        if self.storage is not None and not is_persisted and self.is_readable and self.is_idle:
+            with contextlib.suppress(TryAgain):  # it was logged
+                await self._checkpoint_now(self.storage, "folder")
+        await self.writer.wait_for_writes()
+
+    def _needs_last_checkpoint(self, failure: GradpostError) -> bool:
+        """Return whether the shard is intact after this failure, and in no log."""
+        has_log = self.storage is not None and self.storage.has_log
+        return isinstance(failure, FAILURES_OF_TRAINERS) and not has_log
+
+    async def _end_waits(self, reason: GradpostError) -> None:
+        await self.end(reason)
+
+    async def wait_for_writes(self) -> None:
+        """Wait for the running apply, and for the checkpoints that are being written."""
+        await self._finish_apply()
+        await self.writer.wait_for_writes()
+
+    async def finish(self) -> None:
+        """After the end: wait until no work of this run is left on a thread or a disk."""
+        await self.wait_for_writes()
+        async with self._publishing:  # checkpoint 0 may be about to be written
+            pass
+        if self.storage is not None:
+            self.storage.close()
 
     # ------------------------------------------------------------------ waiting
 
@@ -366,72 +441,26 @@ class PserverRun(ABC):
 
     @property
     def waiting_seconds(self) -> float:
-        """How long somebody has been waiting for the missing trainers."""
+        """The seconds for which requests have been waiting for the missing trainers."""
         return 0.0 if self._waiting_since is None else asyncio.get_running_loop().time() - self._waiting_since
 
     def make_timeout(self, ranks: Sequence[Rank], owed: str, **facts: Any) -> RoundTimeout:
-        """The error for those who have waited for the round time-out: who did not do what; nobody: the coordinator."""
+        """Return the error for requests that waited for the round time-out for these ranks, or for the coordinator."""
         limit = self.install.round_timeout_seconds
         text = f"{name_trainers(ranks) or 'the coordinator'} did not {owed} within the round time-out of {limit:g} s"
         return RoundTimeout(text, missing=list(ranks), **facts)
 
-    # ------------------------------------------------------------------ checkpoints
-
-    @abstractmethod
-    async def want_checkpoint(self, round_: Round, *, is_over: bool = False) -> None:
-        """Write a checkpoint after this round: at once if it is the newest.
-
-        Raises StaleRound if it is over, TryAgain while others are being written. `is_over` says that nobody pushes any
-        more, so that this one is the last: it waits for those.
-        """
-
-    async def stop(self) -> None:
-        """The process is about to end: whoever waits here is sent away, and what is held is written down."""
-        if self.storage is not None and self.storage.is_over:
-            await self.writer.prune_folder()  # the coordinator may have said in no heartbeat what is complete
-        if self.failure is not None and not self._needs_last_checkpoint(self.failure):
-            return
-        await self._end_waits(TryAgain("this pserver stops; it may be back"))
-        await self._finish_apply()
-        await self.writer.wait_for_writes("folder")
-        is_kept = self.storage is None or self.shard.version in self.storage.rounds
-        if self.storage is not None and not is_kept and self.is_readable and self.is_idle:
-            with contextlib.suppress(TryAgain):  # it has been said
-                await self._checkpoint_now(self.storage, "folder")
-        await self.writer.wait_for_writes()
-
-    def _needs_last_checkpoint(self, failure: GradpostError) -> bool:
-        """Return whether the shard is intact after this failure, and in no log."""
-        has_log = self.storage is not None and self.storage.has_log
-        return isinstance(failure, FAILURES_OF_TRAINERS) and not has_log
+    # ------------------------------------------------------------------ checkpoints and inspection
 
     async def _checkpoint_now(self, storage: RunStorage, destination: Destination) -> None:
-        """Copy the shard as it is. Raises TryAgain."""
+        """Begin a checkpoint of the current shard. Raises TryAgain."""
         snapshot = self._compute.run(
             partial(storage.snapshot, self.shard, self._history(), is_own=destination == "folder")
         )
         await self.writer.snapshot_and_write(self.shard.version, destination, snapshot)
 
-    async def wait_for_writes(self) -> None:
-        """Wait until what was to be applied is, and what was to be written."""
-        await self._finish_apply()
-        await self.writer.wait_for_writes()
-
-    async def _end_waits(self, reason: GradpostError) -> None:
-        """End every wait before the process ends."""
-        await self.end(reason)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing waits to be applied, so that the shard is what was acknowledged."""
-        return True
-
-    @abstractmethod
-    async def _finish_apply(self) -> None:
-        """Wait for what is being applied."""
-
     def require_storage(self) -> RunStorage:
-        """The storage, if a checkpoint can be made now or soon; else raises NotReady, or what ended the run."""
+        """Return the storage, if a checkpoint can be made now or soon. Raises NotReady, or the run's failure."""
         self.check_failure()
         self.check_readable()
         if self.storage is None:
@@ -439,21 +468,15 @@ class PserverRun(ABC):
         return self.storage
 
     def _history(self) -> History:
-        """What the newest rounds were made of, for those who go on from a checkpoint."""
+        """Return the newest rounds' history, which a checkpoint contains."""
         return History()
 
-    async def finish(self) -> None:
-        """After the end: wait until nothing of this run is computed or written any more."""
-        await self.wait_for_writes()
-        async with self._publishing:  # checkpoint 0 may be about to be written
-            pass
-        if self.storage is not None:
-            self.storage.close()
-
-    # ------------------------------------------------------------------ inspection
+    async def read_now(self, read: Read[T], extra: Mapping[str, str] | None = None) -> T:
+        """Return what `read` returns between two updates, on the compute thread; `extra` joins its metadata."""
+        return await self._compute.run(lambda: read({**self._metadata(self.shard.version), **(extra or {})}))
 
     def describe_load(self) -> PserverLoad:
-        """Where it stands and what it has done so far."""
+        """Return the progress and the work so far, for the heartbeat."""
         trainers = self.describe_trainers()
         return PserverLoad(
             batch_barriers=trainers.get("batch_barriers", ()),
@@ -467,44 +490,13 @@ class PserverRun(ABC):
             **self._meter.read(),
         )
 
-    async def read_now(self, make: Read[T], more: Mapping[str, str] | None = None) -> T:
-        """What `make` finds between two updates, on the compute thread; it is given the metadata of the version."""
-        return await self._compute.run(lambda: make({**self._metadata(self.shard.version), **(more or {})}))
-
-    @abstractmethod
-    async def read_after_round(self, round_: Round | None, make: Read[T], wait_seconds: float) -> T:
-        """The same right after a round, waiting so long for it; without one, after some whole round.
-
-        Raises StaleRound if it is over, RoundPending. In asynchronous modes there are no rounds: it is a cut between
-        contributions, all of those before it being applied to all blocks, and none behind it.
-        """
-
-    def _encode_blocks(self, names: list[str]) -> tuple[Round, Sequence[bytes]]:
-        # The compute thread runs one job at a time, so the version belongs to the values.
-        version = self.shard.version
-        return version, self.shard.encode(names, metadata=self._metadata(version), pulled=True)
-
-    async def get_buffers(self, fence: Fence) -> Reply:
-        """The buffers that live here, for a member; no round changes them, so they are version 0."""
-        self.check_fence(fence)
-        self.check_member(fence)
-        self.check_readable()
-        return Reply(0, await self._compute.run(self.shard.encode_buffers, self._metadata(0)))
-
     async def digest(self) -> str:
-        """Of everything that a request could change: values, slots, steps, barriers and staged contributions."""
+        """Return a digest of all that a request could change: values, optimizer state, barriers, contributions."""
         staged = xxhash.xxh3_128()
         self._digest_staged(staged)
         return f"{await self._compute.run(self.shard.digest)}-{staged.hexdigest()}"
 
 
-def _culprits(failure: GradpostError) -> dict[str, object]:
-    """Who is to blame, for the log: the facts of an error that name trainers or a pserver."""
-    return {
-        name: failure.facts[key] for key, name in (("ranks", "trainer"), ("missing", "trainer")) if key in failure.facts
-    }
-
-
 def name_trainers(ranks: Sequence[Rank]) -> str:
-    """`trainer 1` or `trainers 1, 3`."""
+    """Return `trainer 1` or `trainers 1, 3`."""
     return f"trainer{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""

@@ -49,7 +49,7 @@ class Shard:
         self.optimizer = None if plan.optimizer is None else OptimizerBlocks(self.layout, plan.optimizer)
         self.probes = Probes()
         # What trainers have, where that is not the values themselves.
-        self.published = Published(self.layout, self.values) if plan.wire.pulls_differences else None
+        self.published = Published(self.layout, self.values) if plan.wire.pulls_deltas else None
         self._aggregator = Aggregator(self.layout, self.values)
         self._encoder = ChunkEncoder(self.values)
         self._pulled_encoder = self._encoder if self.published is None else ChunkEncoder(self.published.values)

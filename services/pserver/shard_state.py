@@ -104,7 +104,7 @@ def reslice(
     """
     layout = ShardLayout(new, index)
     state = ShardState(0, torch.zeros(layout.num_elements))
-    if new.wire.pulls_differences:
+    if new.wire.pulls_deltas:
         state.published = torch.zeros_like(state.values)
     by_parameter: dict[str, list[BlockPlace]] = {}
     for place in layout.places:

@@ -16,14 +16,13 @@ from ps_protocol.errors import PROBLEM_CONTENT_TYPE, NotReady
 from ps_protocol.routes import HEALTH, METRICS, READY
 from ps_protocol.vocabulary import PROTOCOL_VERSION
 
-from .limits import RequestLimits
-from .loop_lag import watch_loop_lag
-from .metrics import MeasureRequests, ServiceMetrics
-from .overload import LimitRequests
+from .errors import allowed_methods, install_error_handlers
+from .limits import LimitRequests
+from .metrics import MeasureRequests, ServiceMetrics, watch_loop_lag
 from .pages import PAGE_HEADERS, render_operations
-from .problems import allowed_methods, install_error_handlers
 from .routing import AnswerHead, MessageRoute, RawEndpoint, RawRoute
 from .scopes import DASHBOARD, DOCS, needed_scope
+from .settings import RequestLimits
 
 Lifespan: TypeAlias = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 

@@ -15,13 +15,14 @@ import xxhash
 from pydantic import BeforeValidator, Field
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.messages import Controls, Message, ShardFile
+from ps_protocol.fields import Message
+from ps_protocol.membership import Controls
+from ps_protocol.messages import ShardFile
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import PserverIndex, Rank, Round
 
 from .logs import get_logger
-from .places import Place
-from .sealed import DamagedFile, seal, unseal
+from .storage import CheckpointStorage, DamagedFile, seal, unseal
 
 log = get_logger()
 
@@ -86,19 +87,19 @@ def shard_name(index: PserverIndex, num_pservers: int) -> str:
     return f"pserver-{index}-of-{num_pservers}"
 
 
-def list_rounds(place: Place, run: str) -> list[Round]:
+def list_rounds(storage: CheckpointStorage, run: str) -> list[Round]:
     """Rounds of which there is anything at all, newest first."""
-    return sorted((int(name) for name in place.list(run) if _ROUND.fullmatch(name)), reverse=True)
+    return sorted((int(name) for name in storage.list(run) if _ROUND.fullmatch(name)), reverse=True)
 
 
-def read_manifest(place: Place, run: str, round_: Round) -> Manifest | None:
+def read_manifest(storage: CheckpointStorage, run: str, round_: Round) -> Manifest | None:
     """The manifest of a round; None if it has none yet. Raises DamagedFile, OSError."""
     name = f"{round_folder(run, round_)}/{MANIFEST}"
     try:
-        data = place.read(name)
+        data = storage.read(name)
     except FileNotFoundError:
         return None
-    return unseal(data, Manifest, f"{name} in {place.url}")
+    return unseal(data, Manifest, f"{name} in {storage.url}")
 
 
 def is_undone(round_: Round, attempt: int, began: Mapping[int, Round | None]) -> bool:
@@ -119,15 +120,17 @@ def _pass_over_damage(run: str, round_: Round, error: OSError) -> None:
     log.warning("the manifest of a checkpoint cannot be used", run=run, round=round_, error=str(error))
 
 
-def complete_checkpoints(place: Place, run: str, pass_over: PassOver = _pass_over_damage) -> list[Manifest]:
+def complete_checkpoints(
+    storage: CheckpointStorage, run: str, pass_over: PassOver = _pass_over_damage
+) -> list[Manifest]:
     """The manifests of a run, newest first; `pass_over` is called with errors, by default it raises all but damage.
 
     Those of a later attempt come before those of rounds that it has undone.
     """
     found = []
-    for round_ in list_rounds(place, run):
+    for round_ in list_rounds(storage, run):
         try:
-            manifest = read_manifest(place, run, round_)
+            manifest = read_manifest(storage, run, round_)
         except OSError as error:
             pass_over(run, round_, error)
             continue
@@ -136,33 +139,33 @@ def complete_checkpoints(place: Place, run: str, pass_over: PassOver = _pass_ove
     return sorted(found, key=lambda manifest: (manifest.attempt, manifest.round), reverse=True)
 
 
-def all_checkpoints(place: Place, pass_over: PassOver = _pass_over_damage) -> list[Manifest]:
+def all_checkpoints(storage: CheckpointStorage, pass_over: PassOver = _pass_over_damage) -> list[Manifest]:
     """The manifests of all runs, newest first: what `--resume` goes on with, and what `export` writes, is the first.
 
     Runs stand in the order of the dates of their newest ones, and dates order nothing within a run: a clock that jumps
     puts no checkpoint before a later one. Raises OSError.
     """
-    runs = [found for run in place.list("") if (found := complete_checkpoints(place, run, pass_over))]
+    runs = [found for run in storage.list("") if (found := complete_checkpoints(storage, run, pass_over))]
     return [manifest for one in sorted(runs, key=lambda one: one[0].created, reverse=True) for manifest in one]
 
 
-def write_manifest(place: Place, manifest: Manifest) -> None:
+def write_manifest(storage: CheckpointStorage, manifest: Manifest) -> None:
     """Make it a checkpoint."""
-    place.write(f"{round_folder(manifest.run, manifest.round)}/{MANIFEST}", [seal(manifest)])
+    storage.write(f"{round_folder(manifest.run, manifest.round)}/{MANIFEST}", [seal(manifest)])
 
 
-def delete_manifest(place: Place, manifest: Manifest) -> None:
+def delete_manifest(storage: CheckpointStorage, manifest: Manifest) -> None:
     """Make it none any more; its shards are left."""
-    place.delete(f"{round_folder(manifest.run, manifest.round)}/{MANIFEST}")
+    storage.delete(f"{round_folder(manifest.run, manifest.round)}/{MANIFEST}")
 
 
-def read_shard_file(place: Place, run: str, file: ShardFile) -> memoryview:
+def read_shard_file(storage: CheckpointStorage, run: str, file: ShardFile) -> memoryview:
     """The bytes of a shard, checked. Raises DamagedFile."""
     name = f"{round_folder(run, file.round)}/{file.name}"
     try:
-        data = place.read(name)
+        data = storage.read(name)
     except FileNotFoundError:
-        raise DamagedFile(f"{name} is missing in {place.url}") from None
+        raise DamagedFile(f"{name} is missing in {storage.url}") from None
     if len(data) != file.num_bytes or xxhash.xxh3_128_hexdigest(data) != file.digest:
-        raise DamagedFile.wrong_digest(f"{name} in {place.url}")
+        raise DamagedFile.wrong_digest(f"{name} in {storage.url}")
     return data

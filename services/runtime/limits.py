@@ -1,13 +1,133 @@
-"""What a service takes at once, as numbers; `overload.py` enforces it."""
+"""How many requests a service takes at once, and how slowly their bodies may come."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from http import HTTPStatus
+
+from fastapi import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ps_protocol.errors import TryAgain
+
+from .errors import problem_response
+from .scopes import PROBES, needed_scope
+from .settings import RequestLimits
+
+MIN_BODY_BYTES_PER_SECOND = 4 * 1024  # beyond the time-out, in all: a byte now and then is no progress
+HURRIED_BYTES_PER_SECOND = 64 * 1024  # who is slower makes room when there are too many requests
+HURRIED_SECONDS = 1.0  # but not at once
 
 
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """How many requests at once, those that wait included, and how long a body may stand still."""
+class LimitRequests:
+    """ASGI middleware: one request too many is `overloaded`, and a body that does not come is `slow_body`.
 
-    max_requests: int = 2048
-    body_timeout_seconds: float = 30.0
+    Both are decided without reading a body. When there are too many requests, one that crawls is ended in favour of
+    a new one, so that a crowd of slow senders keeps nobody out. Those who only look, and may wait long for something
+    to look at, get half of the places: heartbeats get through, however many look.
+    """
+
+    def __init__(self, app: ASGIApp, limits: RequestLimits) -> None:
+        self._app = app
+        self._limits = limits
+        self._num_requests = 0
+        self._num_readers = 0  # of them
+        self._uploads: set[Upload] = set()  # whose bodies are not here yet
+
+    def __repr__(self) -> str:
+        return f"<LimitRequests [{self._num_requests} of {self._limits.max_requests} | {len(self._uploads)} uploads]>"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer that there are too many."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        needed = needed_scope(scope["method"], scope["path"])
+        is_reader = needed == "read" or (needed is None and (scope["method"], scope["path"]) not in PROBES)
+        if is_reader and self._num_readers >= max(1, self._limits.max_requests // 2):
+            error = TryAgain(f"{self._num_readers} requests that only look are being served already", code="overloaded")
+            await problem_response(error, instance=scope["path"])(scope, receive, send)
+            return
+        if self._num_requests >= self._limits.max_requests and not self._end_slowest_upload():
+            error = TryAgain(f"{self._num_requests} requests are being served already", code="overloaded")
+            await problem_response(error, instance=scope["path"])(scope, receive, send)
+            return
+        upload = Upload(receive, self._limits.body_timeout_seconds)
+
+        async def receive_timed() -> Message:
+            try:
+                return await upload.receive()
+            finally:
+                if upload.is_over:
+                    self._uploads.discard(upload)
+
+        self._num_requests += 1
+        self._num_readers += is_reader
+        self._uploads.add(upload)
+        try:
+            await self._app(scope, receive_timed, send)
+        finally:
+            self._num_requests -= 1
+            self._num_readers -= is_reader
+            self._uploads.discard(upload)
+
+    def _end_slowest_upload(self) -> bool:
+        """End the slowest of the uploads that crawl; whether there was one."""
+        now = asyncio.get_running_loop().time()
+        crawling = [upload for upload in self._uploads if upload.is_crawling(now)]
+        if not crawling:
+            return False
+        slowest = min(crawling, key=lambda upload: upload.num_bytes)
+        self._uploads.discard(slowest)
+        slowest.end(now)
+        return True
+
+
+class Upload:
+    """The body of one request on its way here. Only the time that it is waited for counts."""
+
+    def __init__(self, receive: Receive, timeout_seconds: float) -> None:
+        self.num_bytes = 0
+        self.is_over = False  # it is here, or it will not be
+        self.was_too_slow = False
+        self._receive = receive
+        self._timeout_seconds = timeout_seconds
+        self._waited_seconds = 0.0
+        self._waits_since: float | None = None
+        self._wait: asyncio.Timeout | None = None
+
+    async def receive(self) -> Message:
+        """The next message. HTTPException 408 once the body is too slow: no other would get through FastAPI."""
+        if self.was_too_slow:
+            return {"type": "http.disconnect"}
+        if self.is_over:  # who asks now waits for the client to go, which may take any time
+            return await self._receive()
+        loop = asyncio.get_running_loop()
+        begin = self._waits_since = loop.time()
+        behind = self._timeout_seconds + self.num_bytes / MIN_BODY_BYTES_PER_SECOND - self._waited_seconds
+        try:
+            async with asyncio.timeout_at(begin + min(self._timeout_seconds, behind)) as self._wait:
+                message = await self._receive()
+        except TimeoutError:
+            self.is_over = self.was_too_slow = True
+            raise HTTPException(
+                HTTPStatus.REQUEST_TIMEOUT, f"after {self.num_bytes} bytes the body came too slowly"
+            ) from None
+        finally:
+            self._wait = self._waits_since = None
+        self._waited_seconds += loop.time() - begin
+        self.num_bytes += len(message.get("body", b""))
+        self.is_over = not message.get("more_body", False)
+        return message
+
+    def is_crawling(self, now: float) -> bool:
+        """Whether it is being waited for, and slow enough to be ended in favour of another."""
+        if self._waits_since is None:
+            return False
+        waited = self._waited_seconds + now - self._waits_since
+        return waited > HURRIED_SECONDS and self.num_bytes < HURRIED_BYTES_PER_SECOND * waited
+
+    def end(self, now: float) -> None:
+        """Let the wait time out."""
+        if self._wait is not None and not self._wait.expired():  # else it is about to end by itself
+            self._wait.reschedule(now)

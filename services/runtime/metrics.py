@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from time import perf_counter
 from typing import NamedTuple
 
@@ -19,6 +21,8 @@ from prometheus_client.exposition import choose_encoder
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+INTERVAL_SECONDS = 0.25
 
 # Both labels come from the client, so that only what is listed may become one.
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -138,3 +142,12 @@ class MeasureRequests:
                 received_bytes=received_bytes,
                 sent_bytes=sent_bytes,
             )
+
+
+async def watch_loop_lag(observe: Callable[[float], object], *, interval_seconds: float = INTERVAL_SECONDS) -> None:
+    """Measure forever by how many seconds a sleep of `interval_seconds` is late; run it as a task and cancel it."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + interval_seconds
+        await asyncio.sleep(interval_seconds)
+        observe(max(0.0, loop.time() - due))

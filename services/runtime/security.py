@@ -7,16 +7,18 @@ import hashlib
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
+import httpx
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ps_config.control_client import make_control_client
 from ps_config.hosts import LOOPBACK_NAMES, is_ip_literal, is_loopback, split_port
 from ps_config.tokens import TokenFolder, TokenPair, includes, parse_authorization
 from ps_protocol.errors import BadInput, Forbidden, GradpostError, Unauthenticated
 
+from .errors import problem_response
 from .logs import get_logger
-from .problems import problem_response
 from .scopes import PROBES, needed_scope
 from .settings import ServiceSettings
 
@@ -36,6 +38,12 @@ async def wait_for_token(settings: ServiceSettings, stop: asyncio.Event) -> bool
     if settings.sent_token is None:
         return True
     return await TokenPair(settings.sent_token).wait(TOKEN_WAIT_SECONDS, log.info, stop.is_set)
+
+
+def make_peer_client(settings: ServiceSettings) -> httpx.AsyncClient:
+    """Return a client for the other services, which trusts `tls_ca` as well as the system's authorities."""
+    tokens = None if settings.sent_token is None else TokenPair(settings.sent_token, log.warning)
+    return make_control_client(settings.client_tls, tokens, with_system=True)
 
 
 def guard(app: FastAPI, settings: ServiceSettings, address: str) -> None:

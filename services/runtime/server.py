@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import socket
+import ssl
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from inspect import isawaitable
 from typing import Any, NoReturn
 
+import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ps_config.certificates import server_context
 from ps_config.environment import SettingsError
 from ps_protocol.errors import GradpostError, TryAgain
 
-from .descriptors import allow_many_files
+from .errors import problem_response
+from .http1 import guard_protocol
 from .listen import ListenError, advertised_address, announce, take_port, wait_until_listening
 from .logs import get_logger
-from .memory import keep_large_buffers
-from .problems import problem_response
+from .process import allow_many_files, bound_connections, keep_large_buffers
 from .security import guard, wait_for_token
 from .settings import ServiceSettings
-from .uvicorn_server import UvicornServer
 
+BACKLOG = 1024
+KEEP_ALIVE_SECONDS = 75  # longer than most rounds: a connection that closes between two costs a failed request
 GRACE_SECONDS = 5.0  # what a request in flight gets to end when the service stops
 
 log = get_logger()
@@ -170,3 +175,52 @@ async def _shut_down(server: UvicornServer, serving: asyncio.Task[None], request
         await asyncio.wait({serving})
     elif error := serving.exception():
         log.error("the HTTP server failed", exc_info=error)
+
+
+class UvicornServer(uvicorn.Server):
+    """An HTTP server on this event loop, without signal handlers, logs and lifespan of its own.
+
+    It listens on `bound`, and on the Unix socket `local` if there is one.
+    """
+
+    def __init__(
+        self, app: ASGIApp, settings: ServiceSettings, bound: socket.socket, local: socket.socket | None = None
+    ) -> None:
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # else a line for each request that is not HTTP
+        config = uvicorn.Config(
+            app,
+            http=guard_protocol(settings, bound_connections(settings.max_connections)),
+            ws="none",
+            loop="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            ssl_context_factory=(lambda *_: _offer_http2(server_context(settings.server_tls)))
+            if settings.tls_cert
+            else None,
+        )
+        super().__init__(config)
+        # In this order: a client that reaches the port may tell others of the Unix socket.
+        self._sockets = [bound] if local is None else [local, bound]
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until `stop`, and then until the requests in flight are answered, however long that takes."""
+        await super().serve(sockets or self._sockets)
+
+    def stop(self) -> None:
+        """Accept no more connections and requests."""
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """See uvicorn.Server. Signals are the process's, not the server's."""
+        yield
+
+
+def _offer_http2(context: ssl.SSLContext) -> ssl.SSLContext:
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    return context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -12,10 +13,17 @@ from ps_config.settings import BaseUrl, Settings
 from ps_protocol.frames import FrameLimits
 
 from .failpoints import parse_failpoints
-from .limits import RequestLimits
 from .logs import LogFormat, LogLevel
 
 _LIMITS = FrameLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Limits of concurrent requests, waiting ones included, and of the seconds that a body may stall."""
+
+    max_requests: int = 2048
+    body_timeout_seconds: float = 30.0
 
 
 class ServiceSettings(Settings):

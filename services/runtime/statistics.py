@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ps_protocol.messages import Message
+from ps_protocol.fields import Message
 from ps_protocol.vocabulary import Round
 
 MAX_BINS = 64

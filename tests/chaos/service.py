@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from services.pserver.durable.update_log import UpdateLog
-from services.runtime.places import LocalPlace
+from services.runtime.storage import LocalStorage
 
 CHECK_SECONDS = 0.02
 
@@ -24,7 +24,7 @@ CHECK_SECONDS = 0.02
 def disturb_place(file: Path) -> None:
     """Let every operation on a local place of checkpoints do first what the file says."""
     for name in ("write", "read", "list", "delete"):
-        setattr(LocalPlace, name, _disturb(getattr(LocalPlace, name), file))
+        setattr(LocalStorage, name, _disturb(getattr(LocalStorage, name), file))
 
 
 def _disturb(operation: Callable[..., Any], file: Path) -> Callable[..., Any]:

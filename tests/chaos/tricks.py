@@ -47,7 +47,7 @@ class Tricks:
             if tricks._is_due("truncated"):
                 await tricks._send_truncated(self, round_, b"".join(body))
             if tricks._is_due("late"):
-                late = tricks._send_late(self, self._fence.at_round(round_), b"".join(body))
+                late = tricks._send_late(self, self.connection.fence.at_round(round_), b"".join(body))
                 tricks._late.add(task := asyncio.create_task(late))
                 task.add_done_callback(tricks._late.discard)
             if tricks._is_due("twice"):
@@ -60,7 +60,7 @@ class Tricks:
             return await _get(self, round_, *arguments, **options)
 
         def check_version(self: PserverClient, metadata: Mapping[str, str], round_: int) -> int:
-            version = tricks.versions.setdefault(self.info.index, {})[round_] = _check_version(self, metadata, round_)
+            version = tricks.versions.setdefault(self.index, {})[round_] = _check_version(self, metadata, round_)
             return version
 
         PserverClient.push, PserverClient.get = push, get  # type: ignore[method-assign]
@@ -74,7 +74,7 @@ class Tricks:
 
     async def _send_truncated(self, client: PserverClient, round_: int, body: bytes) -> None:
         cut = body[: self._chance.randrange(1, len(body))]
-        status = await self._post(client, SEND, client._fence.at_round(round_), cut)
+        status = await self._post(client, SEND, client.connection.fence.at_round(round_), cut)
         if status is not None and status < 400:
             self._diary.write("wrong answer", text=f"a body of {len(cut)} of {len(body)} bytes was taken: {status}")
 
@@ -90,8 +90,8 @@ class Tricks:
     ) -> int | None:
         headers = {**fence.to_headers(), "content-type": CONTENT_TYPE, **(more or {})}
         try:
-            response = await client._http.send(
-                "POST", httpx.URL(client.info.address + path), headers, body=(memoryview(body),)
+            response = await client.connection.exchange.send(
+                "POST", httpx.URL(client.connection.info.address + path), headers, body=(memoryview(body),)
             )
         except httpx.TransportError:
             return None  # the pserver has just died, or its answer was lost

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 
 from services.runtime.checkpoints import read_manifest, read_shard_file
-from services.runtime.places import LocalPlace
+from services.runtime.storage import LocalStorage
 
 from .setup import KEEP_CHECKPOINTS, Setup
 
@@ -31,7 +31,7 @@ class Watch:
         self.num_restorable = 0  # checkpoints that were listed before and after they were read, and were whole
         self._setup = setup
         self._state = state
-        self._place = LocalPlace(state / "checkpoints")
+        self._place = LocalStorage(state / "checkpoints")
         self._http = httpx.Client(base_url=address, timeout=ANSWER_SECONDS, trust_env=False)
         self._complain = complain
         self._spoiled = spoiled

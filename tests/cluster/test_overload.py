@@ -58,14 +58,16 @@ async def train(address: str, rank: int, share_is_taken: bool) -> dict[str, torc
         pserver = client.pservers[0]
         begun, may_end = asyncio.Event(), asyncio.Event()
         if share_is_taken:
-            headers = {**pserver._fence.at_round(1).to_headers(), "content-length": "100"}
+            headers = {**pserver.connection.fence.at_round(1).to_headers(), "content-length": "100"}
             body = crawl(begun, may_end, bytes(100))
-            taking = asyncio.create_task(other.post(pserver.info.address + SEND, headers=headers, content=body))
+            taking = asyncio.create_task(
+                other.post(pserver.connection.info.address + SEND, headers=headers, content=body)
+            )
             await begun.wait()
         gradients = {spec.name: torch.full(spec.shape, rank + 1.0) for spec in SPECS}
         sending = asyncio.create_task(client.send(1, gradients, NUMBERS))
         if share_is_taken:
-            while not await count_refused(pserver.info.address):
+            while not await count_refused(pserver.connection.info.address):
                 assert not sending.done()
                 await asyncio.sleep(0.01)
             may_end.set()

@@ -21,6 +21,8 @@ from ps_config.environment import PREFIX
 from ps_config.settings import Settings
 from ps_protocol import messages
 from ps_protocol.errors import ERRORS
+from ps_protocol.fields import Message
+from ps_protocol.membership import Controls, MembershipMessage
 from services.coordinator.metrics import measure_cluster
 from services.coordinator.settings import CoordinatorSettings
 from services.pserver.metrics import PserverMetrics
@@ -123,15 +125,12 @@ def renew_protocol(text: str) -> str:
     """Return the page with the members of all messages and with all error codes."""
     classes = [
         cls
-        for name, cls in vars(messages).items()
-        if inspect.isclass(cls) and issubclass(cls, messages.Message) and cls is not messages.Message
+        for name, cls in {**vars(messages), "Controls": Controls}.items()
+        if inspect.isclass(cls) and issubclass(cls, Message) and cls not in (Message, MembershipMessage)
         and cls.__module__.startswith("ps_protocol") and name not in INSPECTION
     ]  # fmt: skip
     names = {cls.__name__ for cls in classes}
-    members = [
-        (f"`{cls.__name__}`", " ".join(_member(key, field, names) for key, field in cls.model_fields.items()))
-        for cls in classes
-    ]
+    members = [(f"`{cls.__name__}`", _list_members(cls, names)) for cls in classes]
     errors = [
         (f"`{code}`", f"`{error.family.__name__}`", str(error.status), "yes" if error.may_be_retried else "no",
          error.meaning)
@@ -141,10 +140,14 @@ def renew_protocol(text: str) -> str:
     return put_table(text, "Error codes", ("code", "class", "status", "retry", "meaning"), errors)
 
 
-def _member(key: str, field: FieldInfo, messages: set[str]) -> str:
-    """Return the member's name, a question mark if it is optional, and the message that it contains."""
-    nested = [word for word in re.findall(r"\w+", str(field.annotation)) if word in messages]
-    return f"`{key}`" + ("" if field.is_required() else "?") + (f" (`{nested[0]}`)" if nested else "")
+def _list_members(cls: type[Message], names: set[str]) -> str:
+    """Return the members of a message, with a question mark if optional, and the message that each contains."""
+    schema, listed = cls.model_json_schema(), []
+    for name, member in schema["properties"].items():
+        nested = [word for word in re.findall(r"#/\$defs/(\w+)", str(member)) if word in names]
+        mark = "" if name in schema.get("required", ()) else "?"
+        listed.append(f"`{name}`{mark}" + (f" (`{nested[0]}`)" if nested else ""))
+    return " ".join(listed)
 
 
 # ---------------------------------------------------------------- docs/settings.md

@@ -19,7 +19,7 @@ from ps_protocol.vocabulary import ParameterSpec
 from trainer_client import RemoteOptimizer, Session, connect
 from trainer_client.testing import LocalCluster
 
-from ..cluster.parity_model import run_trainers
+from ..cluster.training import run_trainers
 from ..cluster.up_support import ROOT, RunningUp
 from .conftest import NUM_PSERVERS, NUM_TRAINERS
 from .markdown import codes, examples, read, section, tables

@@ -72,8 +72,8 @@ def resume_elsewhere(checkpoints: Path) -> int:
 @pytest.mark.extended
 @pytest.mark.timeout(400)
 def test_another_number_of_pservers(tmp_path: Path, stage: Stage) -> None:
-    script = (ROOT / "tests" / "cluster" / "fault_script.py").read_text()
-    (tmp_path / "train.py").write_text(script.replace("int(sys.argv[1])", "20"))
+    script = (ROOT / "tests" / "cluster" / "training_script.py").read_text()
+    (tmp_path / "train.py").write_text(script.replace("sys.argv[1:]", '["20"]'))
     printed = stage.shell(UP)
     digests = re.findall(r"result (\w+ 20)", printed)
     assert len(digests) == 4, printed
@@ -86,8 +86,8 @@ def test_another_number_of_pservers(tmp_path: Path, stage: Stage) -> None:
 def test_several_machines(tmp_path: Path) -> None:
     """Each machine is an address on loopback; all share the folder of tokens."""
     run_gradpost("token", "create", "--dir", str(tmp_path / "tokens"))
-    script = (ROOT / "tests" / "cluster" / "fault_script.py").read_text()
-    (tmp_path / "train.py").write_text(script.replace("int(sys.argv[1])", "20"))
+    script = (ROOT / "tests" / "cluster" / "training_script.py").read_text()
+    (tmp_path / "train.py").write_text(script.replace("sys.argv[1:]", '["20"]'))
     with socket.create_server(("127.0.0.5", 0)) as taken:
         port = str(taken.getsockname()[1])
     text = MACHINES.text.replace("10.0.0.", "127.0.0.").replace("7070", port).replace("/var/lib", str(tmp_path))

@@ -16,7 +16,7 @@ from ps_config.tokens import SCOPES
 from ps_http2.asgi import DISCARD_SECONDS
 from ps_http2.reader import MAX_FRAME_BYTES, MAX_HEADER_BYTES
 from ps_http2.server import MAX_STREAMS
-from ps_protocol import messages, norms, routes
+from ps_protocol import membership, messages, norms, routes
 from ps_protocol.errors import ERRORS
 from ps_protocol.fence import MAX_DIGITS, MAX_TEXT, Fence
 from ps_protocol.fields import MAX_NAME, MAX_RESULT_NAME, MAX_RESULTS
@@ -25,7 +25,7 @@ from ps_protocol.optimizers import RULES
 from ps_protocol.plan import SlicePlan
 from services.coordinator.app import MAX_WAIT_SECONDS as MAX_PLAN_WAIT_SECONDS
 from services.pserver.endpoints import MAX_GET_BODY_BYTES, MAX_WAIT_SECONDS
-from services.runtime.guarded_protocol import MAX_HEAD_BYTES
+from services.runtime.http1 import MAX_HEAD_BYTES
 from services.runtime.routing import MAX_MESSAGE_BYTES, MAX_MESSAGE_ITEMS, MAX_PLAN_BYTES
 from services.runtime.scopes import DOCS, OPENAPI, ROUTE_SCOPES, needed_scope
 
@@ -140,7 +140,10 @@ def test_errors_and_messages_of_requests_exist() -> None:
     assert len(listed) > 30
     assert listed - {"get"} <= ERRORS.keys()
     names = set(re.findall(r"`([A-Z]\w+)`", section(TEXT, "Endpoints")))
-    assert names == {n for n, c in inspect.getmembers(messages, inspect.isclass) if n in names}
+    assert (
+        names
+        == {n for module in (messages, membership) for n, _ in inspect.getmembers(module, inspect.isclass)} & names
+    )
     assert len(names) > 15
 
 

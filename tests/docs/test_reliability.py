@@ -19,7 +19,7 @@ import torch
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
-from ..cluster.parity_model import assert_identical, run_trainers
+from ..cluster.training import assert_identical, run_trainers
 from ..cluster.up_support import RunningUp, wait_until
 from .conftest import NUM_TRAINERS
 from .markdown import examples, read, section

@@ -132,7 +132,7 @@ def test_pods_are_scraped_with_the_labels_of_our_service_discovery_and_services_
             if selects(monitor["spec"]["selector"], one["metadata"]["labels"]):
                 assert endpoint["port"] in places(overlay)[one["metadata"]["name"]].ports
                 scraped[one["metadata"]["name"]] = {rule["targetLabel"] for rule in endpoint["relabelings"]}
-    # Those of services/coordinator/targets.py; one that is empty, as for the coordinator, is none.
+    # Those of services/coordinator/metrics.py; one that is empty, as for the coordinator, is none.
     service = {"role", "pserver"}
     assert scraped == {"coordinator": service, "pserver": service, "trainer": {"role", "trainer"}}
 

@@ -23,10 +23,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ps_protocol.errors import Conflict
+from ps_protocol.membership import Membership
 from ps_protocol.messages import FrozenRounds
 from ps_protocol.norms import AgreedNorm, ShardNorm, agree
 from ps_protocol.optimizers import HyperParameters
-from services.coordinator.decision import Membership, Rollback, decide, newest_common
+from services.coordinator.decision import Rollback, decide, newest_common
 from services.pserver.admission import MembershipChanges
 from services.pserver.history import History
 from services.pserver.rounds import Measure, Rounds
@@ -492,7 +493,7 @@ class Faults(RuleBasedStateMachine):
             pserver.restore(message.resume, self.max_delay)
             pserver.attempt = message.attempt
         pserver.changes.end_change(message.number)
-        pserver.wait_for_writes(pserver.rounds.install_members(decided.members, decided.starts, decided.sets))
+        pserver.wait_for_writes(pserver.rounds.install_members(decided))
         pserver.is_up = True
         return True
 

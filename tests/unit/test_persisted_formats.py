@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from gradpost.export import export_model
-from services.coordinator.record import RecordFile, recall_cluster
+from ps_protocol.membership import Controls, Membership
+from services.coordinator.record import RecordFile, restore_cluster
 from services.pserver.durable.disk import Disk
 from services.runtime.checkpoints import complete_checkpoints
-from services.runtime.places import open_place
+from services.runtime.storage import open_checkpoint_storage
 
 from .coordinator.support import make_cluster
 from .pserver.durable.support import digest_after, install_for, plan_for
@@ -46,15 +47,16 @@ def test_a_coordinator_goes_on_with_what_it_had_written(folder: Path) -> None:
     record = RecordFile(folder).read()
     assert record is not None
     cluster = make_cluster(on_trainer_loss="wait", durability="log")
-    recall_cluster(cluster, record, 100.0)
+    restore_cluster(cluster, record, 100.0)
     run = cluster.run
     assert (run.name, run.attempt, run.resume, run.began) == ("run1", 1, 7, {1: 7})
-    assert (run.controls[0].rates, run.controls[0].frozen) == ({0: 0.5}, ("b",))
+    controls = Controls(since=3, rates={0: 0.5}, frozen=("b",))
+    assert run.membership == Membership({0: 1, 1: 1}, {1: 9}, {9: (0,), 10: (0, 1)}, {9: (0,)}, (controls,))
     assert [trainer.state for trainer in run.trainers.values()] == ["declared", "done"]
 
 
 def test_checkpoints_are_found_and_exported(folder: Path, tmp_path: Path) -> None:
-    place = open_place(str(folder / "checkpoints"))
+    place = open_checkpoint_storage(str(folder / "checkpoints"))
     assert [manifest.round for manifest in complete_checkpoints(place, "run1")] == [4, 0]
     export_model(tmp_path / "model.safetensors", place.url, "run1", 0)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -160,7 +160,7 @@ def test_import_contracts_are_kept_and_violations_are_noticed(tmp_path: Path) ->
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for path, line in [
-        ("ps_protocol/slicing.py", "import services.runtime"),
+        ("ps_protocol/placement.py", "import services.runtime"),
         ("services/runtime/__init__.py", "import services.pserver"),
         ("ps_protocol/plan.py", "import pydantic"),
         ("ps_http2/frames.py", "import ps_protocol"),

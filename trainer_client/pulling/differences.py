@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from ps_protocol.errors import BadInput
-from ps_protocol.quantisation import PIECE, add_difference
+from ps_protocol.quantisation import PIECE, add_delta
 from ps_protocol.wire_types import SCALES, quantised
 
 from ..tensors import TORCH_DTYPES, writable_bytes
@@ -43,7 +43,7 @@ class Differences:
             raise BadInput("a difference has integers and scales", code="malformed_frame", actual=sorted(received)[:8])
         num_elements = 0
         for name in names:
-            add_difference(*self._blocks[name])
+            add_delta(*self._blocks[name])
             num_elements += len(self._blocks[name][0])
             if num_elements >= PIECE:
                 num_elements = 0

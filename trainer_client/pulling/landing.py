@@ -29,7 +29,7 @@ class Landing:
         self._copies = ParameterCopies(are_awaited=are_awaited)
         self._plan = plan
         self._dtypes = {name: TORCH_DTYPES[plan.pulled(name)] for name in parameters}
-        self._is_apart = max_delay > 0 or plan.wire.pulls_differences
+        self._is_apart = max_delay > 0 or plan.wire.pulls_deltas
         self.sets: list[dict[str, Tensor]] = (
             [{name: host_memory(p, self._dtypes[name]) for name, p in parameters.items()} for _ in range(max_delay + 1)]
             if self._is_apart

@@ -50,7 +50,7 @@ async def pull_slots(
                     data = writable_bytes(tensor[block.begin : block.end])
                     wanted[block.pserver][slot_key(slot, block.name)] = data
     portion_bytes = client.settings.chosen_bucket_bytes
-    await client.ask_all(lambda pserver: _fetch(pserver, round_, wanted[pserver.info.index], portion_bytes))
+    await client.ask_all(lambda pserver: _fetch(pserver, round_, wanted[pserver.index], portion_bytes))
     return found
 
 

@@ -1,4 +1,4 @@
-"""How the run goes just now, and who takes part in it: `ActivityLog` as an answer."""
+"""The state of the cluster and the activity of its members, as the coordinator knows them from heartbeats."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import Field
 
-from ps_protocol.messages import Message
+from ps_config.versions import installed_versions
+from ps_protocol.fields import Message
+from ps_protocol.messages import ClusterStatus, PserverStatus, Software, TrainerStatus
 from ps_protocol.vocabulary import Mode, PserverIndex, Rank, Round
 
-from ..activity import WINDOW_SECONDS, Heard, Sample, rate
+from ..activity import WINDOW_SECONDS, PserverReport, Sample, rate
 from ..coordinator import Coordinator
 from ..trainers import TrainerMember
 
@@ -125,7 +127,7 @@ def _short(rate_: float | None) -> float | None:
     return None if rate_ is None else round(rate_, 3)
 
 
-def _barrier(newest: dict[PserverIndex, Heard]) -> Barrier | None:
+def _barrier(newest: dict[PserverIndex, PserverReport]) -> Barrier | None:
     waiting = {index: heard for index, heard in newest.items() if heard.missing}
     if not waiting:
         return None
@@ -154,7 +156,7 @@ def _barrier_in_ring(trainers: Mapping[Rank, TrainerMember], now: float, wall: f
     return Barrier(pserver=None, round=round_, arrived=tuple(waiting), missing=missing, waiting_since=wall - waited)
 
 
-def _pserver(index: PserverIndex, heard: Sequence[Heard]) -> PserverActivity:
+def _pserver(index: PserverIndex, heard: Sequence[PserverReport]) -> PserverActivity:
     first, last = heard[0], heard[-1]
     a, b = first.load, last.load
     return PserverActivity(
@@ -177,7 +179,7 @@ def _mean(total: float, number: int) -> float | None:
 
 
 def _trainers(
-    coordinator: Coordinator, newest: dict[PserverIndex, Heard], participants: Sequence[Rank]
+    coordinator: Coordinator, newest: dict[PserverIndex, PserverReport], participants: Sequence[Rank]
 ) -> tuple[TrainerActivity, ...]:
     run, log = coordinator.cluster.run, coordinator.activity
     is_async = run.defaults.consistency.is_async
@@ -204,9 +206,65 @@ def _trainers(
     return tuple(found)
 
 
-def _staleness(newest: Sequence[Heard]) -> tuple[tuple[float | None, int], ...]:
+def _staleness(newest: Sequence[PserverReport]) -> tuple[tuple[float | None, int], ...]:
     counts: dict[float | None, int] = {}
     for heard in newest:
         for bound, number in heard.load.staleness:
             counts[bound] = counts.get(bound, 0) + number
     return tuple(counts.items()) if any(counts.values()) else ()
+
+
+def describe_status(coordinator: Coordinator) -> ClusterStatus:
+    """How the cluster stands now."""
+    cluster, run, now = coordinator.cluster, coordinator.cluster.run, coordinator.now()
+    plan = run.plan
+    pservers = [member for _, member in sorted(cluster.registry.members.items())]
+    return ClusterStatus(
+        run=run.name,
+        state=run.state,
+        mode=run.mode,
+        num_pservers=cluster.registry.num_pservers,
+        num_trainers=run.sizes[0],
+        waiting_for=tuple(cluster.waiting_for),
+        prospects=(
+            *filter(None, [cluster.pause]),
+            *(f"{text}; the run fails in {left:.0f} s unless it comes back" for text, left in cluster.prospects(now)),
+        ),
+        failure=run.failure.to_problem() if run.failure else None,
+        plan_digest=plan.digest if plan else None,
+        num_parameters=len(plan.parameters) if plan else 0,
+        parameter_bytes=plan.num_bytes if plan else 0,
+        round=min(cluster.rounds, default=0),
+        pservers=tuple(
+            PserverStatus(
+                index=member.info.index,
+                address=member.info.address,
+                http2=member.info.http2,
+                incarnation=member.info.incarnation,
+                round=member.round,
+                missing=member.missing,
+                waiting_seconds=member.waiting_seconds,
+                heartbeat_age_seconds=now - member.seen_at,
+                software=member.software,
+            )
+            for member in pservers
+        ),
+        trainers=tuple(
+            TrainerStatus(
+                rank=trainer.rank,
+                incarnation=trainer.incarnation,
+                round=trainer.round,
+                state=trainer.state,
+                heartbeat_age_seconds=now - trainer.seen_at,
+                metrics_address=trainer.metrics_address,
+                results=trainer.results,
+                software=trainer.software,
+                links=dict(trainer.links),
+                unreachable=dict(trainer.unreachable),
+                waiting_seconds=trainer.waiting_seconds,
+                is_done=trainer.is_done,
+            )
+            for _, trainer in sorted(run.trainers.items())
+        ),
+        software=Software(**installed_versions()),
+    )

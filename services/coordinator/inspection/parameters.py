@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
@@ -12,14 +14,13 @@ from pydantic import BaseModel
 from ps_protocol.errors import NotFound
 from ps_protocol.frames import encode_header
 from ps_protocol.plan import SlicePlan
-from ps_protocol.routes import BLOCKS, SLOTS, STEPS_KEY
+from ps_protocol.routes import BLOCKS, SHARD, SLOTS, STEPS_KEY
 from ps_protocol.vocabulary import DTYPE_BYTES, Block, ParameterSpec, PserverIndex, Round
 from services.runtime.large_replies import PART_BYTES, Stream
 
 from ..coordinator import Coordinator
-from .arriving import ArrivingFrame, open_frames
 from .formats import Format, Tensor, check_json
-from .reading import current_plan, round_everywhere
+from .reading import IncomingFrame, current_plan, open_frames, round_everywhere
 
 
 class BlockEntry(BaseModel):
@@ -113,7 +114,7 @@ async def open_parameter(coordinator: Coordinator, name: str, form: Format) -> A
 
 
 async def _read_blocks(
-    frames: Mapping[PserverIndex, ArrivingFrame], blocks: Sequence[Block], width: int
+    frames: Mapping[PserverIndex, IncomingFrame], blocks: Sequence[Block], width: int
 ) -> AsyncIterator[bytes]:
     for block in blocks:
         async for part in frames[block.pserver].read(width * block.num_elements):
@@ -153,7 +154,7 @@ async def open_slots(coordinator: Coordinator, name: str) -> AsyncIterator[Strea
         yield Stream(len(head) + len(slots) * 4 * spec.num_elements, _join(head, parts()), {})
 
 
-async def _read_slot(frame: ArrivingFrame, name: str, num_elements: int) -> AsyncIterator[bytes]:
+async def _read_slot(frame: IncomingFrame, name: str, num_elements: int) -> AsyncIterator[bytes]:
     """One that its pserver has not needed yet is zeros."""
     if name in frame.names:
         async for part in frame.read(4 * num_elements):
@@ -187,10 +188,83 @@ def _names_of(blocks: Sequence[Block]) -> dict[PserverIndex, list[str]]:
     return {index: [block.name for block in blocks if block.pserver == index] for index in owners_of(blocks)}
 
 
-def _facts(coordinator: Coordinator, frames: Mapping[PserverIndex, ArrivingFrame]) -> dict[str, str]:
+def _facts(coordinator: Coordinator, frames: Mapping[PserverIndex, IncomingFrame]) -> dict[str, str]:
     if not frames:  # no pserver has a block of it
         run = coordinator.cluster.run
         return {"run": run.name, "attempt": str(run.attempt), "round": str(round_everywhere(coordinator))}
     newest = max(frames.values(), key=lambda frame: frame.attempt)
     version = min(frame.version for frame in frames.values())
     return {"run": newest.run, "attempt": str(newest.attempt), "round": str(version)}
+
+
+@asynccontextmanager
+async def open_model(coordinator: Coordinator) -> AsyncIterator[Stream]:
+    """The model of one round, tied names and buffers included, for `load_state_dict(strict=True)`.
+
+    In asynchronous modes pservers have no round in common: the shard of each is a cut between contributions, and the
+    metadata says of each which steps of whom are in it. Raises NotReady, TryAgain, RoundPending.
+    """
+    plan = current_plan(coordinator)
+    run = coordinator.cluster.run
+    async with open_frames(coordinator, SHARD, dict.fromkeys(range(plan.num_pservers), ())) as shards:
+        aliases = {} if run.declaration is None else run.declaration.aliases
+        items = [_Item(spec.name, spec.dtype, spec.shape, ()) for spec in plan.parameters]
+        items += [_Item(spec.name, spec.dtype, spec.shape, (spec.pserver,)) for spec in plan.buffers]
+        names: dict[str, list[str]] = {}
+        for alias, name in aliases.items():
+            names.setdefault(name, []).append(alias)
+        header = encode_header(
+            [(name, item.dtype, item.shape) for item in items for name in (item.name, *names.get(item.name, ()))],
+            {"format": "pt", **_describe(run.name, shards)},
+        )
+        total = sum(item.num_bytes * (1 + len(names.get(item.name, ()))) for item in items)
+
+        async def parts() -> AsyncIterator[bytes]:
+            yield header
+            for item in items:
+                copies: list[bytes] = []
+                async for part in _read_item(plan, shards, item):
+                    yield part
+                    if item.name in names:
+                        copies.append(part)
+                for _ in names.get(item.name, ()):
+                    for part in copies:
+                        yield part
+
+        version = min((shard.version for shard in shards.values()), default=0)
+        name = f'attachment; filename="{run.name}-round-{version}.safetensors"'
+        yield Stream(len(header) + total, parts(), {"content-disposition": name})
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pserver: tuple[PserverIndex, ...]  # of a buffer; of a parameter its blocks say
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+async def _read_item(
+    plan: SlicePlan, shards: Mapping[PserverIndex, IncomingFrame], item: _Item
+) -> AsyncIterator[bytes]:
+    if item.pserver:
+        async for part in shards[item.pserver[0]].read(item.num_bytes):
+            yield part
+        return
+    for block in plan.blocks_of[item.name]:
+        async for part in shards[block.pserver].read(plan.block_bytes(block)):
+            yield part
+
+
+def _describe(run: str, shards: Mapping[PserverIndex, IncomingFrame]) -> dict[str, str]:
+    versions = [shard.version for shard in shards.values()]
+    described = {"run": run, "round": str(min(versions, default=0))}
+    for index, shard in shards.items():
+        for key, value in shard.metadata.items():
+            if key not in ("run", "attempt", "round"):
+                described[f"pserver{index}.{key}"] = value
+    return described

@@ -7,17 +7,20 @@ named, which is not over anywhere, and each answers right after it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import httpx
 
 from ps_protocol.errors import NotReady, StaleRound, TryAgain
+from ps_protocol.frames import LENGTH_BYTES, Frame, FrameLimits, parse_header, parse_length
 from ps_protocol.messages import PserverState
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import STATE
 from ps_protocol.vocabulary import PserverIndex, Round
-from services.runtime.peers import raise_for_problem
+from services.runtime.errors import raise_for_problem
+from services.runtime.large_replies import PART_BYTES
 
 from ..coordinator import Coordinator
 from ..pservers import PserverMember
@@ -53,7 +56,7 @@ A = TypeVar("A", bound=Answer)
 
 def current_plan(coordinator: Coordinator) -> SlicePlan:
     """The plan of the run, for those who ask pservers. Raises NotReady before there is one, `no_pservers`."""
-    coordinator.cluster.need_pservers()
+    coordinator.cluster.require_pservers()
     plan = coordinator.cluster.run.plan
     if plan is None:
         raise NotReady("no run has begun, so there are no parameters yet", waiting_for=coordinator.cluster.waiting_for)
@@ -73,7 +76,7 @@ def round_everywhere(coordinator: Coordinator) -> Round:
     return min((member.round for member in coordinator.cluster.registry.members.values()), default=0)
 
 
-async def read_alike(
+async def read_same_version(
     coordinator: Coordinator,
     pservers: Sequence[PserverIndex],
     ask: Callable[[PserverMember, Round | None], Awaitable[A]],
@@ -120,3 +123,108 @@ async def read_versions(coordinator: Coordinator, pservers: Sequence[PserverInde
         *(get_from(coordinator, find_member(coordinator, index), STATE, {}) for index in pservers)
     )
     return {PserverState.model_validate_json(answer).round for answer in answers}
+
+
+STILL_SECONDS = 7.0  # a server gives up on who takes nothing for `body_timeout_seconds`, which is longer
+PARTS_AT_ONCE = 2  # so much more than the kernels hold between two processes as to move what they hold
+_LIMITS = FrameLimits(max_body_bytes=1 << 62, max_header_bytes=1 << 30, max_tensors=1 << 30)  # our own pservers
+GONE = "a pserver went away while its shard was being read"
+
+
+class IncomingFrame(Answer):
+    """One pserver's frame: its header is here, its data is read in order."""
+
+    def __init__(self, frame: Frame, parts: AsyncIterator[bytes], rest: bytes) -> None:
+        self.metadata = dict(frame.metadata)
+        self.names = frozenset(entry.name for entry in frame.tensors)
+        self._parts = parts
+        self._rest = bytearray(rest)
+        self._receive_lock = asyncio.Lock()
+        self._received_at = asyncio.get_running_loop().time()
+
+    async def _receive(self) -> bool:
+        """Have the next part here; False if there is none. Raises httpx.HTTPError."""
+        async with self._receive_lock:
+            part = await anext(self._parts, None)
+            self._received_at = asyncio.get_running_loop().time()
+            self._rest += part or b""
+            return part is not None
+
+    async def drain_slowly(self) -> None:
+        """Take a little now and then, while what stands before it in a file flows at the pace of who reads that."""
+        with suppress(httpx.HTTPError):  # whoever reads on hears of it
+            while True:
+                await asyncio.sleep(STILL_SECONDS / 2)
+                if asyncio.get_running_loop().time() - self._received_at >= STILL_SECONDS / 2:
+                    for _ in range(PARTS_AT_ONCE):
+                        if not await self._receive():
+                            return
+
+    async def read(self, num_bytes: int) -> AsyncIterator[bytes]:
+        """The next so many bytes. Raises TryAgain if it ends before them."""
+        while num_bytes:
+            if not self._rest:
+                try:
+                    await self._receive()
+                except httpx.HTTPError as error:
+                    raise TryAgain(f"{GONE}: {error!r}") from error
+            if not self._rest:
+                raise TryAgain(GONE)
+            part = bytes(self._rest[: min(num_bytes, PART_BYTES)])
+            del self._rest[: len(part)]
+            num_bytes -= len(part)
+            yield part
+
+
+@asynccontextmanager
+async def open_frames(
+    coordinator: Coordinator, route: str, names: Mapping[PserverIndex, Sequence[str]]
+) -> AsyncIterator[dict[PserverIndex, IncomingFrame]]:
+    """The frames that these pservers answer for these blocks (none: all of them), all of one version.
+
+    Raises NotReady, TryAgain, RoundPending.
+    """
+    async with AsyncExitStack() as stack:
+        opened: dict[PserverIndex, AsyncExitStack] = {}
+
+        async def ask(member: PserverMember, named: Round | None) -> IncomingFrame:
+            index = member.info.index
+            if (before := opened.pop(index, None)) is not None:
+                await before.aclose()  # it was of another round than the others
+            own = opened[index] = await stack.enter_async_context(AsyncExitStack())
+            parameters: dict[str, Any] = {"name": list(names[index])} if names[index] else {}
+            if named is not None:
+                parameters |= {"round": named, "wait_seconds": WAIT_SECONDS}
+            return await _open_frame(coordinator, own, member, route, parameters)
+
+        frames = dict(zip(names, await read_same_version(coordinator, list(names), ask), strict=True))
+        moving = [asyncio.create_task(frame.drain_slowly(), name="keep moving") for frame in frames.values()]
+        try:
+            yield frames
+        finally:
+            for task in moving:
+                task.cancel()
+            await asyncio.gather(*moving, return_exceptions=True)
+
+
+async def _open_frame(
+    coordinator: Coordinator, stack: AsyncExitStack, member: PserverMember, route: str, parameters: dict[str, Any]
+) -> IncomingFrame:
+    """Ask for it and read the beginning of the answer; the rest is left on its way until the stack is closed."""
+    try:
+        response = await stack.enter_async_context(
+            coordinator.http.stream(
+                "GET", member.info.address + route, params=parameters, timeout=READ_SECONDS + WAIT_SECONDS
+            )
+        )
+        if response.is_error:
+            await response.aread()
+            raise_for_problem(response)
+        parts = response.aiter_bytes(PART_BYTES)
+        begun = b""
+        while len(begun) < LENGTH_BYTES or len(begun) < parse_length(begun, _LIMITS):
+            begun += await anext(parts)
+    except (httpx.HTTPError, StopAsyncIteration) as error:
+        raise TryAgain(f"pserver {member.info.index} did not answer: {error!r}") from error
+    data_begin = parse_length(begun, _LIMITS)
+    return IncomingFrame(parse_header(begun[LENGTH_BYTES:data_begin], _LIMITS), parts, begun[data_begin:])

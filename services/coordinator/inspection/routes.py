@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Annotated, Any, TypeAlias
 
 from fastapi import FastAPI, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from fastapi.sse import format_sse_event
+from starlette.types import Receive, Scope, Send
 
 from ps_protocol import routes
+from ps_protocol.errors import TryAgain
 from ps_protocol.fields import Name, OrdinalText, Round
 from ps_protocol.frames import CONTENT_TYPE
 from ps_protocol.messages import ClusterStatus
 from services.runtime.large_replies import LargeReplies, StreamedReply
 from services.runtime.statistics import ParameterStatistics
 
+from ..activity import MAX_POINTS, CurveList
 from ..coordinator import Coordinator
-from ..curves import MAX_POINTS, CurveList
 from ..events import MAX_EVENTS, Event
-from .activity import Activity, describe_activity
-from .event_stream import EventStreams
+from .activity import Activity, describe_activity, describe_status
 from .formats import CONTENT_TYPES, Format
 from .parameters import (
     ParameterList,
     describe_parameters,
     find_parameter,
+    open_model,
     open_parameter,
     open_slots,
     owners_of,
     wait_for_newer,
 )
 from .reading import current_plan, read_versions, round_everywhere
-from .statistics import StatisticsKeeper
-from .status import describe_status
-from .whole_model import open_model
+from .statistics import StatisticsCache
 
 MAX_WAIT_SECONDS = 30.0
 
@@ -49,7 +53,7 @@ EventId: TypeAlias = Annotated[OrdinalText, Query()]
 def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
     """Add them to the application."""
     large = LargeReplies()
-    statistics = StatisticsKeeper(coordinator)
+    statistics = StatisticsCache(coordinator)
     streams = EventStreams(coordinator)
 
     @app.get(routes.STATUS, tags=["inspection"])
@@ -146,3 +150,61 @@ def _is_of_this_attempt(coordinator: Coordinator, tag: str) -> bool:
 def _tag(coordinator: Coordinator, version: Round) -> str:
     run = coordinator.cluster.run
     return f'"{run.name}.{run.attempt}.{version}"'
+
+
+MAX_STREAMS = 64
+SILENT_SECONDS = 15.0  # then a comment shows that the connection lives
+RETRY_MILLISECONDS = 1000
+
+
+class EventStreams:
+    """Those that are open. Each holds a connection, and nothing else."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._num_open = 0
+
+    def open(self, after: int) -> Response:
+        """A reply that lasts until its client leaves or the service stops; TryAgain if there are too many."""
+        return _EventStream(self._stream(after), self.place())
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Hold one for the block. Raises TryAgain."""
+        if self._num_open >= MAX_STREAMS:
+            raise TryAgain(f"{MAX_STREAMS} streams of events are open", code="overloaded")
+        self._num_open += 1
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+
+    async def _stream(self, after: int) -> AsyncIterator[bytes]:
+        yield format_sse_event(comment="events of the cluster", retry=RETRY_MILLISECONDS)
+        while not self._coordinator.is_stopping:
+            news = await self._wait_for_news(after)
+            for event in news:
+                after = event.id
+                yield format_sse_event(data_str=event.model_dump_json(), event=event.kind, id=str(event.id))
+            if not news:
+                yield format_sse_event(comment="")
+
+    async def _wait_for_news(self, after: int) -> list[Event]:
+        """None if it is silent for long."""
+        coordinator = self._coordinator
+        await coordinator.wait_until(
+            lambda: coordinator.events.newest_id > after or coordinator.is_stopping, SILENT_SECONDS
+        )
+        return coordinator.events.after(after)
+
+
+class _EventStream(StreamingResponse):
+    """It takes its place when it is sent, and gives it back when that ends, however it ends."""
+
+    def __init__(self, content: AsyncIterator[bytes], place: AbstractContextManager[None]) -> None:
+        super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._place = place
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._place:
+            await super().__call__(scope, receive, send)

@@ -36,7 +36,7 @@ class _Batch:
     specs: list[ParameterSpec] = field(default_factory=list)
     is_open: bool = True
 
-    def takes(self, plan: SlicePlan, spec: ParameterSpec) -> bool:
+    def has_room_for(self, plan: SlicePlan, spec: ParameterSpec) -> bool:
         num_elements = sum(one.num_elements for one in self.specs) + spec.num_elements
         num_characters = sum(len(one.name) for one in self.specs) + len(spec.name)
         fits = num_elements <= MAX_BATCH_ELEMENTS and num_characters <= MAX_BATCH_CHARACTERS
@@ -44,12 +44,12 @@ class _Batch:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _CachedAnswer:
     asked_at: float
     answer: asyncio.Task[dict[str, bytes]]
 
 
-class StatisticsKeeper:
+class StatisticsCache:
     """Keeps the newest of each parameter of the run, so that a hundred who look cost the pservers what one does.
 
     Those who ask for others within half a second share the requests to the pservers.
@@ -58,7 +58,7 @@ class StatisticsKeeper:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._run = ""
-        self._kept: dict[str, _Kept] = {}
+        self._cached: dict[str, _CachedAnswer] = {}
         self._batch: _Batch | None = None
         self._answer: asyncio.Task[dict[str, bytes]]  # to that batch
         self._next_at = 0.0  # when the next batch may begin
@@ -71,19 +71,19 @@ class StatisticsKeeper:
         run = coordinator.cluster.run.name
         if run != self._run:
             self._run = run
-            self._kept.clear()
-        kept = self._kept.get(name)
-        if kept is None or (kept.answer.done() and coordinator.now() - kept.asked_at > FRESH_SECONDS):
-            kept = self._kept[name] = _Kept(coordinator.now(), self._join_batch(plan, spec))
+            self._cached.clear()
+        cached = self._cached.get(name)
+        if cached is None or (cached.answer.done() and coordinator.now() - cached.asked_at > FRESH_SECONDS):
+            cached = self._cached[name] = _CachedAnswer(coordinator.now(), self._join_batch(plan, spec))
         try:
-            return (await asyncio.shield(kept.answer))[name]
+            return (await asyncio.shield(cached.answer))[name]
         except Exception:
-            if self._kept.get(name) is kept:
-                del self._kept[name]  # who asks again tries again
+            if self._cached.get(name) is cached:
+                del self._cached[name]  # who asks again tries again
             raise
 
     def _join_batch(self, plan: SlicePlan, spec: ParameterSpec) -> asyncio.Task[dict[str, bytes]]:
-        if self._batch is None or not self._batch.takes(plan, spec):
+        if self._batch is None or not self._batch.has_room_for(plan, spec):
             now = self._coordinator.now()
             begin = max(now, self._next_at)
             self._next_at = begin + SPACING_SECONDS

@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 from pydantic import field_validator
 
 from ps_protocol.errors import GradpostError, StorageFailed
-from ps_protocol.messages import FrozenRounds, HeldRun, InstallRun, Message
+from ps_protocol.fields import Message
+from ps_protocol.messages import FrozenRounds, HeldRun, InstallRun
 from ps_protocol.plan import SlicePlan
 from ps_protocol.vocabulary import Incarnation, PserverIndex, Round
 from services.runtime.checkpoints import complete_checkpoints, leave_out_removed, read_manifest, read_shard_file
-from services.runtime.locks import lock_folder
 from services.runtime.logs import get_logger
-from services.runtime.places import open_place, write_file
-from services.runtime.sealed import DamagedFile, seal, unseal
+from services.runtime.storage import DamagedFile, lock_folder, open_checkpoint_storage, seal, unseal, write_file
 
 from ..history import History
 from ..shard import Shard
@@ -143,7 +142,7 @@ class Disk:
         self.folder: StateFolder | None = None
         self.held: HeldRun | None = None
         self._state_dir = state_dir
-        self._place = open_place(checkpoints or str(state_dir / "checkpoints"))
+        self._place = open_checkpoint_storage(checkpoints or str(state_dir / "checkpoints"))
         self._storage: RunStorage | None = None
         self._restored: Restored | None = None
 

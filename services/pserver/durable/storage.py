@@ -32,8 +32,7 @@ from services.runtime.checkpoints import (
 )
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
-from services.runtime.places import Place, read_file, write_file
-from services.runtime.sealed import DamagedFile, seal, unseal
+from services.runtime.storage import CheckpointStorage, DamagedFile, read_file, seal, unseal, write_file
 
 from ..history import History
 from ..shard import Shard
@@ -117,7 +116,7 @@ class Restored:
 class RunStorage:
     """Synchronous. `append` and `snapshot` are called one at a time; what `snapshot` returns may run beside them."""
 
-    def __init__(self, install: InstallRun, index: PserverIndex, log_path: Path, place: Place) -> None:
+    def __init__(self, install: InstallRun, index: PserverIndex, log_path: Path, place: CheckpointStorage) -> None:
         self.plan = SlicePlan.from_json(install.plan)
         self.checkpoints: dict[Round, ShardFile] = {}  # those of ours that are whole, as far as we know
         self.undone: list[Round] = []  # of those that were found, by a later attempt than theirs

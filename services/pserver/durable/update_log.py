@@ -23,7 +23,7 @@ from ps_protocol.routes import GRAD_SCALER_KEY
 from ps_protocol.vocabulary import Durability, Incarnation, Rank, Round
 from services.runtime.failpoints import reach_failpoint
 from services.runtime.logs import get_logger
-from services.runtime.places import sync_folder
+from services.runtime.storage import sync_folder
 
 from .records import MARK_BYTES, Buffer, Ending, Record, append_record, read_records
 

@@ -18,8 +18,7 @@ from services.pserver.durable.disk import Disk
 from services.pserver.history import History
 from services.pserver.shard_state import concatenate
 from services.runtime.checkpoints import Manifest, write_manifest
-from services.runtime.locks import lock_folder
-from services.runtime.places import open_place
+from services.runtime.storage import lock_folder, open_checkpoint_storage
 
 from ..coordinator.support import make_cluster
 from ..coordinator.support import train as begin_training
@@ -69,7 +68,7 @@ def stop_at(
             run="run1", attempt=0, round=round_, consistency=Consistency(), plan=PLAN.to_json(), shards=tuple(files),
             created="2026-11-24T10:00:00+00:00",
         )  # fmt: skip
-        write_manifest(open_place(str(folder / "checkpoints")), manifest)
+        write_manifest(open_checkpoint_storage(str(folder / "checkpoints")), manifest)
     write_record(folder, began or {})
 
 

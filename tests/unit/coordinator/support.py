@@ -110,7 +110,7 @@ def train(cluster: Cluster, now: float = 0.0) -> None:
         cluster.register_pserver(registration(str(index), index=index), now)
     join_all(cluster, now)
     assert cluster.start_run_if_complete()
-    cluster.run.installed(now)
-    cluster.members_installed(cluster.run.number)
+    cluster.run.begin_training(now)
+    cluster.finish_change(cluster.run.number)
     for index in range(cluster.registry.num_pservers):
         cluster.pserver_heartbeat(index, beat(run=cluster.run.name), now)

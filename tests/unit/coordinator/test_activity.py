@@ -24,10 +24,10 @@ def hear(log: ActivityLog, cluster: Cluster, round_: int, now: float, **changes:
     message = beat(run="run1", round_=round_, load=load(**changes))
     for index in range(2):
         cluster.pserver_heartbeat(index, message, now)
-        log.pserver_heard(cluster, index, message, now)
+        log.record_pserver(cluster, index, message, now)
     for rank in range(2):
         cluster.trainer_heartbeat(rank, alive(round_=round_), now)
-        log.trainer_heard(cluster, rank, alive(round_=round_), now)
+        log.record_trainer(cluster, rank, alive(round_=round_), now)
 
 
 def test_rates_are_over_the_newest_seconds() -> None:
@@ -46,21 +46,21 @@ def test_rates_are_over_the_newest_seconds() -> None:
 def test_what_belongs_together_is_kept_together() -> None:
     cluster, log = make_cluster(), ActivityLog()
     hear_before = beat(run="run1", load=load())
-    log.pserver_heard(cluster, 0, hear_before, 0.0)  # nothing to compare yet, and no run trains
+    log.record_pserver(cluster, 0, hear_before, 0.0)  # nothing to compare yet, and no run trains
     assert not log.samples
     train(cluster)
     for second in range(MAX_SAMPLES + 10):
         hear(log, cluster, second, float(second))
     assert len(log.samples) == MAX_SAMPLES
     other_life = beat(2, run="run1", round_=5, load=load())
-    log.pserver_heard(cluster, 0, other_life, 400.0)
+    log.record_pserver(cluster, 0, other_life, 400.0)
     assert [heard.incarnation for heard in log.pservers[0]] == [2]
-    log.trainer_heard(cluster, 1, alive(2, round_=3), 400.0)
+    log.record_trainer(cluster, 1, alive(2, round_=3), 400.0)
     assert list(log.trainers[1]) == [(400.0, 3)]
-    log.pserver_heard(cluster, 1, beat(run="another", load=load()), 401.0)
+    log.record_pserver(cluster, 1, beat(run="another", load=load()), 401.0)
     assert log.pservers[1][-1].at == MAX_SAMPLES + 9
     cluster.run.attempt = 1
-    log.pserver_heard(cluster, 0, beat(run="run1", attempt=1, load=load()), 402.0)
+    log.record_pserver(cluster, 0, beat(run="run1", attempt=1, load=load()), 402.0)
     assert (len(log.samples), len(log.pservers), len(log.trainers)) == (1, 1, 0)
 
 
@@ -81,7 +81,7 @@ def test_who_takes_part_and_where_it_waits() -> None:
         message = beat(
             run="run1", round_=23 + index, missing=(1,), waiting_seconds=wait, load=load(batch_barriers=(0,))
         )
-        log.pserver_heard(cluster, index, message, 3.0)
+        log.record_pserver(cluster, index, message, 3.0)
     found = describe(log, cluster, 3.0)
     assert found.barrier is not None
     barrier = (found.barrier.pserver, found.barrier.round, found.barrier.arrived, found.barrier.missing)

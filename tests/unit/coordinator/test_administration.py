@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -65,11 +66,11 @@ async def test_a_change_that_takes_longer_than_its_request_is_done_later(monkeyp
         assert outcomes(coordinator) == ["requested"]
         may_go_on.set()
         run = coordinator.cluster.run
-        await eventually(lambda: bool(run.controls) and run.installed_number == run.number)
-        assert run.controls[-1].is_paused
+        await eventually(lambda: bool(run.membership.controls) and run.installed_number == run.number)
+        assert run.membership.newest_controls.is_paused
         await eventually(lambda: len(coordinator.audit.entries()) == 2)
         last = coordinator.audit.entries()[-1]
-        assert (last.number, last.outcome, last.round) == (1, "done", run.controls[-1].since)
+        assert (last.number, last.outcome, last.round) == (1, "done", run.membership.newest_controls.since)
 
 
 async def test_controls_that_are_set_during_a_rollback_apply_from_its_round_on() -> None:
@@ -83,7 +84,8 @@ async def test_controls_that_are_set_during_a_rollback_apply_from_its_round_on()
         assert (run.attempt, run.wanted) == (1, None)
         assert (done.round, done.controls.is_paused, done.controls.rates) == (5, True, {0: 0.5})
         for taken in pservers.taken.values():
-            assert [(one.since, one.is_paused, one.rates) for one in taken[-1].controls] == [(5, True, {0: 0.5})]
+            controls = taken[-1].membership.controls
+            assert [(one.since, one.is_paused, one.rates) for one in controls] == [(5, True, {0: 0.5})]
 
 
 async def test_a_rollback_to_a_round_that_a_pserver_cannot_restore_is_refused() -> None:
@@ -227,7 +229,7 @@ async def test_a_run_begins_again_with_initial_values_only_before_its_first_roun
 async def test_the_round_in_which_a_trainer_starts_does_not_count_as_pulled() -> None:
     async with training() as coordinator:
         run = coordinator.cluster.run
-        run.membership.starts[0] = 7
+        run.membership = replace(run.membership, starts={0: 7})
         for round_, pulled in ((6, 0), (7, 7)):
             heartbeat(coordinator, 0, round_)
             assert run.pulled == pulled

@@ -1,4 +1,4 @@
-"""Checkpoints of the whole model, and a place for them that hangs."""
+"""When checkpoints of the whole model are made, and what happens if one fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from ps_protocol.errors import NotReady, StaleRound, TryAgain
-from ps_protocol.messages import Controls, WantCheckpoint
+from ps_protocol.membership import Controls, Membership
+from ps_protocol.messages import WantCheckpoint
 from ps_protocol.routes import WANT_CHECKPOINT
 from services.coordinator import checkpointing
 from services.coordinator.administration import Administration
@@ -20,14 +21,14 @@ from services.coordinator.checkpointing import CheckpointSchedule
 from services.coordinator.cluster import Cluster
 from services.coordinator.run import Run
 
-from .coordinating import FakePservers, answering, begin, coordinating, eventually
-from .support import beat, leaving, make_cluster, shard_file, train
+from .coordinating import FakePservers, answering, eventually, leave, training
+from .support import beat, make_cluster, shard_file, train
 
 pytestmark = pytest.mark.asyncio
 
 
 class Writers(FakePservers):
-    """Pservers that are asked for checkpoints, and may be past the round that is named."""
+    """Pservers that receive requests for checkpoints, and may be past the requested round."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,51 +45,50 @@ class Writers(FakePservers):
             raise StaleRound("it is over", current=self.rounds[index])
         return httpx.Response(204)
 
-    def tell(self, cluster: Cluster, *, written: Sequence[Sequence[int]], coming: Sequence[Sequence[int]]) -> None:
-        """Heartbeats of both pservers: the shards that they have written, and those that they are about to write."""
+    def report(
+        self, cluster: Cluster, *, written: Sequence[Sequence[int]] = ([0], [0]), coming: Sequence[int] = ()
+    ) -> None:
+        """Send heartbeats of both pservers with their shards, and with the rounds in `coming` that they will write."""
         for index in (0, 1):
-            cluster.pserver_heartbeat(
-                index,
-                beat(
-                    run=cluster.run.name, round_=self.rounds[index], coming_checkpoints=tuple(coming[index]),
-                    checkpoints=tuple(shard_file(index, round_) for round_ in written[index]),
-                ),
-                1.0,
-            )  # fmt: skip
+            files = tuple(shard_file(index, round_) for round_ in written[index])
+            changes = {"coming_checkpoints": tuple(set(coming) - set(written[index])), "checkpoints": files}
+            cluster.pserver_heartbeat(index, beat(run=cluster.run.name, round_=self.rounds[index], **changes), 1.0)
+
+
+Scheduled = tuple[Cluster, Writers, CheckpointSchedule]
 
 
 @asynccontextmanager
-async def scheduling(**settings: Any) -> AsyncIterator[tuple[Cluster, Writers, CheckpointSchedule]]:
-    """A run that trains, with a checkpoint of round 0 and an interval of 5 rounds; the clock stands at 1."""
+async def scheduling(rounds: Sequence[int] = (0, 0), **settings: Any) -> AsyncIterator[Scheduled]:
+    """Yield a run in these rounds with an interval of 5, a checkpoint of round 0, and a clock that stands at 1."""
     cluster = make_cluster(**{"durability": "log", "on_trainer_loss": "wait", "checkpoint_rounds": 5, **settings})
     train(cluster)
     cluster.complete_checkpoints[:], cluster.checkpoints_known_for = [0], (cluster.run.name, 0)
     writers = Writers()
-    writers.tell(cluster, written=[[0], [0]], coming=[[], []])
+    writers.rounds = list(rounds)
+    writers.report(cluster)
     async with httpx.AsyncClient(transport=httpx.MockTransport(answering(writers))) as http:
         yield cluster, writers, CheckpointSchedule(cluster, http, lambda: 1.0)
 
 
-async def test_a_round_is_named_when_the_one_before_is_complete_and_not_earlier():
+async def test_the_next_checkpoint_is_requested_when_the_one_before_is_complete():
     async with scheduling() as (cluster, writers, schedule):
-        await schedule.advance()
-        await schedule.advance()
-        assert writers.named == [5]
+        for _ in range(2):
+            await schedule.advance()
+            assert writers.named == [5]
         writers.rounds = [13, 14]
-        writers.tell(cluster, written=[[0, 5], [0]], coming=[[], [5]])  # one of the disks is slow
-        await schedule.advance()
-        assert writers.named == [5]
-        writers.tell(cluster, written=[[0, 5], [0, 5]], coming=[[], []])  # the manifest is missing
-        await schedule.advance()
-        assert writers.named == [5]
+        for written in ([[0, 5], [0]], [[0, 5], [0, 5]]):  # a slow disk, then a missing manifest
+            writers.report(cluster, written=written, coming=[5])
+            await schedule.advance()
+            assert writers.named == [5]
         cluster.complete_checkpoints[:] = [5, 0]
         await schedule.advance()
         assert writers.named == [5, 15]
 
 
-async def test_a_coordinator_that_was_restarted_waits_for_the_checkpoint_that_is_open():
+async def test_a_restarted_coordinator_waits_for_the_checkpoint_that_is_being_written():
     async with scheduling() as (cluster, writers, schedule):
-        writers.tell(cluster, written=[[0], [0]], coming=[[5], [5]])
+        writers.report(cluster, coming=[5])
         await schedule.advance()
         assert writers.named == []
 
@@ -98,70 +98,53 @@ async def test_a_pserver_that_cannot_write_makes_all_try_a_later_round(monkeypat
     async with scheduling() as (cluster, writers, schedule):
         await schedule.advance()
         writers.rounds = [5, 5]
-        writers.tell(cluster, written=[[0, 5], [0]], coming=[[], []])
+        writers.report(cluster, written=[[0, 5], [0]])
         await schedule.advance()
-        assert writers.named == [5, 10]
-        assert schedule.num_failures == 1
+        assert (writers.named, schedule.num_failures) == ([5, 10], 1)
 
 
-async def test_a_later_round_is_named_if_a_pserver_has_passed_the_one_that_was_named():
+async def test_a_later_round_is_requested_if_a_pserver_is_past_the_requested_one():
     async with scheduling() as (_, writers, schedule):
-        writers.rounds = [4, 12]  # as of after the heartbeats
+        writers.rounds = [4, 12]  # after the heartbeats
         await schedule.advance()
         assert writers.named == [5, 15]
 
 
-async def test_without_an_interval_none_is_made_until_one_is_asked_for():
-    async with scheduling(durability="none", checkpoint_rounds=None) as (cluster, writers, schedule):
-        writers.rounds = [7, 7]
-        writers.tell(cluster, written=[[0], [0]], coming=[[], []])
+async def test_without_an_interval_a_checkpoint_is_made_on_request_only():
+    async with scheduling([7, 7], durability="none", checkpoint_rounds=None) as (_, writers, schedule):
         await schedule.advance()
         assert writers.named == []
-        assert schedule.ask() == 7
+        assert schedule.request() == 7
         await schedule.advance()
         assert writers.named == [7]
 
 
-async def test_one_that_is_asked_for_does_not_wait_for_the_round_of_the_next():
-    async with scheduling() as (cluster, writers, schedule):
-        writers.rounds = [7, 6]
-        writers.tell(cluster, written=[[0], [0]], coming=[[10], [10]])
-        schedule.ask()
+async def test_a_requested_checkpoint_does_not_wait_for_the_scheduled_one():
+    async with scheduling([7, 6]) as (cluster, writers, schedule):
+        writers.report(cluster, coming=[10])
+        schedule.request()
         await schedule.advance()
         assert writers.named == [7]
 
 
-async def test_one_that_was_asked_for_is_named_once():
-    """The heartbeats that say how far the pservers are may be a second old."""
-    async with scheduling() as (cluster, writers, schedule):
-        writers.rounds = [6, 6]
-        writers.tell(cluster, written=[[0], [0]], coming=[[], []])
-        writers.rounds = [7, 7]  # as of after the heartbeats
-        schedule.ask()
-        await schedule.advance()
-        await schedule.advance()
-        assert writers.named == [6, 8]
-
-
-async def test_one_that_was_asked_for_is_made_once():
-    """The schedule may advance before the request for the checkpoint is answered."""
-    async with scheduling() as (cluster, writers, schedule):
+async def test_a_requested_checkpoint_is_made_once():
+    """The heartbeats may be a second old, and the schedule may advance before the request is answered."""
+    async with scheduling([6, 6]) as (cluster, writers, schedule):
         writers.rounds = [7, 7]
-        writers.tell(cluster, written=[[0], [0]], coming=[[], []])
-        schedule.ask()
+        schedule.request()
+        for _ in range(2):
+            await schedule.advance()
+            assert writers.named == [6, 8]
+        writers.rounds = [9, 9]
+        writers.report(cluster, written=[[0, 8], [0, 8]])
+        cluster.complete_checkpoints.append(8)
         await schedule.advance()
-        writers.rounds = [8, 8]
-        writers.tell(cluster, written=[[0, 7], [0, 7]], coming=[[], []])
-        cluster.complete_checkpoints.append(7)
-        await schedule.advance()
-        assert writers.named == [7, 10]  # the next one that is due
+        assert writers.named == [6, 8, 10]  # the next scheduled one
 
 
-async def test_what_was_asked_for_in_a_run_is_not_made_in_the_next_attempt():
-    async with scheduling() as (cluster, writers, schedule):
-        writers.rounds = [7, 7]
-        writers.tell(cluster, written=[[0], [0]], coming=[[], []])
-        schedule.ask()
+async def test_a_requested_checkpoint_is_not_made_in_the_next_attempt():
+    async with scheduling([7, 7]) as (cluster, writers, schedule):
+        schedule.request()
         cluster.run.attempt, cluster.checkpoints_known_for = 1, (cluster.run.name, 1)
         for member in cluster.registry.members.values():
             member.attempt = 1
@@ -170,36 +153,28 @@ async def test_what_was_asked_for_in_a_run_is_not_made_in_the_next_attempt():
 
 
 async def test_a_checkpoint_needs_every_pserver():
-    async with coordinating(FakePservers(), lease_seconds=30) as coordinator:
-        [trainer, _] = begin(coordinator)
-        await coordinator.wait_for_plan(*trainer, 5)
+    async with training() as coordinator:
         coordinator.cluster.registry.members.clear()
         with pytest.raises(NotReady, match="needs every pserver"):
             await Administration(coordinator).checkpoint("me")
 
 
-async def test_who_wants_a_checkpoint_of_a_run_that_fails_meanwhile_hears_of_it_at_once():
-    async with coordinating(FakePservers(), lease_seconds=30) as coordinator:
-        [_, trainer] = begin(coordinator)
-        await coordinator.wait_for_plan(*trainer, 5)
+async def test_a_request_for_a_checkpoint_ends_when_the_run_fails():
+    async with training(on_trainer_loss="fail") as coordinator:
         made = asyncio.create_task(Administration(coordinator).checkpoint("me"))
         await asyncio.sleep(0.05)
-        rank, run, incarnation = trainer
-        coordinator.cluster.leave_trainer(rank, leaving("failed", run=run, incarnation=incarnation), coordinator.now())
-        coordinator.changed()
+        leave(coordinator, 1, "failed")
         with pytest.raises(NotReady, match="no run is training"):
             await asyncio.wait_for(made, 5)
 
 
-async def test_a_checkpoint_that_never_comes_about_is_given_up(monkeypatch):
+async def test_a_requested_checkpoint_that_fails_repeatedly_is_given_up(monkeypatch):
     monkeypatch.setattr(checkpointing, "RETRY_SECONDS", 0.0)
     writers = Writers()
-    async with coordinating(writers, lease_seconds=30) as coordinator:
-        [trainer, _] = begin(coordinator)
-        await coordinator.wait_for_plan(*trainer, 5)
-        cluster, made = coordinator.cluster, asyncio.create_task(Administration(coordinator).checkpoint("me"))
+    async with training(writers, durability="none", on_trainer_loss="fail") as coordinator:
+        made = asyncio.create_task(Administration(coordinator).checkpoint("me"))
         while not made.done():
-            writers.tell(cluster, written=[[], []], coming=[[], []])  # they could not write it
+            writers.report(coordinator.cluster, written=[[], []])
             coordinator.changed()
             await asyncio.sleep(0.005)
         with pytest.raises(TryAgain, match="no checkpoint of round 0 or later is complete"):
@@ -207,86 +182,70 @@ async def test_a_checkpoint_that_never_comes_about_is_given_up(monkeypatch):
         assert len(writers.named) >= 12
 
 
-async def test_pservers_of_a_paused_asynchronous_run_do_not_get_to_a_common_number():
+async def test_a_paused_asynchronous_run_with_unequal_pservers_has_no_checkpoint():
     writers = Writers()
-    async with coordinating(writers, lease_seconds=30, mode="async") as coordinator:
-        [trainer, _] = begin(coordinator)
-        await coordinator.wait_for_plan(*trainer, 5)
-        coordinator.cluster.run.controls = (Controls(is_paused=True),)
+    async with training(writers, durability="none", on_trainer_loss="fail", mode="async") as coordinator:
+        coordinator.cluster.run.membership = Membership({}, controls=(Controls(is_paused=True),))
         writers.rounds = [94, 93]
-        writers.tell(coordinator.cluster, written=[[], []], coming=[[], []])
+        writers.report(coordinator.cluster, written=[[], []])
         with pytest.raises(TryAgain, match=r"is paused, and its pservers have taken \[93, 94\] contributions"):
             await asyncio.wait_for(Administration(coordinator).checkpoint("me"), 5)
         assert writers.named == []
 
 
-async def test_the_last_checkpoint_holds_what_pservers_have_taken_meanwhile(monkeypatch):
-    """Asynchronous pushes that nobody waited for: they are applied after the trainer has gone."""
-    asked: list[int] = []
+async def test_the_last_checkpoint_contains_pushes_that_are_applied_after_the_trainers_have_left(monkeypatch):
+    requested: list[int] = []
 
     async def want(http: object, member: object, run: str, round_: int, *, is_over: bool) -> None:
-        asked.append(round_)
+        requested.append(round_)
         if round_ < 95:
-            raise StaleRound("contribution 90 was taken before others", current=95)
+            raise StaleRound("later contributions than 90 have been committed", current=95)
 
     monkeypatch.setattr("services.coordinator.coordinator.want_checkpoint", want)
-    async with coordinating(FakePservers(), lease_seconds=30) as coordinator:
-        [trainer, _] = begin(coordinator)
-        assert await coordinator._write_result(trainer[1], 90) == 95
-        assert await coordinator._write_result(trainer[1], 95) is None
-        assert asked == [90, 90, 95, 95]
+    async with training() as coordinator:
+        run = coordinator.cluster.run.name
+        assert await coordinator._write_result(run, 90) == 95
+        assert await coordinator._write_result(run, 95) is None
+        assert requested == [90, 90, 95, 95]
 
 
-async def test_a_place_that_hangs_holds_up_no_change_of_members(monkeypatch):
-    """Neither that of a checkpoint's manifest, nor the end of the process."""
-    pservers, is_let_go = FakePservers(), threading.Event()
-    async with coordinating(pservers, lease_seconds=30, num_trainers=3, on_trainer_loss="continue") as coordinator:
-        loop, is_asked = asyncio.get_running_loop(), asyncio.Event()
+async def test_a_place_that_hangs_delays_neither_a_change_of_members_nor_the_end_of_the_process(monkeypatch):
+    pservers, may_go_on = FakePservers(), threading.Event()
+    async with training(pservers, num_trainers=3, on_trainer_loss="continue", durability="none") as coordinator:
+        is_listing = threading.Event()
 
         def hang(_: str) -> list[str]:
-            loop.call_soon_threadsafe(is_asked.set)
-            is_let_go.wait(20)
+            is_listing.set()
+            may_go_on.wait(20)
             return []
 
+        coordinator.cluster.checkpoints_known_for = None
         monkeypatch.setattr(coordinator.place, "list", hang)
-        trainers = begin(coordinator)
-        cluster = coordinator.cluster
-        await eventually(lambda: cluster.run.state == "training")
-        await asyncio.wait_for(is_asked.wait(), 5)
-        rank, run, incarnation = trainers[2]
-        cluster.leave_trainer(rank, leaving("failed", run=run, incarnation=incarnation), coordinator.now())
         coordinator.changed()
-        await eventually(lambda: all(taken[-1].members == {0: 1, 1: 1} for taken in pservers.taken.values()))
-    assert not is_let_go.is_set()
-    is_let_go.set()
+        await eventually(is_listing.is_set)
+        leave(coordinator, 2, "failed")
+        await eventually(lambda: all(taken[-1].membership.members == {0: 1, 1: 1} for taken in pservers.taken.values()))
+    assert not may_go_on.is_set()
+    may_go_on.set()
 
 
-async def test_what_a_run_leaves_is_recorded_once(monkeypatch):
-    """Else a coordinator that waits for the next run would be busy with the last one for ever."""
-    async with coordinating(FakePservers(), lease_seconds=0.4) as coordinator:
-        cluster, recorded = coordinator.cluster, []
-        keep = coordinator._keep_summary_and_result
+async def test_the_result_of_a_run_is_recorded_once(monkeypatch):
+    """Otherwise a coordinator that waits for the next run would never be idle."""
+    async with training(lease_seconds=0.4, durability="none", on_trainer_loss="fail") as coordinator:
+        cluster, recorded, checks = coordinator.cluster, [], []
+        keep = coordinator._finish_run
 
         async def keep_and_note(run: Run) -> None:
             await keep(run)
             recorded.append(run)
 
-        monkeypatch.setattr(coordinator, "_keep_summary_and_result", keep_and_note)
-        trainers = begin(coordinator)
-        await eventually(lambda: cluster.run.state == "training")
-        for rank, run, incarnation in trainers:
-            cluster.leave_trainer(rank, leaving("done", run=run, incarnation=incarnation), coordinator.now())
-        coordinator.changed()
+        monkeypatch.setattr(coordinator, "_finish_run", keep_and_note)
+        for rank in (0, 1):
+            leave(coordinator, rank)
         await eventually(lambda: bool(recorded))
-        looks = 0
-
-        def look() -> None:
-            nonlocal looks
-            looks += 1
-
-        monkeypatch.setattr(cluster, "start_run_if_complete", lambda now: look())
+        monkeypatch.setattr(cluster, "start_run_if_complete", checks.append)
         for _ in range(5):
             coordinator.changed()
             await asyncio.sleep(0.05)
         assert len(recorded) == 1
-        assert looks < 20  # those five, and some for leases and heartbeats
+        assert len(checks) < 20  # these five, and some for leases and heartbeats

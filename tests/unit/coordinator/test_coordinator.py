@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from ps_protocol.errors import BadModel, NotReady, StalePserver, StorageFailed, TrainerLost, TryAgain
-from ps_protocol.messages import InstallMembers, InstallRun, Message, PserverState
+from ps_protocol.fields import Message
+from ps_protocol.messages import InstallMembers, InstallRun, PserverState
 from ps_protocol.routes import DECLARE_MODEL, JOIN_TRAINER, LEAVE, REGISTER_PSERVER
 from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
@@ -145,7 +146,7 @@ async def test_pservers_receive_the_newest_members_only():
             leave(coordinator, rank)
             await asyncio.sleep(0.01)
         may_go_on.set()
-        await eventually(lambda: pservers.taken["0"][-1].members == {2: 1} == pservers.taken["1"][-1].members)
+        await eventually(lambda: all(taken[-1].membership.members == {2: 1} for taken in pservers.taken.values()))
         numbers = [number for _, _, number in pservers.told("0")]
         assert numbers == sorted(set(numbers))
 
@@ -262,7 +263,7 @@ async def test_no_trainer_learns_of_a_rollback_before_the_disk_has_it():
         assert await asyncio.to_thread(file.is_writing.wait, 10)
         reply = cluster.trainer_heartbeat(0, message, coordinator.now())
         assert (reply.attempt, reply.resume) == (0, 0)
-        another_request = asyncio.create_task(coordinator.keep())  # must not undo the decision
+        another_request = asyncio.create_task(coordinator.persist())  # must not undo the decision
         file.may_write.set()
         await another_request
         await eventually(lambda: cluster.run.attempt == 1)
@@ -318,11 +319,11 @@ async def test_one_coordinator_at_a_time_uses_a_folder(tmp_path):
     settings = CoordinatorSettings(state_dir=tmp_path)
     async with httpx.AsyncClient() as http:
         one, other = Coordinator(settings, http), Coordinator(settings, http)
-        await one.recall()
+        await one.restore()
         with pytest.raises(StorageFailed, match="another coordinator uses"):
-            await other.recall()
+            await other.restore()
         stop = asyncio.Event()
         stop.set()
         await one.run(stop)
-        await other.recall()
+        await other.restore()
         await other.run(stop)

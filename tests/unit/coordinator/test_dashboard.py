@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from services.coordinator.dashboard import files
+from services.coordinator.dashboard import routes
 from services.coordinator.dashboard.routes import add_dashboard_routes
 from services.runtime.app import make_app
 from services.runtime.metrics import ServiceMetrics
@@ -44,7 +44,7 @@ async def test_all_that_the_page_names_is_there_for_everybody(app: FastAPI) -> N
         scripts |= {
             found for found in re.findall(r'from "\./([^"]+)"', reply.text) if f"dashboard/{found}" not in names
         }
-    assert {f"dashboard/{path.name}" for path in files._FOLDER.iterdir()} - {"dashboard/index.html"} == set(names)
+    assert {f"dashboard/{path.name}" for path in routes._FOLDER.iterdir()} - {"dashboard/index.html"} == set(names)
     for name in names:
         reply = await get(app, "/" + name)
         assert reply.status_code == 200, name
@@ -57,7 +57,7 @@ async def test_nothing_in_the_page_is_run_and_nobody_else_is_asked(app: FastAPI)
     assert "script-src 'self'; style-src 'self';" in page.headers["content-security-policy"]
     assert "unsafe" not in page.headers["content-security-policy"]
     assert not re.search(r"<script(?! type=\"module\" src=)|<style|\son\w+=|\sstyle=|javascript:", page.text)
-    for path in files._FOLDER.iterdir():
+    for path in routes._FOLDER.iterdir():
         others = set(re.findall(r"https?://[^\"'`\s]+", path.read_text())) - {"http://www.w3.org/2000/svg"}
         assert not others, path
 
@@ -76,11 +76,11 @@ async def test_a_browser_is_sent_each_file_once_and_packed(app: FastAPI) -> None
 
 @pytest.mark.asyncio
 async def test_other_names_are_not_found_and_not_kept(app: FastAPI) -> None:
-    kept = files._read_file.cache_info().currsize
+    kept = routes._read_file.cache_info().currsize
     for name in ("files.py", "..%2Ffiles.py", "index.html", "x" * 1000, "%00"):
         reply = await get(app, f"/dashboard/{name}")
         assert (reply.status_code, reply.json()["code"]) == (404, "not_found"), name
-    assert files._read_file.cache_info().currsize == kept
+    assert routes._read_file.cache_info().currsize == kept
 
 
 @pytest.mark.asyncio
@@ -93,9 +93,9 @@ async def test_the_page_knows_whether_a_token_is_wanted(app: FastAPI) -> None:
 
 
 def test_the_chart_library_finds_what_keeps_it_from_writing_styles() -> None:
-    charts = files.read_file(files.CHARTS)
+    charts = routes.read_file(routes.CHARTS)
     assert charts is not None
     assert charts.body.startswith(b"/**\n* plotly.js v"), "the package plotly is not installed, or another one"
     made = set(re.findall(rb'document\.createElement\("style"\)', charts.body))
     assert made
-    assert re.search(rb'<template id="[0-9a-f]{64}"></template>', files.read_page(wants_token=False).body)
+    assert re.search(rb'<template id="[0-9a-f]{64}"></template>', routes.read_page(wants_token=False).body)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ps_protocol.errors import TrainerLost
-from services.coordinator.curves import MAX_ANSWERED, MAX_CURVES, MAX_POINTS, Curves
+from services.coordinator.activity import MAX_ANSWERED, MAX_CURVES, MAX_POINTS, Curves
 from services.coordinator.events import MAX_EVENTS, Events
 
 from .support import LEASE, beat, joining, leaving, make_cluster, registration, train
@@ -15,17 +15,17 @@ def texts(events: Events, after: int = 0) -> list[str]:
 
 def test_a_run_in_words():
     cluster, events = make_cluster(on_trainer_loss="wait", durability="log"), Events()
-    events.look(cluster)
+    events.detect_changes(cluster)
     assert texts(events) == []
     cluster.register_pserver(registration("0", index=0), 0.0)
     cluster.join_trainer(joining("1", 1), 0.0)
-    events.look(cluster)
+    events.detect_changes(cluster)
     assert texts(events) == ["pserver 0 is here, at http://0:1", "trainer 1 has joined"]
-    events.look(cluster)
+    events.detect_changes(cluster)
     assert len(texts(events)) == 2
     seen = events.newest_id
     train(cluster)
-    events.look(cluster)
+    events.detect_changes(cluster)
     assert texts(events, seen) == [
         "pserver 1 is here, at http://1:1",
         "trainer 0 has declared its model",
@@ -37,7 +37,7 @@ def test_a_run_in_words():
     cluster.pserver_heartbeat(0, beat(run="run1"), LEASE)
     cluster.expire(LEASE + 1)
     cluster.complete_checkpoints.insert(0, 40)
-    events.look(cluster)
+    events.detect_changes(cluster)
     assert texts(events, seen)[:2] == [
         "pserver 1 at http://1:1 is silent",
         "trainer 0 was lost: no heartbeat for 11.0 s (lease 10 s)",
@@ -46,7 +46,7 @@ def test_a_run_in_words():
     seen = events.newest_id
     cluster.run.attempt, cluster.run.resume = 1, 40
     cluster.run.fail(TrainerLost("trainer 1 did not come back", ranks=[1]), 99.0)
-    events.look(cluster)
+    events.detect_changes(cluster)
     assert texts(events, seen) == [
         "run run1 is failed: trainer 1 did not come back",
         "all go back and begin again after round 40 (attempt 1)",

@@ -1,4 +1,4 @@
-"""A run that takes as many trainers as come."""
+"""A run that takes as many trainers as join until its last call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ps_protocol.errors import GradpostError, NotReady
 from services.coordinator.cluster import Cluster
-from services.coordinator.record import describe_cluster, recall_cluster
+from services.coordinator.record import describe_cluster, restore_cluster
 from services.coordinator.run import Run
 
 from ...raising import raises_code
@@ -19,15 +19,75 @@ from .support import LEASE, defaults, joining, make_cluster
 CALL = 5.0
 
 
-def elastic_run(fewest: int = 2, most: int = 4) -> Run:
-    return Run("run1", defaults(fewest, max_trainers=most, last_call_seconds=CALL), {})
+def elastic() -> Run:
+    return Run("run1", defaults(2, max_trainers=4, last_call_seconds=CALL), {})
+
+
+def test_a_run_waits_for_its_minimum_of_trainers_indefinitely():
+    run = elastic()
+    for now in range(100):
+        run.join(joining("a"), now)
+        run.expire(now, LEASE)
+    assert (run.num_trainers, run.missing_ranks) == (None, [0, 1])
+
+
+def test_a_run_with_its_maximum_of_trainers_begins_at_once():
+    run = elastic()
+    for name in "abcd":
+        run.join(joining(name), 0)
+    assert run.num_trainers == 4
+
+
+def test_ranks_close_up_before_the_start_when_a_trainer_has_died():
+    run = elastic()
+    for name in "abc":
+        run.join(joining(name), 0)
+    for name in "bc":
+        run.join(joining(name), LEASE)
+    run.expire(LEASE + 1, LEASE)
+    assert {rank: t.instance for rank, t in run.trainers.items()} == {0: "trainer b", 1: "trainer c"}
+    assert run.members == {0: 2, 1: 2}  # other incarnations than the ones that had these ranks before
+
+
+def test_a_trainer_that_names_a_world_size_determines_it():
+    run = elastic()
+    run.join(joining("a"), 0)
+    assert run.join(joining("b", 2, world_size=3), 0).rank == 2
+    assert (run.num_trainers, run.missing_ranks) == (3, [0, 1, 2])
+    for size in (1, 5):
+        with raises_code("world_mismatch", match="another number of trainers"):
+            elastic().join(joining("c", world_size=size), 0)
+
+
+arrivals = st.tuples(
+    st.sampled_from("abcdefg"),
+    st.sampled_from([None, None, 0, 2, 3]),
+    st.sampled_from([None, None, None, 2, 3]),
+    st.floats(0, CALL),
+)
+
+
+@given(st.lists(arrivals, max_size=12))
+def test_ranks_fit_the_size_of_the_run_in_any_order_of_arrival(steps):
+    run, now = elastic(), 0.0
+    for name, rank, size, pause in steps:
+        now += pause
+        run.expire(now, LEASE)
+        before = dict(run.trainers) if run.num_trainers is not None else {}
+        with contextlib.suppress(GradpostError):
+            run.join(joining(name, rank, world_size=size), now)
+        assert all(rank == trainer.rank for rank, trainer in run.trainers.items())
+        assert all(run.trainers[rank] is trainer for rank, trainer in before.items() if trainer.is_here)
+        if run.num_trainers is not None:
+            assert 2 <= run.num_trainers <= 4
+            assert all(rank < run.num_trainers for rank in run.trainers)
 
 
 def elastic_cluster() -> Cluster:
     return make_cluster(2, max_trainers=4, last_call_seconds=CALL)
 
 
-def test_a_run_begins_with_those_who_are_here_when_nobody_has_joined_for_a_while():
+def test_a_run_begins_with_the_trainers_that_have_joined_by_the_last_call():
     cluster = elastic_cluster()
     for now, name in enumerate("abc"):
         with pytest.raises(NotReady):
@@ -41,81 +101,21 @@ def test_a_run_begins_with_those_who_are_here_when_nobody_has_joined_for_a_while
     assert [(answer.rank, answer.world_size) for answer in answers] == [(0, 3), (1, 3), (2, 3)]
 
 
-def test_too_few_are_waited_for_however_long_it_takes():
-    run = elastic_run()
-    for now in range(100):
-        run.join(joining("a"), now)
-        run.expire(now, LEASE)
-    assert (run.num_trainers, run.missing_ranks) == (None, [0, 1])
-
-
-def test_nobody_is_waited_for_when_no_more_may_come():
-    run = elastic_run()
-    for name in "abcd":
-        run.join(joining(name), 0)
-    assert run.num_trainers == 4
-
-
-def test_ranks_close_up_when_one_of_them_has_died():
-    run = elastic_run()
-    for name in "abc":
-        run.join(joining(name), 0)
-    for name in "bc":
-        run.join(joining(name), LEASE)
-    run.expire(LEASE + 1, LEASE)
-    assert {rank: t.instance for rank, t in run.trainers.items()} == {0: "trainer b", 1: "trainer c"}
-    assert run.members == {0: 2, 1: 2}  # other lives than those that had these ranks before
-
-
-def test_who_says_the_size_settles_it():
-    run = elastic_run()
-    run.join(joining("a"), 0)
-    assert run.join(joining("b", 2, world_size=3), 0).rank == 2
-    assert (run.num_trainers, run.missing_ranks) == (3, [0, 1, 2])
-    for size in (1, 5):
-        with raises_code("world_mismatch", match="another number of trainers"):
-            elastic_run().join(joining("c", world_size=size), 0)
-
-
-def test_another_life_of_the_coordinator_keeps_the_size():
+def test_a_restarted_coordinator_keeps_the_size_of_the_run():
     before, after = elastic_cluster(), elastic_cluster()
     for name in "abc":
         before.join_trainer(joining(name, world_size=3), 0.0)
-    recall_cluster(after, describe_cluster(before), 100.0)
+    restore_cluster(after, describe_cluster(before), 100.0)
     assert (after.run.num_trainers, sorted(after.run.trainers)) == (3, [0, 1, 2])
 
 
-def test_another_life_of_the_coordinator_calls_again():
+def test_a_restarted_coordinator_begins_the_last_call_again():
     before, after = elastic_cluster(), elastic_cluster()
     for name in "ab":
         with contextlib.suppress(NotReady):
             before.join_trainer(joining(name), 0.0)
-    recall_cluster(after, describe_cluster(before), 100.0)
+    restore_cluster(after, describe_cluster(before), 100.0)
     after.expire(100.0 + CALL - 0.1)
     assert after.run.num_trainers is None
     after.expire(100.0 + CALL)
     assert after.run.num_trainers == 2
-
-
-arrivals = st.tuples(
-    st.sampled_from("abcdefg"),
-    st.sampled_from([None, None, 0, 2, 3]),
-    st.sampled_from([None, None, None, 2, 3]),
-    st.floats(0, CALL),
-)
-
-
-@given(st.lists(arrivals, max_size=12))
-def test_whoever_comes_when_ranks_are_those_of_a_run_of_its_size(steps):
-    run, now = elastic_run(), 0.0
-    for name, rank, size, pause in steps:
-        now += pause
-        run.expire(now, LEASE)
-        before = dict(run.trainers) if run.num_trainers is not None else {}
-        with contextlib.suppress(GradpostError):
-            run.join(joining(name, rank, world_size=size), now)
-        assert all(rank == trainer.rank for rank, trainer in run.trainers.items())
-        assert all(run.trainers[rank] is trainer for rank, trainer in before.items() if trainer.is_here)
-        if run.num_trainers is not None:
-            assert 2 <= run.num_trainers <= 4
-            assert all(rank < run.num_trainers for rank in run.trainers)

@@ -1,4 +1,4 @@
-"""What another life of the coordinator begins with: its own record, or a checkpoint."""
+"""The state that a restarted coordinator begins with: its own record, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import pytest
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import StorageFailed, TrainerLost
-from ps_protocol.messages import Controls
+from ps_protocol.membership import Controls, Membership
 from services.coordinator.coordinator import Coordinator
-from services.coordinator.decision import Membership
 from services.coordinator.run import Run
 from services.coordinator.settings import CoordinatorSettings
 from services.runtime.checkpoints import Manifest, write_manifest
-from services.runtime.places import open_place
+from services.runtime.storage import open_checkpoint_storage
 
 from .coordinating import begin
 from .support import joining, leaving, registration
@@ -24,146 +23,132 @@ from .support import joining, leaving, registration
 pytestmark = pytest.mark.asyncio
 
 
-async def recalled(folder: Path, **settings: Any) -> Coordinator:
-    """A life of the coordinator that has taken up what the one before has left, and is gone again."""
+async def restored(folder: Path, **settings: Any) -> Coordinator:
+    """Return a coordinator that has read what an earlier one wrote, and has left the folder again."""
     options = {"num_pservers": 2, "num_trainers": 2, "state_dir": folder, **settings}
     async with httpx.AsyncClient() as http:
         coordinator = Coordinator(CoordinatorSettings(**options), http)
-        await coordinator.recall()
-    coordinator._file.let_go()
+        await coordinator.restore()
+    coordinator._file.unlock()
     return coordinator
 
 
 async def planned(folder: Path, **settings: Any) -> Run:
-    """A run whose plan was made, by a coordinator that is gone."""
-    coordinator = await recalled(folder, **settings)
+    """Return a run whose plan was made and recorded."""
+    coordinator = await restored(folder, **settings)
     begin(coordinator)
     assert coordinator.cluster.start_run_if_complete()
-    await coordinator.keep()
+    await coordinator.persist()
     return coordinator.cluster.run
 
 
-async def test_those_who_cut_the_model_alike_go_on_with_their_disks(tmp_path):
+def write_checkpoint(folder: Path, run: Run, round_: int, /, **changes: Any) -> None:
+    assert run.plan is not None
+    values: dict[str, Any] = {"run": run.name, "created": f"2026-11-22T05:34:2{round_}Z", **changes}
+    manifest = Manifest(
+        attempt=0, round=round_, consistency=Consistency(), plan=run.plan.to_json(), shards=(), **values
+    )  # fmt: skip
+    write_manifest(open_checkpoint_storage(str(folder / "checkpoints")), manifest)
+
+
+def beginning_of(coordinator: Coordinator) -> tuple[str, int] | None:
+    beginning = coordinator.cluster.beginning
+    return None if beginning is None else (beginning.run, beginning.round)
+
+
+async def test_a_run_is_resumed_on_its_disks_if_the_plan_is_the_same(tmp_path):
     run = await planned(tmp_path)
-    assert (await recalled(tmp_path, resume=True)).cluster.run.name == run.name
+    assert (await restored(tmp_path, resume=True)).cluster.run.name == run.name
+
+
+@pytest.mark.parametrize("changes", [{"min_block_size": 10**6}, {"num_pservers": 3}, {"slice_parameters": False}])
+async def test_a_run_with_another_plan_begins_with_a_checkpoint(tmp_path, changes):
+    write_checkpoint(tmp_path, await planned(tmp_path), 7, run="run0")
+    for resume in (True, False, True):  # and so do the coordinator's next incarnations
+        coordinator = await restored(tmp_path, resume=resume, **changes)
+        assert (beginning_of(coordinator), coordinator.cluster.run.plan) == (("run0", 7), None)
+
+
+async def test_a_run_with_another_plan_and_no_checkpoint_is_an_error(tmp_path):
+    run = await planned(tmp_path)
+    coordinator = await restored(tmp_path)
+    coordinator.cluster.run.has_trained = True
+    await coordinator.persist()
+    with pytest.raises(StorageFailed, match=f"run {run.name} has no checkpoint"):
+        await restored(tmp_path, resume=True, num_pservers=3)
+
+
+async def test_a_checkpoint_that_was_undone_and_not_deleted_is_not_used(tmp_path):
+    run = await planned(tmp_path)
+    coordinator = await restored(tmp_path)
+    for round_ in (4, 7):
+        write_checkpoint(tmp_path, run, round_)
+    coordinator.cluster.run.attempt, coordinator.cluster.run.resume = 1, 5
+    await coordinator.persist()
+    assert beginning_of(await restored(tmp_path, resume=True, num_pservers=3)) == (run.name, 4)
+
+
+async def test_a_resumption_that_failed_before_training_begins_with_the_same_checkpoint_again(tmp_path):
+    """The run had a plan, and nothing of it is on any disk."""
+    run = await planned(tmp_path)
+    for name, round_ in (("run0", 7), ("another experiment", 9)):
+        write_checkpoint(tmp_path, run, round_, run=name)
+    coordinator = await restored(tmp_path)
+    run = coordinator.cluster.run
+    run.resume, run.source = 7, "run0"
+    run.fail(TrainerLost("interrupted by Ctrl-C", ranks=[0]), 1.0)
+    await coordinator.persist()
+    for _ in range(2):
+        assert beginning_of(await restored(tmp_path, resume=True)) == ("run0", 7)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("gone", [[0, 1], [1]])
-async def test_who_was_done_is_waited_for_as_well(tmp_path, gone, mode):
-    """Else whoever comes first would take the rounds that the run goes on with alone.
+async def test_a_resumed_run_waits_for_trainers_that_were_done_too(tmp_path, gone, mode):
+    """Otherwise the first trainer to come back would train the following rounds alone.
 
-    Asynchronous modes have no rounds, and who counts already has no step to begin with: pservers would forget theirs.
+    Asynchronous modes have no rounds, and a trainer that counts already has no step to begin with: pservers would
+    forget the steps of those that were done.
     """
     await planned(tmp_path, mode=mode)
-    coordinator = await recalled(tmp_path, mode=mode)
+    coordinator = await restored(tmp_path, mode=mode)
     run = coordinator.cluster.run
     run.has_begun = run.has_trained = True
     for rank in gone:
         run.leave(rank, leaving("done", run=run.name, incarnation=run.trainers[rank].incarnation, round=9), 1.0)
     run.membership = Membership({rank: t.incarnation for rank, t in run.trainers.items() if rank not in gone})
-    await coordinator.keep()
-    run = (await recalled(tmp_path, resume=True, mode=mode)).cluster.run
+    await coordinator.persist()
+    run = (await restored(tmp_path, resume=True, mode=mode)).cluster.run
     counted = (0, 1) if mode == "sync" else [rank for rank in (0, 1) if rank not in gone]
     assert run.targets == {rank: run.trainers[rank].incarnation for rank in counted}
     assert [trainer.rank for trainer in run.awaited] == [0, 1]
 
 
-@pytest.mark.parametrize("changes", [{"min_block_size": 10**6}, {"num_pservers": 3}, {"slice_parameters": False}])
-async def test_those_who_cut_the_model_another_way_begin_with_a_checkpoint(tmp_path, changes):
+async def test_controls_stay_set_on_other_pservers(tmp_path):
+    """Otherwise a paused run would go on, and a frozen layer would be trained again."""
     run = await planned(tmp_path)
-    assert run.plan is not None
-    manifest = Manifest(
-        run="run0", attempt=0, round=7, consistency=Consistency(), plan=run.plan.to_json(), shards=(),
-        created="2026-11-22T05:34:22Z",
-    )  # fmt: skip
-    write_manifest(open_place(str(tmp_path / "checkpoints")), manifest)
-    for resume in (True, False, True):  # its next lives begin with it, too
-        coordinator = await recalled(tmp_path, resume=resume, **changes)
-        beginning = coordinator.cluster.beginning
-        assert beginning is not None
-        assert (beginning.run, beginning.round, coordinator.cluster.run.plan) == ("run0", 7, None)
-
-
-async def test_what_an_administrator_has_set_stands_on_other_pservers(tmp_path):
-    """A paused run would go on, and a frozen layer would be trained again."""
-    run = await planned(tmp_path)
-    coordinator = await recalled(tmp_path)
-    assert run.plan is not None
-    at_first = Controls(since=3, frozen=("w",))
-    manifest = Manifest(
-        run=run.name, attempt=0, round=7, consistency=Consistency(), plan=run.plan.to_json(), shards=(),
-        controls=at_first, created="2026-11-22T05:34:22Z",
-    )  # fmt: skip
-    write_manifest(open_place(str(tmp_path / "checkpoints")), manifest)
-    coordinator.cluster.run.controls = at_first, Controls(since=9, rates={0: 0.5}, is_paused=True)
-    await coordinator.keep()
+    coordinator = await restored(tmp_path)
+    at_checkpoint = Controls(since=3, frozen=("w",))
+    write_checkpoint(tmp_path, run, 7, controls=at_checkpoint)
+    controls = at_checkpoint, Controls(since=9, rates={0: 0.5}, is_paused=True)
+    coordinator.cluster.run.membership = Membership({}, controls=controls)
+    await coordinator.persist()
     for resume in (True, False, True):
-        coordinator = await recalled(tmp_path, resume=resume, num_pservers=3)
+        coordinator = await restored(tmp_path, resume=resume, num_pservers=3)
     begin(coordinator)
     coordinator.cluster.register_pserver(registration("2", index=2), coordinator.now())
     assert coordinator.cluster.start_run_if_complete()
-    installed = coordinator.cluster.installation(0, 1, 7).controls
+    installed = coordinator.cluster.installation(0, 1, 7).membership.controls
     assert installed == (Controls(rates={0: 0.5}, is_paused=True),)
-    # With nothing but the place it is what was set when the checkpoint was written.
-    (tmp_path / "coordinator.json").unlink()
-    coordinator = await recalled(tmp_path, resume=True, num_pservers=3)
+    (tmp_path / "coordinator.json").unlink()  # the checkpoint alone has the controls of its round
+    coordinator = await restored(tmp_path, resume=True, num_pservers=3)
     assert coordinator.cluster.beginning is not None
-    assert coordinator.cluster.beginning.controls == at_first
+    assert coordinator.cluster.beginning.controls == at_checkpoint
 
 
-async def test_a_checkpoint_that_was_undone_and_not_deleted_is_no_beginning(tmp_path):
-    run = await planned(tmp_path)
-    coordinator = await recalled(tmp_path)
-    assert run.plan is not None
-    for round_ in (4, 7):
-        manifest = Manifest(
-            run=run.name, attempt=0, round=round_, consistency=Consistency(), plan=run.plan.to_json(), shards=(),
-            created="2026-11-22T05:34:22Z",
-        )  # fmt: skip
-        write_manifest(open_place(str(tmp_path / "checkpoints")), manifest)
-    coordinator.cluster.run.attempt, coordinator.cluster.run.resume = 1, 5
-    await coordinator.keep()
-    beginning = (await recalled(tmp_path, resume=True, num_pservers=3)).cluster.beginning
-    assert beginning is not None
-    assert beginning.round == 4
-
-
-async def test_a_resumption_that_has_failed_begins_with_the_same_checkpoint_next_time(tmp_path):
-    """The run had a plan and had not begun: nothing of it is on any disk."""
-    run = await planned(tmp_path)
-    place = open_place(str(tmp_path / "checkpoints"))
-    for name, round_ in (("run0", 7), ("another experiment", 9)):
-        assert run.plan is not None
-        manifest = Manifest(
-            run=name, attempt=0, round=round_, consistency=Consistency(), plan=run.plan.to_json(), shards=(),
-            created=f"2026-11-22T05:34:2{round_}Z",
-        )  # fmt: skip
-        write_manifest(place, manifest)
-    coordinator = await recalled(tmp_path)
-    run = coordinator.cluster.run
-    run.resume, run.source = 7, "run0"
-    run.fail(TrainerLost("somebody has pressed Ctrl-C", ranks=[0]), 1.0)
-    await coordinator.keep()
-    for _ in range(2):
-        beginning = (await recalled(tmp_path, resume=True)).cluster.beginning
-        assert beginning is not None
-        assert (beginning.run, beginning.round) == ("run0", 7)
-
-
-async def test_who_cannot_take_over_what_was_trained_does_not_begin_with_something_else(tmp_path):
-    run = await planned(tmp_path)
-    coordinator = await recalled(tmp_path)
-    coordinator.cluster.run.has_trained = True
-    await coordinator.keep()
-    with pytest.raises(StorageFailed, match=f"run {run.name} has no checkpoint"):
-        await recalled(tmp_path, resume=True, num_pservers=3)
-
-
-async def test_a_run_that_is_to_begin_with_a_checkpoint_gathers_on(tmp_path):
-    """Whoever has joined is known to the next life, whether that is told to resume or not."""
+async def test_a_run_that_will_begin_with_a_checkpoint_keeps_its_trainers(tmp_path):
     for resume in (False, True, False):
-        coordinator = await recalled(tmp_path, resume=resume)
+        coordinator = await restored(tmp_path, resume=resume)
         joined = coordinator.cluster.join_trainer(joining("a", 0), coordinator.now())
-        await coordinator.keep()
+        await coordinator.persist()
         assert (joined.rank, joined.incarnation, joined.run) == (0, 1, coordinator.cluster.run.name)

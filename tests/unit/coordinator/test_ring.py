@@ -12,7 +12,7 @@ from ps_protocol.errors import BadModel, RoundTimeout, TrainerLost
 from services.coordinator.activity import ActivityLog
 from services.coordinator.cluster import Cluster
 from services.coordinator.inspection.activity import describe_activity
-from services.coordinator.record import describe_cluster, recall_cluster
+from services.coordinator.record import describe_cluster, restore_cluster
 from services.coordinator.settings import CoordinatorSettings
 
 from ...raising import raises_code
@@ -36,8 +36,8 @@ def begin(cluster: Cluster, now: float = 0.0) -> None:
     for rank in range(cluster.run.defaults.num_trainers):
         declare(cluster, rank, rendezvous="10.0.0.5:4711" if rank == 0 else None, optimizer="Muon")
     assert cluster.start_run_if_complete(now)
-    cluster.run.installed(now)
-    cluster.members_installed(cluster.run.number)
+    cluster.run.begin_training(now)
+    cluster.finish_change(cluster.run.number)
 
 
 def waits(
@@ -116,11 +116,11 @@ def test_it_outlives_its_coordinator() -> None:
     begin(cluster)
     record = describe_cluster(cluster)
     again = ring()
-    recall_cluster(again, type(record).model_validate_json(record.model_dump_json()), 1.0)
+    restore_cluster(again, type(record).model_validate_json(record.model_dump_json()), 1.0)
     assert again.run.state == "training"
     waits(again, 1, 0.0)
     again.run.declare(1, model(1, optimizer="Muon"))  # its answer was lost, and it says so again
-    again.members_installed(again.run.number)
+    again.finish_change(again.run.number)
     ready = again.plan_ready(1, 1)
     assert ready is not None
     assert ready.rendezvous == "10.0.0.5:4711"
@@ -188,8 +188,8 @@ def test_who_is_done_and_accompanies_the_others_waits_patiently_and_is_not_missi
 
 def test_controls_are_refused() -> None:
     with raises_code("no_pservers"):
-        ring().need_pservers()
-    make_cluster().need_pservers()
+        ring().require_pservers()
+    make_cluster().require_pservers()
 
 
 @pytest.mark.parametrize(

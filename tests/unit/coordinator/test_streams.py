@@ -19,9 +19,9 @@ from ps_protocol.plan import make_plan
 from ps_protocol.vocabulary import ParameterSpec
 from services.coordinator.app import make_coordinator_app
 from services.coordinator.coordinator import Coordinator
-from services.coordinator.inspection import arriving
-from services.coordinator.inspection.event_stream import MAX_STREAMS
+from services.coordinator.inspection import reading
 from services.coordinator.inspection.parameters import open_parameter, wait_for_newer
+from services.coordinator.inspection.routes import MAX_STREAMS
 from services.coordinator.settings import CoordinatorSettings
 from services.runtime import large_replies
 from services.runtime.large_replies import MAX_AT_ONCE, PART_BYTES
@@ -156,7 +156,7 @@ async def test_nothing_more_is_read_for_a_client_that_has_disconnected() -> None
 
 
 async def test_a_part_that_is_arriving_is_delivered_to_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arriving, "STILL_SECONDS", 0.0)
+    monkeypatch.setattr(reading, "STILL_SECONDS", 0.0)
     is_reading, may_go_on = asyncio.Event(), asyncio.Event()
 
     async def parts() -> AsyncIterator[bytes]:
@@ -165,19 +165,19 @@ async def test_a_part_that_is_arriving_is_delivered_to_the_reader(monkeypatch: p
         yield b"last"
 
     header = encode_header([("w.block0", "F32", (1,))])[LENGTH_BYTES:]
-    frame = arriving.ArrivingFrame(parse_header(header, FrameLimits()), parts(), b"")
+    frame = reading.IncomingFrame(parse_header(header, FrameLimits()), parts(), b"")
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(frame.keep_moving())
+        tasks.create_task(frame.drain_slowly())
         await is_reading.wait()
-        reading = tasks.create_task(anext(frame.read(4)))
+        reader_task = tasks.create_task(anext(frame.read(4)))
         await asyncio.sleep(0)
         may_go_on.set()
-        assert await reading == b"last"
+        assert await reader_task == b"last"
 
 
 async def test_later_blocks_are_received_while_a_slow_client_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise their pserver would close the connection as stalled."""
-    monkeypatch.setattr(arriving, "STILL_SECONDS", 0.02)
+    monkeypatch.setattr(reading, "STILL_SECONDS", 0.02)
     pservers = Pservers(2)
     async with serving(pservers) as coordinator, open_parameter(coordinator, "w", "safetensors") as stream:
         parts = [await anext(stream.parts), await anext(stream.parts)]

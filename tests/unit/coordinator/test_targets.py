@@ -13,8 +13,8 @@ from ps_protocol.routes import JOIN_TRAINER
 from services.coordinator.app import make_coordinator_app
 from services.coordinator.cluster import Cluster
 from services.coordinator.coordinator import Coordinator
+from services.coordinator.metrics import describe_targets
 from services.coordinator.settings import CoordinatorSettings
-from services.coordinator.targets import describe_targets
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.security import guard
 
@@ -29,8 +29,8 @@ def cluster_of(pservers: list[str], trainers: list[str | None]) -> Cluster:
         answer = cluster.join_trainer(joining(f"trainer {rank}", rank=rank, metrics_address=metrics_address), 0)
         cluster.run.declare(rank, model(answer.incarnation, answer.run))
     assert cluster.start_run_if_complete()
-    cluster.run.installed(0)
-    cluster.members_installed()
+    cluster.run.begin_training(0)
+    cluster.finish_change()
     return cluster
 
 

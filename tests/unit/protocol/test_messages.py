@@ -5,7 +5,16 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from ps_protocol.messages import DeclareModel, JoinTrainer, PserverInfo, RegisterPserver, RunSummary, TrainerHeartbeat
+from ps_protocol.membership import Controls, Membership
+from ps_protocol.messages import (
+    DeclareModel,
+    InstallMembers,
+    JoinTrainer,
+    PserverInfo,
+    RegisterPserver,
+    RunSummary,
+    TrainerHeartbeat,
+)
 
 
 def test_a_loss_that_is_not_a_number_survives_the_wire() -> None:
@@ -20,6 +29,22 @@ def test_a_loss_that_is_not_a_number_survives_the_wire() -> None:
 def test_an_unknown_member_is_refused() -> None:
     with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
         TrainerHeartbeat.model_validate({"run": "r", "incarnation": 1, "round": 3, "result": {}})
+
+
+def test_a_membership_is_flat_in_json() -> None:
+    membership = Membership({0: 2}, {0: 5}, {5: (0, 1)}, {5: (1,)}, (Controls(since=5, rates={0: 0.5}),))
+    message = InstallMembers(run="r", number=3, membership=membership)
+    assert message.model_dump(mode="json", exclude_defaults=True) == {
+        "run": "r", "number": 3, "members": {"0": 2}, "starts": {"0": 5}, "sets": {"5": [0, 1]},
+        "verdicts": {"5": [1]}, "controls": [{"since": 5, "rates": {"0": 0.5}}],
+    }  # fmt: skip
+    assert InstallMembers.model_validate_json(message.model_dump_json()) == message
+    schema = InstallMembers.model_json_schema()
+    assert schema["required"] == ["run", "number", "members"]
+    assert schema["properties"].keys() == message.model_dump().keys()
+    for wrong in ({}, {"membership": {"members": {}}}, {"members": {}, "start": {}}):
+        with pytest.raises(ValidationError):
+            InstallMembers.model_validate({"run": "r", "number": 3, **wrong})
 
 
 def test_the_line_that_ends_a_training_script() -> None:

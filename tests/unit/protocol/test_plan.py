@@ -18,8 +18,8 @@ from hypothesis.extra import numpy as npst
 import ps_protocol
 from ps_protocol.errors import BadModel, GradpostError
 from ps_protocol.optimizers import OptimizerSpec, check_optimizer
+from ps_protocol.placement import slice_parameter
 from ps_protocol.plan import MAX_PSERVERS, SlicePlan, make_plan
-from ps_protocol.slicing import slice_parameter
 from ps_protocol.vocabulary import DTYPE_BYTES, PLACEMENTS, Block, ParameterSpec
 from ps_protocol.wire_types import PushType, WireTypes
 

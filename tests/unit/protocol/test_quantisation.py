@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ps_protocol.quantisation import PIECE, add_difference, dequantise, pieces, quantise
+from ps_protocol.quantisation import PIECE, add_delta, dequantise, pieces, quantise
 from ps_protocol.wire_types import GROUP
 
 SIZES = st.sampled_from([1, GROUP - 1, GROUP, GROUP + 1, 3 * GROUP + 7])
@@ -50,7 +50,7 @@ def test_a_difference_is_added_with_the_same_bits_wherever_it_lies(begin: int) -
     values = torch.randn(size, generator=generator)
     integers, scales, _ = quantised(torch.randn(size, generator=generator))
     somewhere = torch.zeros(size + 64)[begin : begin + size].copy_(values)
-    add_difference(somewhere, integers, scales)
+    add_delta(somewhere, integers, scales)
     product = integers.double() * scales.double().repeat_interleave(GROUP)[:size]
     assert torch.equal(somewhere, (values.double() + product.float().double()).float())
 

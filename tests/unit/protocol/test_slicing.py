@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_protocol.slicing import DEFAULT_MIN_BLOCK_SIZE, slice_parameter
+from ps_protocol.placement import DEFAULT_MIN_BLOCK_SIZE, slice_parameter
 
 from .strategies import all_min_block_sizes, all_num_pservers
 

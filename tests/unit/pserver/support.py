@@ -19,6 +19,7 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.errors import StaleRun
 from ps_protocol.fence import Fence
 from ps_protocol.frames import FrameLimits, encode_header, parse_frame
+from ps_protocol.membership import Membership
 from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRun, NormAnswer, PserverRegistered
 from ps_protocol.norms import AgreedNorm
 from ps_protocol.plan import SlicePlan, make_plan
@@ -32,7 +33,7 @@ from ps_protocol.routes import (
     WAIT_HEADER,
 )
 from ps_protocol.vocabulary import PROTOCOL_VERSION, ParameterSpec, Round
-from ps_protocol.wire_types import AS_THEY_ARE, WireTypes
+from ps_protocol.wire_types import UNCHANGED, WireTypes
 from services.pserver.durable.disk import Disk
 from services.pserver.endpoints import TensorEndpoints
 from services.pserver.metrics import PserverMetrics
@@ -127,7 +128,7 @@ class Bench:
         fence = Fence(
             protocol=PROTOCOL_VERSION, run=self.install.run, attempt=0, plan=self.plan.digest, pserver=0,
             pserver_incarnation=self.install.incarnation,
-            rank=rank, trainer_incarnation=self.install.members.get(rank, 1), round=round_,
+            rank=rank, trainer_incarnation=self.install.membership.members.get(rank, 1), round=round_,
         )  # fmt: skip
         return replace(fence, **changes)
 
@@ -245,7 +246,7 @@ class Bench:
 
     async def change_members(self, number: int, members: Mapping[int, int], failure: Any = None) -> None:
         await self.pserver.install_members(
-            InstallMembers(run=self.install.run, number=number, members=dict(members), failure=failure)
+            InstallMembers(run=self.install.run, number=number, membership=Membership(dict(members)), failure=failure)
         )
 
     async def freeze(self, number: int) -> FrozenRounds:
@@ -281,7 +282,7 @@ async def bench(
     optimizer: str = "SGD",
     state_dir: Path | None = None,
     incarnation: int = 1,
-    wire: WireTypes = AS_THEY_ARE,
+    wire: WireTypes = UNCHANGED,
     **install: Any,
 ) -> AsyncIterator[Bench]:
     """A pserver with a run. At the end nothing may be left: no task, no job.

@@ -87,7 +87,6 @@ async def digest_without_faults(folder: Path, last: int, **settings: Any) -> str
         return str(pserver.run.shard.digest())
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("interval", [0, 1, 3])
 async def test_a_restart_after_any_step_changes_no_bit(tmp_path: Path, interval: int) -> None:
     expected = await digest_without_faults(tmp_path / "without", 6)
@@ -99,7 +98,6 @@ async def test_a_restart_after_any_step_changes_no_bit(tmp_path: Path, interval:
     assert digest == expected
 
 
-@pytest.mark.asyncio
 async def test_what_was_acknowledged_and_not_applied_yet_comes_back(tmp_path: Path) -> None:
     async with life(tmp_path) as pserver:
         await steps(pserver, 1, 1)
@@ -114,7 +112,6 @@ async def test_what_was_acknowledged_and_not_applied_yet_comes_back(tmp_path: Pa
         assert pserver.run.round == 3
 
 
-@pytest.mark.asyncio
 async def test_what_was_staged_in_part_has_to_come_again(tmp_path: Path) -> None:
     async with life(tmp_path) as pserver:
         await steps(pserver, 1, 1)
@@ -129,7 +126,6 @@ async def test_what_was_staged_in_part_has_to_come_again(tmp_path: Path) -> None
         assert pserver.run.clocks.clocks == {0: 2, 1: 1}
 
 
-@pytest.mark.asyncio
 async def test_without_a_log_trainers_go_on_with_their_own_steps(tmp_path: Path) -> None:
     async with life(tmp_path, durability="none") as pserver:
         await pserver.run.want_checkpoint(4)
@@ -147,7 +143,6 @@ async def test_without_a_log_trainers_go_on_with_their_own_steps(tmp_path: Path)
         assert pserver.run.round == 6
 
 
-@pytest.mark.asyncio
 async def test_a_full_disk_sends_pushes_away_and_takes_nothing(tmp_path: Path) -> None:
     async with life(tmp_path) as pserver:
         await steps(pserver, 1, 1)
@@ -162,7 +157,6 @@ async def test_a_full_disk_sends_pushes_away_and_takes_nothing(tmp_path: Path) -
         assert pserver.run.round == 3
 
 
-@pytest.mark.asyncio
 async def test_a_disk_that_stays_full_ends_the_run(tmp_path: Path) -> None:
     async with life(tmp_path, round_timeout_seconds=0.0) as pserver:
         await steps(pserver, 1, 1)
@@ -172,7 +166,6 @@ async def test_a_disk_that_stays_full_ends_the_run(tmp_path: Path) -> None:
             await pserver.get(1, 1)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("durability", ["none", "log"])
 async def test_a_checkpoint_holds_the_first_contributions_and_nothing_else(tmp_path: Path, durability: str) -> None:
     async with life(tmp_path, durability=durability) as pserver:
@@ -196,7 +189,6 @@ async def test_a_checkpoint_holds_the_first_contributions_and_nothing_else(tmp_p
         assert restored.shard.digest() == other.run.shard.digest()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("failure", [None, TrainerLost("trainer 1 was lost")])
 async def test_a_pserver_that_stops_applies_what_it_has_taken(tmp_path: Path, failure: GradpostError | None) -> None:
     async with life(tmp_path, durability="none") as pserver:
@@ -217,7 +209,6 @@ async def test_a_pserver_that_stops_applies_what_it_has_taken(tmp_path: Path, fa
         assert pserver.run.clocks.open_steps == {0: 3, 1: 2}
 
 
-@pytest.mark.asyncio
 async def test_members_do_not_change_while_a_contribution_is_being_logged(tmp_path: Path) -> None:
     async with life(tmp_path) as pserver:
         await steps(pserver, 1, 1)
@@ -233,7 +224,6 @@ async def test_members_do_not_change_while_a_contribution_is_being_logged(tmp_pa
         await until(lambda: pserver.run.round == 3)
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_goes_away_leaves_no_gap_in_the_log(tmp_path: Path) -> None:
     async with life(tmp_path) as pserver:
         await steps(pserver, 1, 1)
@@ -249,7 +239,6 @@ async def test_a_client_that_goes_away_leaves_no_gap_in_the_log(tmp_path: Path) 
         assert (pserver.run.round, pserver.run.shard.digest()) == (4, digest)
 
 
-@pytest.mark.asyncio
 async def test_once_the_run_is_over_every_pserver_writes_the_same_number(tmp_path: Path) -> None:
     async with life(tmp_path) as pserver:
         await steps(pserver, 1, 2)
@@ -261,11 +250,9 @@ async def test_once_the_run_is_over_every_pserver_writes_the_same_number(tmp_pat
         assert pserver.run.round == 11
 
 
-@pytest.mark.asyncio
 async def test_a_contribution_without_any_block_waits_for_a_slow_disk_like_all_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trainer may have no gradient for anything on this pserver."""
     monkeypatch.setattr(async_run, "HOLD_SECONDS", 0.05)
     async with life(tmp_path) as pserver:
         await steps(pserver, 1, 1)

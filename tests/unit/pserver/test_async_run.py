@@ -72,10 +72,6 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.001)
 
 
-# ---------------------------------------------------------------------- exactly once
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize("read_consistency", ["none", "block", "shard"])
 async def test_every_gradient_is_applied_once(read_consistency: Any) -> None:
     async with asynchronous(3, read_consistency=read_consistency) as pserver:
@@ -94,7 +90,6 @@ async def test_every_gradient_is_applied_once(read_consistency: Any) -> None:
         assert pserver.metric("gradpost_updates_applied_total") == 60 * len(NAMES)
 
 
-@pytest.mark.asyncio
 async def test_two_tries_of_a_push_that_is_held_are_queued_once() -> None:
     async with asynchronous(max_queued=1) as pserver:
         with busy(pserver):
@@ -105,7 +100,6 @@ async def test_two_tries_of_a_push_that_is_held_are_queued_once() -> None:
         assert stepped(await pserver.get(1, 1), by=3)
 
 
-@pytest.mark.asyncio
 async def test_a_push_is_in_all_its_queues_or_in_none() -> None:
     async with asynchronous(max_queued=1) as pserver:
         with busy(pserver):
@@ -118,9 +112,7 @@ async def test_a_push_is_in_all_its_queues_or_in_none() -> None:
         assert stepped(await pserver.get(1, 1, names=NAMES[1:]), by=1)
 
 
-@pytest.mark.asyncio
 async def test_a_push_that_waits_for_several_queues_is_not_overtaken_in_one() -> None:
-    """Else others could take turns in filling them, and there would never be room in all."""
     async with asynchronous(3, max_queued=1) as pserver:
         gate, reached = threading.Event(), threading.Event()
         apply_block = pserver.run.shard.apply_block
@@ -142,7 +134,6 @@ async def test_a_push_that_waits_for_several_queues_is_not_overtaken_in_one() ->
         assert [(await push)["status"] for push in (both, one)] == ["staged", "staged"]
 
 
-@pytest.mark.asyncio
 async def test_a_full_queue_sends_the_sender_away_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_run, "HOLD_SECONDS", 0.05)
     async with asynchronous(max_queued=1) as pserver:
@@ -158,10 +149,6 @@ async def test_a_full_queue_sends_the_sender_away_and_loses_nothing(monkeypatch:
         assert stepped(await pserver.get(1, 1), by=3)
 
 
-# ---------------------------------------------------------------------- a block stops
-
-
-@pytest.mark.asyncio
 async def test_a_worker_that_fails_stops_its_block_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     async with asynchronous() as pserver:
         apply_block = pserver.run.shard.apply_block
@@ -184,7 +171,6 @@ async def test_a_worker_that_fails_stops_its_block_and_no_other(monkeypatch: pyt
         assert not pserver.run.is_idle  # no checkpoint is made of it
 
 
-@pytest.mark.asyncio
 async def test_what_is_queued_behind_a_failure_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async with asynchronous(3, read_consistency="shard", wait_for_apply=False) as pserver:
         monkeypatch.setattr(pserver.run.shard, "apply_block", lambda *args, **kwargs: 1 / 0)
@@ -198,10 +184,6 @@ async def test_what_is_queued_behind_a_failure_is_not_waited_for(monkeypatch: py
         assert pserver.metric("gradpost_queued_updates") == 0
 
 
-# ---------------------------------------------------------------------- what a get waits for
-
-
-@pytest.mark.asyncio
 async def test_a_get_waits_for_the_trainers_own_update_only_if_asked_to() -> None:
     async with asynchronous(read_consistency="none") as waits:
         with busy(waits):
@@ -216,7 +198,6 @@ async def test_a_get_waits_for_the_trainers_own_update_only_if_asked_to() -> Non
             assert stepped(await does_not.get(0, 1, wait_seconds=0), by=0)
 
 
-@pytest.mark.asyncio
 async def test_nobody_gets_further_ahead_than_max_staleness() -> None:
     async with asynchronous(mode="ssp", max_staleness=2) as pserver:
         for step in (1, 2):
@@ -238,7 +219,6 @@ async def test_nobody_gets_further_ahead_than_max_staleness() -> None:
         assert pserver.pserver.make_heartbeat().missing == ()
 
 
-@pytest.mark.asyncio
 async def test_a_get_that_nobody_repeats_waits_for_nobody_once_the_clocks_allow_it() -> None:
     async with asynchronous(mode="ssp", max_staleness=0) as pserver:
         await pserver.push(0, 1, ones())
@@ -251,7 +231,6 @@ async def test_a_get_that_nobody_repeats_waits_for_nobody_once_the_clocks_allow_
         assert (pserver.pserver.make_heartbeat().missing, pserver.run.waiting_seconds) == ((), 0)
 
 
-@pytest.mark.asyncio
 async def test_who_is_behind_for_too_long_is_named() -> None:
     async with bench(2, consistency=Consistency(mode="ssp", max_staleness=0), round_timeout_seconds=0.1) as pserver:
         await pserver.get(0, 0)
@@ -261,7 +240,6 @@ async def test_who_is_behind_for_too_long_is_named() -> None:
         assert late.value.facts["missing"] == [1]
 
 
-@pytest.mark.asyncio
 async def test_gradients_of_old_parameters_are_refused() -> None:
     async with asynchronous(max_delay=1) as pserver:
         for step in (1, 2):
@@ -277,16 +255,12 @@ async def test_gradients_of_old_parameters_are_refused() -> None:
         assert stepped(await pserver.get(0, 3), by=3)
 
 
-@pytest.mark.asyncio
 async def test_there_are_no_barriers() -> None:
     async with asynchronous() as pserver:
         with raises_code("mode_mismatch", match="a batch barrier belongs to the synchronous mode"):
             await pserver.barrier(0, 1)
         with raises_code("mode_mismatch"):
             await pserver.get(0, 0, with_barrier=True)
-
-
-# ---------------------------------------------------------------------- what a get sees
 
 
 async def read_in_the_middle(pserver: Bench) -> dict[str, float]:
@@ -312,19 +286,16 @@ async def read_in_the_middle(pserver: Bench) -> dict[str, float]:
     return {name: round((start[name] - block)[0].item()) for name, block in decode(await get)[0].items()}
 
 
-@pytest.mark.asyncio
 async def test_without_shard_consistency_a_get_may_see_half_a_contribution() -> None:
     async with asynchronous(3) as pserver:
         assert await read_in_the_middle(pserver) == {NAMES[0]: 2, NAMES[1]: 1, NAMES[2]: 1, NAMES[3]: 1}
 
 
-@pytest.mark.asyncio
 async def test_with_shard_consistency_it_sees_all_of_it_or_nothing() -> None:
     async with asynchronous(3, read_consistency="shard") as pserver:
         assert await read_in_the_middle(pserver) == dict.fromkeys(NAMES, 2)
 
 
-@pytest.mark.asyncio
 async def test_a_get_behind_an_update_that_fails_is_told_so() -> None:
     async with asynchronous(3, read_consistency="shard") as pserver:
         apply_block = pserver.run.shard.apply_block
@@ -345,7 +316,6 @@ async def test_a_get_behind_an_update_that_fails_is_told_so() -> None:
             await asyncio.wait_for(get, 5)
 
 
-@pytest.mark.asyncio
 async def test_a_block_that_could_not_be_read_fails_the_get_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     async with asynchronous(read_consistency="shard") as pserver:
         with monkeypatch.context() as patch:
@@ -356,7 +326,6 @@ async def test_a_block_that_could_not_be_read_fails_the_get_and_nothing_else(mon
         assert stepped(await pserver.get(0, 1), by=1)
 
 
-@pytest.mark.asyncio
 async def test_gets_that_fail_at_one_block_do_not_fill_the_queue_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     async with asynchronous(read_consistency="shard", max_queued=1) as pserver:
         go_on, queue = asyncio.Event(), pserver.run._queues[NAMES[1]]
@@ -377,10 +346,8 @@ async def test_gets_that_fail_at_one_block_do_not_fill_the_queue_of_another(monk
         assert stepped(await pserver.get(0, 1), by=1)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("read_consistency", "seen"), [("none", {0.0, 1.0}), ("block", {1.0}), ("shard", {0.0})])
 async def test_a_block_that_is_being_updated(read_consistency: Any, seen: set[float]) -> None:
-    """The get comes in the middle of an update: it sees half of it, or waits for it, or sees what was before."""
     async with asynchronous(read_consistency=read_consistency) as pserver:
         gate, reached = threading.Event(), threading.Event()
         shard, name = pserver.run.shard, NAMES[3]
@@ -411,10 +378,6 @@ async def test_a_block_that_is_being_updated(read_consistency: Any, seen: set[fl
         assert {round(value, 3) for value in (start - block).tolist()} == seen
 
 
-# ---------------------------------------------------------------------- staleness
-
-
-@pytest.mark.asyncio
 async def test_staleness_is_measured_and_divides_the_rate() -> None:
     async with asynchronous(3, compensation="divide") as pserver:
         for rank, moved in ((0, 1.0), (1, 2.0), (2, 2.5)):  # staleness 0 and 1 count alike; 2 halves the step
@@ -424,7 +387,6 @@ async def test_staleness_is_measured_and_divides_the_rate() -> None:
         assert pserver.metric("gradpost_staleness_count") == 3 * len(NAMES)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("read_consistency", ["none", "block", "shard"])
 async def test_staleness_counts_from_the_pull_that_a_gradient_was_computed_on(read_consistency: Any) -> None:
     async with asynchronous(compensation="divide", read_consistency=read_consistency) as pserver:
@@ -440,7 +402,6 @@ async def test_staleness_counts_from_the_pull_that_a_gradient_was_computed_on(re
         assert pserver.metric("gradpost_staleness_sum") == (0 + 1 + 0 + 0 + 1) * len(NAMES)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("read_consistency", ["block", "shard"])
 async def test_delay_compensation_is_the_papers_formula(read_consistency: Any) -> None:
     async with asynchronous(compensation="dc", dc_lambda=0.5, read_consistency=read_consistency) as pserver:
@@ -450,9 +411,7 @@ async def test_delay_compensation_is_the_papers_formula(read_consistency: Any) -
         assert stepped(await pserver.get(1, 1), by=2 + (3 + 0.5 * 3 * 3 * -2))
 
 
-@pytest.mark.asyncio
 async def test_a_step_is_the_trainers_own() -> None:
-    """Adam's first step has the length of the rate, whatever the gradient: its moments are corrected for their age."""
     groups = [make_options("Adam", lr=0.1, betas=[0.9, 0.999], eps=0.0)]
     async with asynchronous(2, optimizer="Adam", groups=groups) as pserver:
         moments, squares, moved = 0.0, 0.0, 0.0
@@ -463,10 +422,6 @@ async def test_a_step_is_the_trainers_own() -> None:
             assert stepped(await pserver.get(rank, 1), by=moved)
 
 
-# ---------------------------------------------------------------------- the end
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize("read_consistency", ["none", "block", "shard"])
 async def test_whoever_waits_is_told_how_the_run_ended(read_consistency: Any) -> None:
     async with asynchronous(3, mode="ssp", max_staleness=0, max_queued=1, read_consistency=read_consistency) as pserver:
@@ -485,7 +440,6 @@ async def test_whoever_waits_is_told_how_the_run_ended(read_consistency: Any) ->
             await pserver.push(1, 1, ones())
 
 
-@pytest.mark.asyncio
 async def test_the_next_run_ends_the_workers_of_this_one() -> None:
     async with asynchronous() as pserver:
         await pserver.push(0, 1, ones())

@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 
 from ps_protocol.errors import StaleRun, StorageFailed, TryAgain
+from ps_protocol.membership import Membership
 from ps_protocol.messages import PserverHeartbeatReply, WantCheckpoint
 from services.pserver.durable import storage
 from services.pserver.durable.update_log import list_segments
 from services.runtime.checkpoints import Manifest, round_folder, write_manifest
-from services.runtime.places import Place
+from services.runtime.storage import CheckpointStorage
 
 from .support import Bench, bench, encode, initial_values
 from .test_async_run import until
-
-pytestmark = pytest.mark.asyncio
 
 
 class SlowPlace:
@@ -31,7 +30,7 @@ class SlowPlace:
         self.most = 0
         self.writing: set[str] = set()
         self.twice: list[str] = []
-        place: Place = b.run.storage._place
+        place: CheckpointStorage = b.run.storage._place
         write = place.write
 
         def write_slowly(name: str, chunks: Iterable[bytes]) -> None:
@@ -238,7 +237,6 @@ async def test_a_pserver_deletes_what_the_coordinator_does_not_need_any_more(tmp
 
 @pytest.mark.parametrize("is_told", [True, False])
 async def test_a_run_that_is_over_keeps_no_log(tmp_path: Path, is_told: bool):
-    """Its coordinator says in a heartbeat that the last checkpoint is complete, or is gone before that."""
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=2) as b:
         for round_ in (1, 2, 3):
             await b.play_round(round_)
@@ -262,14 +260,14 @@ async def test_a_run_that_is_over_keeps_no_log(tmp_path: Path, is_told: bool):
 
 
 async def test_initial_values_of_an_attempt_that_was_given_up_do_not_stay(tmp_path: Path, monkeypatch):
-    """Their checkpoint 0 is still being written when another trainer is to bring others."""
     settings: dict[str, Any] = {"state_dir": tmp_path, "durability": "log"}
     async with bench(initial=False, **settings) as b:
         place, is_asked = SlowPlace(b, monkeypatch), asyncio.Event()
         names = {name: f"{name}.block0" for name in initial_values()}
         first = asyncio.create_task(b.upload_initial())
         await until(lambda: bool(place.writing))
-        other = b.install.model_copy(update={"attempt": 1, "number": 2, "uploader": 1, "members": {1: 1}})
+        members = Membership({1: 1})
+        other = b.install.model_copy(update={"attempt": 1, "number": 2, "uploader": 1, "membership": members})
 
         async def install() -> None:
             is_asked.set()
@@ -305,7 +303,9 @@ async def test_initial_values_are_not_written_after_their_attempt_was_given_up(t
         monkeypatch.setattr(old, "_encode_initial", encode_slowly)
         uploading = asyncio.create_task(b.upload_initial())
         assert await asyncio.to_thread(is_encoding.wait, 10)
-        other = b.install.model_copy(update={"attempt": 1, "number": 2, "uploader": 1, "members": {1: 1}})
+        other = b.install.model_copy(
+            update={"attempt": 1, "number": 2, "uploader": 1, "membership": Membership({1: 1})}
+        )
         installing = asyncio.create_task(b.pserver.install_run(other))
         await until(lambda: old.failure is not None)
         may_go_on.set()

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import BadModel, ContributionConflict, ContributionMissing, FutureRound
+from ps_protocol.membership import Membership
 from services.pserver.clocks import Clocks, Committed
 
 from ...raising import raises_code
@@ -37,7 +38,6 @@ class ClocksMachine(RuleBasedStateMachine):
         self.said: dict[int, int | None] = dict.fromkeys(RANKS)
         self.queued: list[tuple[Committed[str], str]] = []
         self.unapplied: dict[int, set[tuple[int, str]]] = {rank: set() for rank in RANKS}
-        self.num_applied = 0
 
     def clock(self, rank: int) -> int:
         """The newest step such that nothing of it and of those before waits."""
@@ -75,24 +75,22 @@ class ClocksMachine(RuleBasedStateMachine):
         taken = self.clocks.commit(rank)
         assert (taken.rank, taken.step) == (rank, self.step[rank])
         assert set(taken.contribution.blocks) == self.pushed[rank]
-        before = self.clock(rank)
         self.queued += [(taken, name) for name in taken.contribution.blocks]
         self.unapplied[rank] |= {(taken.step, name) for name in taken.contribution.blocks}
         self.step[rank] += 1
         self.pushed[rank], self.said[rank] = set(), None
-        self.num_applied += self.clock(rank) - before
 
     @precondition(lambda self: self.queued)
     @rule(data=st.data())
     def apply(self, data: st.DataObject) -> None:
         taken, name = self.queued.pop(data.draw(st.integers(0, len(self.queued) - 1)))
         is_known = self.clocks.members.get(taken.rank) is not None and taken.steps is self.clocks._steps[taken.rank]
-        before = self.clock(taken.rank) if is_known else 0
+        before, applied = self.clock(taken.rank) if is_known else 0, self.clocks.applied
         completed = self.clocks.count_applied_block(taken)
         if is_known:
             self.unapplied[taken.rank].discard((taken.step, name))
             assert completed == (self.clock(taken.rank) > before)
-            self.num_applied += self.clock(taken.rank) - before
+            assert self.clocks.applied - applied == self.clock(taken.rank) - before
 
     @rule(data=st.data())
     def leave_or_come_back(self, data: st.DataObject) -> None:
@@ -103,17 +101,14 @@ class ClocksMachine(RuleBasedStateMachine):
             self.incarnations[rank] = self.incarnations.get(rank, 1) + 1
             self.step[rank], self.unapplied[rank] = 1, set()
         self.pushed[rank], self.said[rank] = set(), None
-        self.clocks.install_members(self.incarnations)
+        self.clocks.install_members(Membership(self.incarnations))
 
     @invariant()
     def clocks_are_what_is_applied(self) -> None:
-        if hasattr(self, "clocks"):
-            assert self.clocks.clocks == {rank: self.clock(rank) for rank in self.ranks()}
+        assert self.clocks.clocks == {rank: self.clock(rank) for rank in self.ranks()}
 
     @invariant()
     def gets_wait_for_those_who_are_behind_and_for_nobody_else(self) -> None:
-        if not hasattr(self, "clocks"):
-            return
         for rank in self.ranks():
             for step in range(self.step[rank] + 2):
                 if step >= self.step[rank]:
@@ -127,8 +122,6 @@ class ClocksMachine(RuleBasedStateMachine):
 
     @invariant()
     def old_and_strange_messages_are_known_as_such(self) -> None:
-        if not hasattr(self, "clocks"):
-            return
         for rank in RANKS:
             if rank not in self.incarnations:
                 with raises_code("stale_trainer"):
@@ -162,69 +155,28 @@ def test_what_a_gradient_may_have_been_computed_on(max_delay: int) -> None:
                 clocks.check_delay(0, step, computed_on)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
+def test_a_setting_without_effect_is_refused() -> None:
+    for rules in (
         {"max_staleness": 1},
         {"mode": "async", "max_staleness": 1},
         {"read_consistency": "shard"},
         {"mode": "async", "dc_lambda": 0.5},
         {"max_queued": 2},
-    ],
-)
-def test_a_setting_that_could_have_no_effect_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(BadModel, match="would have no effect in mode"):
-        Consistency(**settings)
-
-
-def test_ssp_has_a_bound_of_its_own() -> None:
-    assert Consistency(mode="ssp").max_staleness == 4
-    assert Consistency(mode="ssp", max_staleness=0).max_staleness == 0
-
-
-def test_a_clock_waits_for_the_oldest_step() -> None:
-    """A later step that has no gradient for a slow block may be applied first; then both count at once."""
-    clocks: Clocks[str] = Clocks({0: 1}, Consistency(mode="async"))
-    taken = []
-    for step, name in ((1, "slow"), (2, "quick")):
-        clocks.stage_blocks(0, {name: "g"}, 1, NUMBERS, step - 1)
-        taken.append(clocks.commit(0))
-    assert not clocks.count_applied_block(taken[1])
-    assert (clocks.clocks, clocks.applied) == ({0: 0}, 0)
-    assert clocks.count_applied_block(taken[0])
-    assert (clocks.clocks, clocks.applied) == ({0: 2}, 2)
+    ):
+        with pytest.raises(BadModel, match="would have no effect in mode"):
+            Consistency(**rules)
+    assert [Consistency(mode="ssp").max_staleness, Consistency(mode="ssp", max_staleness=0).max_staleness] == [4, 0]
 
 
 def test_the_open_step_of_a_rank_outlives_its_membership():
     clocks = Clocks({0: 1, 1: 1}, Consistency(mode="async"))
-    clocks.install_members({1: 1})
+    clocks.install_members(Membership({1: 1}))
     assert clocks.open_steps == {0: 1, 1: 1}
 
 
 def restored(*, is_short: bool) -> Clocks[str]:
     """A pserver that has come back with steps 1 and 2 of trainer 0, who has pushed 1 to 5."""
     return Clocks({}, Consistency(mode="async", max_delay=2), applied=2, steps={0: (1, 2)}, is_short=is_short)
-
-
-def take(clocks: Clocks[str], step: int) -> None:
-    clocks.skip_lost_steps(0, step)
-    clocks.stage_blocks(0, {"a": "x"}, 1, NUMBERS, step - 1)
-    clocks.commit(0)
-
-
-def test_a_pserver_that_has_lost_steps_begins_with_whatever_comes_first() -> None:
-    """Several may be missing, and the trainer sends again those that it still has."""
-    clocks = restored(is_short=True)
-    with pytest.raises(ContributionMissing):
-        clocks.find_missing(0, 3)
-    assert clocks.admit(0, 1, 5) == "open"
-    take(clocks, 4)  # of step 3 it has got the parameters, and forgotten the gradient
-    assert clocks.admit(0, 1, 3) == "already_applied"
-    with pytest.raises(FutureRound):
-        clocks.admit(0, 1, 6)  # before step 5 was sent again
-    take(clocks, 5)
-    assert clocks.admit(0, 1, 6) == "open"
-    assert clocks.find_missing(0, 4) == [0]
 
 
 class LostStepsMachine(RuleBasedStateMachine):

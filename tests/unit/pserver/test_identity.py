@@ -32,7 +32,6 @@ class SlowDisk(Disk):
         super().write_incarnation(index, incarnation)
 
 
-@pytest.mark.asyncio
 async def test_a_run_that_comes_before_the_identity_is_on_the_disk_waits_for_it_and_stays(tmp_path: Path) -> None:
     async with bench() as b:
         b.pserver.disk = disk = SlowDisk(tmp_path)
@@ -63,9 +62,7 @@ class SlowlyOpened(Disk):
         return opened
 
 
-@pytest.mark.asyncio
 async def test_a_change_of_members_waits_for_a_run_that_is_being_opened(tmp_path: Path) -> None:
-    """It is neither served nor held then, and would pass for lost."""
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
         install = b.install.model_copy(update={"restore": 1, "number": 2})
@@ -89,11 +86,9 @@ async def test_a_change_of_members_waits_for_a_run_that_is_being_opened(tmp_path
         assert ranges == [(0, 1)]
 
 
-@pytest.mark.asyncio
 async def test_who_asks_again_what_can_be_restored_waits_for_the_same_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A large shard takes longer to be read than a request may: all tries together find it out."""
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
         storage, may_end, looks = b.run.storage, threading.Event(), 0
@@ -118,9 +113,7 @@ async def test_who_asks_again_what_can_be_restored_waits_for_the_same_answer(
         assert (await b.pserver.find_restorable(b.install.run), looks) == ([(0, 2)], 2)
 
 
-@pytest.mark.asyncio
 async def test_what_is_held_can_be_restored_before_the_pserver_knows_who_it_is(tmp_path: Path) -> None:
-    """A coordinator that comes back takes its word, and nobody's else."""
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
         await b.pserver.open_folder(0)
@@ -132,9 +125,7 @@ async def test_what_is_held_can_be_restored_before_the_pserver_knows_who_it_is(t
         await b.pserver.install_run(b.install.model_copy(update={"restore": 1, "number": 2}))
 
 
-@pytest.mark.asyncio
 async def test_an_installation_that_was_given_up_does_not_bring_back_what_is_held(tmp_path: Path) -> None:
-    """It arrives when a later change is being decided on what this pserver holds."""
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
         await b.pserver.open_folder(0)
@@ -148,7 +139,6 @@ async def test_an_installation_that_was_given_up_does_not_bring_back_what_is_hel
         assert b.run.round == 1
 
 
-@pytest.mark.asyncio
 async def test_what_is_decided_on_another_attempt_ends_the_changes_before_it(tmp_path: Path) -> None:
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
@@ -162,9 +152,7 @@ async def test_what_is_decided_on_another_attempt_ends_the_changes_before_it(tmp
         assert b.run.install.attempt == 1
 
 
-@pytest.mark.asyncio
 async def test_a_pserver_that_has_not_looked_into_its_folder_does_not_say_that_it_holds_nothing(tmp_path: Path) -> None:
-    """It listens already, under the address of its former life, and everybody would go back."""
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
     next_life = Pserver(b.compute, PserverMetrics(CollectorRegistry(), b.compute), LIMITS, disk=Disk(tmp_path))
@@ -177,9 +165,7 @@ async def test_a_pserver_that_has_not_looked_into_its_folder_does_not_say_that_i
     assert (await next_life.freeze(freeze)).applied == 1
 
 
-@pytest.mark.asyncio
 async def test_a_run_that_could_not_be_opened_is_still_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that is full, or a place that is busy, for a moment: the coordinator tries again, and nobody goes back."""
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
         await b.pserver.open_folder(0)
@@ -199,9 +185,7 @@ async def test_a_run_that_could_not_be_opened_is_still_held(tmp_path: Path, monk
         await b.play_round(2)
 
 
-@pytest.mark.asyncio
 async def test_a_run_that_could_not_go_back_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else this pserver would pass for one without a log, and all would go back to a checkpoint."""
     async with bench(state_dir=tmp_path, durability="log") as b:
         for round_ in (1, 2, 3):
             await b.play_round(round_)

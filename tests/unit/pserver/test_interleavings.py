@@ -27,8 +27,6 @@ from .support import (
     initial_values,
 )
 
-pytestmark = pytest.mark.asyncio
-
 LAST_ROUND = 3
 SCRIPTS = st.lists(st.integers(0, 11), min_size=80, max_size=80)
 

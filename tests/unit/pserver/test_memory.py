@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 
-from ps_protocol.consistency import Consistency, ReadConsistency
+from ps_protocol.consistency import Consistency
 from ps_protocol.errors import TrainerLost
 from services.pserver.shard import Shard
 
 from .oracle import make_options
 from .support import Bench, bench
-
-pytestmark = pytest.mark.asyncio
 
 ADAM = [make_options("Adam", lr=0.01)]
 
@@ -61,19 +59,17 @@ async def train(pserver: Bench) -> None:
         await pserver.get(0, round_)
 
 
-@pytest.mark.parametrize("rules", [{}, {"max_delay": 1}, {"mode": "async"}, {"mode": "async", "compensation": "dc"}])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        {"max_delay": 1},
+        {"mode": "async", "compensation": "dc"},
+        *({"mode": "async", "read_consistency": read} for read in ("none", "block", "shard")),
+    ],
+)
 async def test_the_next_run_begins_with_nothing_of_the_one_before(rules: dict[str, Any], alive: list[int]) -> None:
     async with bench(1, optimizer="Adam", groups=ADAM, consistency=Consistency(**rules)) as pserver:
-        await train(pserver)
-        pserver.install = await pserver.install_next_run()
-        await pserver.upload_initial()
-    assert alive == [0, 0]
-
-
-@pytest.mark.parametrize("read_consistency", ["none", "block", "shard"])
-async def test_whatever_gets_read(read_consistency: ReadConsistency, alive: list[int]) -> None:
-    rules = Consistency(mode="async", read_consistency=read_consistency)
-    async with bench(1, consistency=rules) as pserver:
         await train(pserver)
         pserver.install = await pserver.install_next_run()
         await pserver.upload_initial()
@@ -102,7 +98,6 @@ async def test_a_rollback_restores_into_the_memory_of_what_it_gives_up(tmp_path:
 
 
 async def test_a_pserver_that_has_come_back_restores_one_shard_at_a_time(tmp_path: Path, alive: list[int]) -> None:
-    """It restores what it finds, registers, and goes back behind that with all others; or it is registered again."""
     settings: Any = {"optimizer": "Adam", "groups": ADAM, "state_dir": tmp_path, "durability": "log"}
     await train_and_die(settings)
     gc.collect()

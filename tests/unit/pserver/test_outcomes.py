@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from ps_protocol.consistency import Consistency
-from ps_protocol.controls import override_rates
 from ps_protocol.frames import parse_frame
-from ps_protocol.messages import Controls
+from ps_protocol.membership import Controls
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.routes import BARRIER_HEADER, HYPER_PARAMETERS_KEY, VERDICT_HEADER
 from services.pserver.durable.records import Record
@@ -22,7 +21,7 @@ from services.pserver.pulls import divide_rates
 from .refusals import unchanged
 from .support import Bench, bench, encode
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.amp]
+pytestmark = pytest.mark.amp
 
 
 async def push(b: Bench, rank: int, round_: int, scaler: HyperParameters | None) -> None:
@@ -61,14 +60,10 @@ async def test_the_lowest_ranks_scaler_is_told_to_all() -> None:
         assert "grad_scaler" not in await play(b, 4, None, None)
 
 
-async def test_what_is_no_state_is_refused() -> None:
+async def test_a_state_that_does_not_fit_and_another_one_in_the_same_round_are_refused() -> None:
     async with bench() as b:
         for wrong in ({}, state(0, float("nan"))):
             await unchanged(b, "bad_hyper_parameters", push(b, 0, 1, wrong))
-
-
-async def test_another_state_in_the_same_round_is_a_conflict() -> None:
-    async with bench() as b:
         await push(b, 0, 1, state(0))
         await push(b, 0, 1, state(0))
         for other in (None, state(0, 8.0)):
@@ -102,29 +97,25 @@ async def test_a_pserver_that_comes_back_tells_the_same(tmp_path: Path, checkpoi
         assert await metadata_of(b, 2) == told
 
 
-async def test_another_run_goes_on_with_them() -> None:
+def test_outcomes_of_a_source_run_are_taken_over() -> None:
     history, source = History({9: (0,)}, {9: (0,)}), History({7: (0, 1)}, {7: (1,)}, {0: (1, 7)}, {}, state(6))
     history.adopt_outcomes(source)
     assert history == History({9: (0,)}, {9: (0,), 7: (1,)}, {}, {}, state(6))
     assert History.from_json(history.to_json()) == history
 
 
-async def test_a_round_without_trainers_keeps_the_state() -> None:
-    history = History()
-    history.add_round(7, (0,), (), None, [{"lr": 0.1}, state(6)], keep=1)
+def test_the_state_outlives_a_round_without_trainers_and_changes_of_the_rate() -> None:
+    history, numbers = History(), [{"lr": 0.1}, state(6)]
+    history.add_round(7, (0,), (), None, numbers, keep=1)
     history.add_round(8, (), (), keep=1)
     assert history.scaler == state(6)
     history.add_round(9, (0,), (), None, [{"lr": 0.1}], keep=1)
     assert history.scaler is None
-
-
-async def test_what_is_done_to_rates_leaves_the_state_alone() -> None:
-    numbers: list[HyperParameters] = [{"lr": 0.1}, state(6)]
-    assert override_rates(Controls(rates={0: 0.5}), numbers) == [{"lr": 0.5}, state(6)]
+    assert Controls(rates={0: 0.5}).override_rates(numbers) == [{"lr": 0.5}, state(6)]
     assert divide_rates(numbers, 2) == [{"lr": 0.05}]
 
 
-async def test_logs_and_checkpoints_of_earlier_versions_have_the_state() -> None:
+def test_logs_and_checkpoints_of_earlier_versions_have_the_state() -> None:
     old = "[[[7, [0]]], [], [], [], [[6, [5, 8.0, 2]], [7, [6, 1024.0, 6]]]]"
     assert History.from_json(old).scaler == state(6)
     metadata = {**Update(7, (0,), [{"lr": 0.1}], None).to_metadata(), "grad_scaler": json.dumps(state(6))}

@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ps_protocol.errors import TryAgain
 from services.pserver.pauses import Pauses
 
 from .support import Bench
-from .test_async_durability import before_appends, life
+from .test_async_durability import before_appends, life, steps
 from .test_async_run import until
-
-pytestmark = pytest.mark.asyncio
 
 NUM_TRAINERS = 2  # of `life`
 TURNS = 40  # of the event loop: more than any request needs
@@ -118,9 +116,9 @@ async def play(folder: Path, script: list[str]) -> None:
             assert pauses._task is None or name == "_drain_and_snapshot", "two at once"
             if name == "_log_and_commit":
                 waiting = [task for task in moments if not task.done()]
-                assert not waiting or begun[-1:] == ["drain_and_look"], "a contribution overtook a freeze"
-            elif begun[-1:] == [name] == ["drain_and_look"]:
-                assert not run._has_ready_push(), "contributions are held back for ever"
+                assert not waiting or begun[-1:] == ["drain_and_read"], "a contribution overtook a freeze"
+            elif begun[-1:] == [name] == ["drain_and_read"]:
+                assert not run._held.has_ready(), "contributions are held back for ever"
             begun.append(name)
             return begin(work)
 
@@ -149,3 +147,56 @@ async def play(folder: Path, script: list[str]) -> None:
             async with asyncio.timeout(20):
                 await asyncio.gather(*trainers, *moments, *looks)
         assert run.clocks.num_committed == NUM_TRAINERS * 12
+
+
+RULES = {"max_delay": 4}
+PUSHES = st.tuples(st.just("push"), st.integers(0, 1), st.integers(0, 2), st.sampled_from(["first", "last", "whole"]))
+
+
+async def push(pserver: Bench, rank: int, step: int, part: str) -> None:
+    """Push half of a step, or all of it."""
+    blocks = pserver.contribution(rank, step)
+    first = dict(list(blocks.items())[:2])
+    if part == "first":
+        await pserver.push(rank, step, first, last=False)
+    elif part == "whole":
+        await pserver.push(rank, step, blocks, computed_on=2)
+    else:
+        await push(pserver, rank, step, "first")
+        await push(pserver, rank, step, "whole")
+
+
+@settings(max_examples=30, deadline=None)
+@given(script=st.lists(st.one_of(PUSHES, st.just(("write",))), max_size=12))
+@example(script=[("push", 0, 0, "whole"), ("push", 0, 1, "whole"), ("write",)])
+async def test_each_step_is_logged_once_and_whole_after_a_restart(script: list[tuple]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        await play_after_a_restart(Path(folder), script)
+
+
+async def play_after_a_restart(folder: Path, script: list[tuple]) -> None:
+    async with life(folder, rules=RULES) as pserver:
+        await steps(pserver, 1, 2)
+    async with life(folder, 2, rules=RULES) as pserver:
+        clocks = pserver.run.clocks
+        for rank in (0, 1):
+            await pserver.get(rank, 2)
+        with SlowLog().of(pserver) as log:
+            pushes = []
+            for action, *arguments in script:
+                if action == "push":
+                    rank, ahead, part = arguments
+                    pushes.append(asyncio.create_task(push(pserver, rank, clocks.open_steps[rank] + ahead, part)))
+                elif pserver.run._pauses._task is not None:
+                    await log.write_one(pserver.run._pauses)
+                await turns()
+            log.open_up()
+            results = await asyncio.gather(*pushes, return_exceptions=True)
+            refused = [result for result in results if result is not None]
+            assert all(getattr(error, "code", None) in ("future_round", "delay_exceeded") for error in refused), refused
+        await pserver.run.wait_for_writes()
+        await pserver.run._drain()
+        assert clocks.applied == clocks.num_committed
+        taken, digest = clocks.num_committed, pserver.run.shard.digest()
+    async with life(folder, 3, rules=RULES) as pserver:
+        assert (pserver.run.clocks.num_committed, pserver.run.shard.digest()) == (taken, digest)

@@ -24,11 +24,9 @@ from services.pserver.pserver import Pserver
 from services.pserver.registration import Registration
 from services.pserver.settings import PserverSettings
 from services.runtime.compute import ComputeExecutor
-from services.runtime.places import LocalPlace
+from services.runtime.storage import LocalStorage
 
 from .support import LIMITS, bench
-
-pytestmark = pytest.mark.asyncio
 
 
 async def test_a_page_of_a_proxy_is_no_answer(tmp_path: Path) -> None:
@@ -64,7 +62,6 @@ async def test_a_page_of_a_proxy_is_no_answer(tmp_path: Path) -> None:
 
 
 async def test_the_coordinator_hears_of_a_failure_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not with the next heartbeat: trainers end on a failure, and the cluster may be stopped after them."""
     monkeypatch.setattr(registration, "heartbeat_period", lambda _: 3600.0)
     stop, said = asyncio.Event(), asyncio.Event()
     failures: list[object] = []
@@ -116,15 +113,14 @@ async def test_a_place_that_hangs_does_not_keep_a_pserver_from_stopping(
 async def test_a_place_that_fails_to_read_is_asked_again_before_a_pserver_registers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the pserver would go on from an older checkpoint, and all others with it."""
     async with bench(state_dir=tmp_path) as one:
         await one.play_round(1)
         await one.pserver.want_checkpoint(WantCheckpoint(run=one.install.run, round=1))
         await one.run.wait_for_writes()
-    read, errors, stop = LocalPlace.read, [OSError("Input/output error")], asyncio.Event()
+    read, errors, stop = LocalStorage.read, [OSError("Input/output error")], asyncio.Event()
     registered: list[RegisterPserver] = []
 
-    def read_badly(place: LocalPlace, name: str) -> memoryview:
+    def read_badly(place: LocalStorage, name: str) -> memoryview:
         if errors:
             raise errors.pop()
         return read(place, name)
@@ -136,7 +132,7 @@ async def test_a_place_that_fails_to_read_is_asked_again_before_a_pserver_regist
         stop.set()
         return httpx.Response(200, json={"index": 0, "incarnation": 2, "lease_seconds": 10})
 
-    monkeypatch.setattr(LocalPlace, "read", read_badly)
+    monkeypatch.setattr(LocalStorage, "read", read_badly)
     monkeypatch.setattr(registration, "RETRY_SECONDS", 0.01)
     compute = ComputeExecutor()
     pserver = Pserver(compute, PserverMetrics(CollectorRegistry(), compute), LIMITS, disk=Disk(tmp_path))
@@ -154,7 +150,6 @@ async def test_a_place_that_fails_to_read_is_asked_again_before_a_pserver_regist
 async def test_heartbeats_say_that_a_pserver_stops_while_it_writes_its_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a log the coordinator would take the silence for a shard that is lost, which ends the run."""
     may_write, stop = threading.Event(), asyncio.Event()
     said: list[tuple[bool, bool]] = []
     write = storage.write_file
@@ -190,7 +185,6 @@ async def test_heartbeats_say_that_a_pserver_stops_while_it_writes_its_last_chec
 
 @pytest.mark.parametrize("exits", [True, False])
 async def test_a_pserver_whose_coordinator_is_gone_for_good_does_not_wait_for_ever(tmp_path: Path, exits: bool) -> None:
-    """The answer that told it to stop was lost, say; nobody trains any more."""
     stop = asyncio.Event()
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -210,3 +204,21 @@ async def test_a_pserver_whose_coordinator_is_gone_for_good_does_not_wait_for_ev
             await asyncio.wait_for(staying._send_heartbeats(registered, stop), 1.5)
         said = [line["event"] for line in logs if "does not come back" in line["event"]]
         assert (stop.is_set(), staying.exit_code, len(said)) == ((True, 1, 1) if exits else (False, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_local"),
+    [
+        ({}, True),
+        ({"host": "10.0.0.7", "insecure": True}, True),
+        ({"local_transport": False}, False),
+        ({"http2": False}, False),
+        ({"advertise_address": "http://proxy:7071"}, False),
+        ({"tls_cert": "file", "tls_key": "file"}, False),
+        ({"tls_cert": "file", "tls_key": "file", "tls_client_ca": "file"}, False),
+    ],
+)
+def test_when_there_is_a_unix_socket(changes: dict[str, Any], is_local: bool, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    files = {name: tmp_path / "file" for name, value in changes.items() if value == "file"}
+    assert PserverSettings(**{**changes, **files}).listens_locally is is_local

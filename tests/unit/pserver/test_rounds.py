@@ -1,15 +1,99 @@
-"""The synchronous round as a state machine: what its interleavings could miss, one by one."""
+"""The synchronous round as a state machine: rounds that are pushed ahead, changes of members, and clipping."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ps_protocol.errors import ContributionConflict, ContributionMissing, FutureRound
+from ps_protocol.errors import FutureRound
+from ps_protocol.membership import Membership
 from ps_protocol.norms import ShardNorm
 from services.pserver.rounds import Apply, Measure, Rounds
 
-from ...raising import raises_code
-from .test_round_interleavings import LAMBDAS, payload, snapshot
+from ...soaking import examples
+from .test_round_interleavings import LAMBDAS, payload
+
+NUMBERS = [{"lr": 0.1}]
+NUM_TRAINERS = 3
+
+
+class RoundsAhead(RuleBasedStateMachine):
+    """With `max_delay` k, a trainer computes round r on version r - 1 - k at the oldest, and pushes it ahead."""
+
+    @initialize(k=st.sampled_from([0, 1, 3]))
+    def begin(self, k: int) -> None:
+        self.k = k
+        self.rounds: Rounds[str] = Rounds(dict.fromkeys(range(NUM_TRAINERS), 1), k)
+        self.pushed = [0] * NUM_TRAINERS  # newest round of each
+        self.barriers = [0] * NUM_TRAINERS
+        self.got = [0] * NUM_TRAINERS  # newest version of each
+        self.is_applying = False
+        self.applied: list[Apply[str]] = []
+
+    def start(self, apply: Apply[str] | None) -> None:
+        if apply is None:
+            return
+        assert not self.is_applying
+        self.is_applying = True
+        assert apply.round == len(self.applied) + 1
+        assert min(self.barriers) >= apply.round
+        assert [[*c.blocks.values()] for c in apply.contributions] == [
+            [f"round {apply.round} of {rank}"] for rank in range(NUM_TRAINERS)
+        ]
+        self.applied.append(apply)
+
+    @rule(rank=st.integers(0, NUM_TRAINERS - 1))
+    def push(self, rank: int) -> None:
+        round_ = self.pushed[rank] + 1
+        if self.got[rank] < round_ - 1 - self.k:
+            return  # the trainer has to get parameters first
+        assert self.rounds.admit(rank, 1, round_) == "open"
+        self.rounds.stage_blocks(rank, {"w": f"round {round_} of {rank}"}, 1, NUMBERS, round_)
+        self.pushed[rank] = round_
+
+    @rule(rank=st.integers(0, NUM_TRAINERS - 1))
+    def push_again(self, rank: int) -> None:
+        round_ = self.pushed[rank]
+        if round_ and self.rounds.admit(rank, 1, round_) == "open":
+            assert self.rounds.stage_blocks(rank, {"w": f"round {round_} of {rank}"}, 1, NUMBERS, round_) == 0
+
+    @rule(rank=st.integers(0, NUM_TRAINERS - 1), again=st.booleans())
+    def send_barrier(self, rank: int, again: bool) -> None:
+        round_ = self.barriers[rank] + (0 if again else 1)
+        if 0 < round_ <= self.pushed[rank]:
+            self.barriers[rank] = round_
+            self.start(self.rounds.count_batch_barrier(rank, 1, round_))
+
+    @precondition(lambda self: self.is_applying)
+    @rule()
+    def finish_apply(self) -> None:
+        self.is_applying = False
+        self.start(self.rounds.finish_apply())
+
+    @rule(rank=st.integers(0, NUM_TRAINERS - 1))
+    def get(self, rank: int) -> None:
+        if self.got[rank] < self.rounds.applied and self.got[rank] + 1 <= self.barriers[rank]:
+            self.got[rank] = self.rounds.applied if self.k else self.got[rank] + 1
+
+    @rule(rank=st.integers(0, NUM_TRAINERS - 1))
+    def send_too_early(self, rank: int) -> None:
+        with pytest.raises(FutureRound):
+            self.rounds.admit(rank, 1, self.rounds.applied + 1 + self.k + 1)
+
+    @invariant()
+    def nothing_deadlocks(self) -> None:
+        assert self.rounds.applied >= min(self.barriers) or self.is_applying
+
+    @invariant()
+    def no_more_rounds_are_staged_than_may_be(self) -> None:
+        staged = {round_ for round_, _, _ in self.rounds.staged()}
+        assert staged <= {*range(self.rounds.open, self.rounds.open + 1 + self.k)}
+
+
+TestRoundsAhead = RoundsAhead.TestCase
+TestRoundsAhead.settings = settings(max_examples=examples(180), stateful_step_count=60, deadline=None)
 
 
 def complete(rounds: Rounds[str], rank: int, incarnation: int = 1) -> None:
@@ -17,173 +101,20 @@ def complete(rounds: Rounds[str], rank: int, incarnation: int = 1) -> None:
     rounds.stage_blocks(rank, {"a": payload(rank, incarnation, rounds.open, "a")}, 1, LAMBDAS[0])
 
 
-def apply_round(rounds: Rounds[str]) -> Apply[str]:
-    applies = []
-    for rank, incarnation in rounds.members.items():
-        complete(rounds, rank, incarnation)
-        applies.append(rounds.count_batch_barrier(rank, incarnation, rounds.open))
-    [apply] = [a for a in applies if a is not None]
-    assert applies[-1] is apply
-    rounds.finish_apply()
-    return apply
-
-
-def test_a_round_is_ordered_by_its_last_batch_barrier():
+def test_a_change_to_no_members_applies_nothing_and_lets_the_running_apply_end():
     rounds: Rounds[str] = Rounds({0: 1, 1: 1})
-    assert repr(rounds) == "<Round 1 [batch barriers: 0 of 2 | waiting for: trainer 0, trainer 1]>"
-    complete(rounds, 1)
-    assert rounds.count_batch_barrier(1, 1, 1) is None
-    assert repr(rounds) == "<Round 1 [batch barriers: 1 of 2 | waiting for: trainer 0]>"
-    complete(rounds, 0)
-    apply = rounds.count_batch_barrier(0, 1, 1)
-    assert apply is not None
-    assert apply.ranks == (0, 1)  # not the order of arrival
-    assert [c.blocks["a"] for c in apply.contributions] == [payload(0, 1, 1, "a"), payload(1, 1, 1, "a")]
-    assert repr(rounds) == "<Round 1 [applying | waiting for: nobody]>"
-    rounds.finish_apply()
-    assert (rounds.applied, rounds.open, rounds.contributions) == (1, 2, {})
-
-
-def test_a_barrier_that_is_sent_twice_counts_once():
-    rounds: Rounds[str] = Rounds({0: 1, 1: 1})
-    complete(rounds, 0)
-    assert rounds.count_batch_barrier(0, 1, 1) is None
-    assert rounds.count_batch_barrier(0, 1, 1) is None
-    assert rounds.missing == [1]
-
-
-def test_a_barrier_that_is_repeated_while_its_round_is_applied_orders_no_second_apply():
-    rounds: Rounds[str] = Rounds({0: 1})
-    complete(rounds, 0)
-    assert rounds.count_batch_barrier(0, 1, 1) is not None
-    assert rounds.count_batch_barrier(0, 1, 1) is None
-
-
-def test_a_late_batch_barrier_of_an_applied_round_does_not_count_for_the_open_one():
-    rounds: Rounds[str] = Rounds({0: 1, 1: 1})
-    apply_round(rounds)
-    complete(rounds, 0)
-    assert rounds.count_batch_barrier(0, 1, 1) is None
-    assert rounds.missing == [0, 1]
-
-
-@pytest.mark.parametrize("said", [None, (3, LAMBDAS[0])])
-def test_contribution_missing_until_it_is_complete(said):
-    rounds: Rounds[str] = Rounds({0: 1})
-    with pytest.raises(ContributionMissing, match="trainer 0"):
-        rounds.count_batch_barrier(0, 1, 1)
-    rounds.stage_blocks(0, {"a": "1", "b": "2"}, *(said or (None, None)))
-    with pytest.raises(ContributionMissing) as caught:
-        rounds.count_batch_barrier(0, 1, 1)
-    assert caught.value.facts["actual"] == 2
-    assert rounds.batch_barriers == set()
-    rounds.stage_blocks(0, {"c": "3"}, 3, LAMBDAS[0])
-    assert rounds.count_batch_barrier(0, 1, 1) is not None
-
-
-def test_an_empty_contribution_takes_part_once_it_says_so():
-    rounds: Rounds[str] = Rounds({0: 1})
-    rounds.stage_blocks(0, {}, None, None)
-    with pytest.raises(ContributionMissing):
-        rounds.count_batch_barrier(0, 1, 1)
-    rounds.stage_blocks(0, {}, 0, LAMBDAS[0])
-    apply = rounds.count_batch_barrier(0, 1, 1)
-    assert apply is not None
-    assert apply.contributions[0].blocks == {}
-
-
-def test_a_bucket_is_only_packaging():
-    rounds: Rounds[str] = Rounds({0: 1})
-    assert rounds.stage_blocks(0, {"a": "1", "b": "2"}, None, None) == 2
-    assert rounds.stage_blocks(0, {"b": "2", "c": "3"}, 3, LAMBDAS[0]) == 1
-    assert rounds.stage_blocks(0, {"a": "1", "b": "2", "c": "3"}, 3, LAMBDAS[0]) == 0
-
-
-@pytest.mark.parametrize(
-    ("blocks", "said"),
-    [
-        ({"a": "other", "z": "9"}, (None, None)),
-        ({"z": "9"}, (None, None)),  # more blocks than it said
-        ({}, (1, LAMBDAS[0])),  # another number, smaller
-        ({}, (3, LAMBDAS[0])),  # and larger
-        ({}, (2, LAMBDAS[1])),  # other numbers for the optimizer: each pserver could keep another one of them
-    ],
-)
-def test_other_content_under_one_identity_is_a_conflict_and_stages_nothing(blocks, said):
-    rounds: Rounds[str] = Rounds({0: 1})
-    rounds.stage_blocks(0, {"a": "1", "b": "2"}, 2, LAMBDAS[0])
-    before = snapshot(rounds)
-    with pytest.raises(ContributionConflict, match="trainer 0"):
-        rounds.stage_blocks(0, blocks, *said)
-    assert snapshot(rounds) == before
-
-
-def test_a_refused_message_of_the_open_round_does_not_prove_the_last_fetch():
-    rounds: Rounds[str] = Rounds({0: 1})
-    apply_round(rounds)
-    rounds.admit(0, 1, 2)
-    with pytest.raises(ContributionMissing):
-        rounds.count_batch_barrier(0, 1, 2)
-    assert rounds.fetch_barriers == set()
-
-
-def test_any_accepted_message_of_the_next_round_implies_the_fetch_barrier():
-    rounds: Rounds[str] = Rounds({0: 1})
-    apply_round(rounds)
-    complete(rounds, 0)
-    assert rounds.fetch_barriers == {0}
-
-
-def test_a_fetch_barrier_of_a_round_that_was_not_applied_is_refused():
-    rounds: Rounds[str] = Rounds({0: 1})
-    with pytest.raises(FutureRound, match="nothing of it was fetched"):
-        rounds.count_fetch_barrier(0, 1, 1)
-    rounds.count_fetch_barrier(0, 1, 0)  # version 0 can be read, too
-    assert rounds.fetch_barriers == {0}
-
-
-def test_who_leaves_takes_back_what_it_staged_and_lets_the_others_go_on():
-    rounds: Rounds[str] = Rounds({0: 1, 1: 1, 2: 1})
-    for rank in (0, 1, 2):
+    for rank in (1, 0):
         complete(rounds, rank)
-    rounds.count_batch_barrier(0, 1, 1)
     rounds.count_batch_barrier(1, 1, 1)
-    apply = rounds.install_members({1: 1, 2: 1})
-    assert apply is None
-    apply = rounds.install_members({1: 1})
+    assert repr(rounds) == "<Round 1 [batch barriers: 1 of 2 | waiting for: trainer 0]>"
+    apply = rounds.install_members(Membership({1: 1}))
     assert apply is not None
     assert apply.ranks == (1,)
-    assert rounds.install_members({}) is None  # an empty set applies nothing, and the apply goes on
+    assert rounds.install_members(Membership({})) is None
     assert rounds.applying is apply
+    assert repr(rounds) == "<Round 1 [applying | waiting for: nobody]>"
     rounds.finish_apply()
     assert rounds.applied == 1
-
-
-def test_what_is_being_applied_stays_when_its_trainer_leaves():
-    rounds: Rounds[str] = Rounds({0: 1, 1: 1})
-    complete(rounds, 0)
-    complete(rounds, 1)
-    rounds.count_batch_barrier(0, 1, 1)
-    apply = rounds.count_batch_barrier(1, 1, 1)
-    assert rounds.install_members({0: 1}) is None
-    assert rounds.applying is apply
-    assert apply is not None
-    assert [c.blocks for c in apply.contributions] == [{"a": payload(r, 1, 1, "a")} for r in (0, 1)]
-
-
-def test_a_new_life_of_a_rank_starts_with_nothing_staged():
-    rounds: Rounds[str] = Rounds({0: 1, 1: 1})
-    complete(rounds, 0)
-    rounds.count_batch_barrier(0, 1, 1)
-    rounds.install_members({0: 2, 1: 1})
-    with raises_code("stale_trainer", match="trainer 0 incarnation 1"):
-        rounds.admit(0, 1, 1)
-    with pytest.raises(ContributionMissing):
-        rounds.count_batch_barrier(0, 2, 1)
-    assert rounds.missing == [0, 1]
-
-
-# ---------------------------------------------------------------- clipping
 
 
 def measured(rounds: Rounds[str]) -> Apply[str]:
@@ -228,7 +159,7 @@ def test_a_freeze_forgets_what_was_measured_and_its_end_measures_again(members):
     before = measured(rounds)
     rounds.freeze()
     assert rounds.measuring is None
-    order = rounds.install_members(members)
+    order = rounds.install_members(Membership(members))
     if members == {0: 1, 1: 2}:
         assert order is None
         complete(rounds, 1, 2)
@@ -240,11 +171,10 @@ def test_a_freeze_forgets_what_was_measured_and_its_end_measures_again(members):
 
 @pytest.mark.clip
 def test_what_was_measured_with_a_lost_trainer_is_so_again_if_it_is_in_the_round():
-    """Another pserver has applied it already, with the norm that everybody has agreed on."""
     rounds: Rounds[str] = Rounds({0: 1, 1: 1}, clips=True)
     before = measured(rounds)
     rounds.freeze()
-    order = rounds.install_members({0: 1}, sets={1: (0, 1)})
+    order = rounds.install_members(Membership({0: 1}, sets={1: (0, 1)}))
     assert isinstance(order, Measure)
     assert order.apply.identity == before.identity
 
@@ -254,7 +184,7 @@ def test_a_round_that_is_decided_to_be_empty_has_no_norm():
     rounds: Rounds[str] = Rounds({0: 1}, clips=True)
     measured(rounds)
     rounds.freeze()
-    apply = rounds.install_members({1: 1}, starts={1: 2}, sets={1: ()})
+    apply = rounds.install_members(Membership({1: 1}, starts={1: 2}, sets={1: ()}))
     assert isinstance(apply, Apply)
     assert apply.ranks == ()
     assert rounds.finish_apply() is None

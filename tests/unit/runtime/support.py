@@ -17,10 +17,9 @@ from starlette.types import Receive, Scope, Send
 from ps_config.certificates import TlsFiles
 from ps_protocol.errors import NotReady, RoundPending, StaleRound
 from services.runtime.app import add_raw_route, make_app
-from services.runtime.limits import RequestLimits
 from services.runtime.metrics import ServiceMetrics
 from services.runtime.server import serve
-from services.runtime.settings import ServiceSettings
+from services.runtime.settings import RequestLimits, ServiceSettings
 from trainer_client.transport.exchange import make_bulk_client
 
 

@@ -20,8 +20,7 @@ from services.runtime.checkpoints import (
     round_folder,
     write_manifest,
 )
-from services.runtime.places import open_place
-from services.runtime.sealed import DamagedFile
+from services.runtime.storage import DamagedFile, open_checkpoint_storage
 
 PLAN = make_plan([ParameterSpec("w", (4,))], 1)
 SHARD = b"0123456789"
@@ -53,7 +52,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def test_a_manifest_says_what_was_written_into_it(url):
-    place = open_place(url)
+    place = open_checkpoint_storage(url)
     write_manifest(place, manifest(128))
     found = read_manifest(place, "run1", 128)
     assert found == manifest(128)
@@ -62,7 +61,7 @@ def test_a_manifest_says_what_was_written_into_it(url):
 
 
 def test_complete_checkpoints_have_a_manifest_and_come_newest_first(url):
-    place = open_place(url)
+    place = open_checkpoint_storage(url)
     for round_ in (5, 10, 1000):
         write_manifest(place, manifest(round_))
     place.write(f"{round_folder('run1', 2000)}/pserver-0-of-1.safetensors", [SHARD])  # not complete yet
@@ -73,7 +72,7 @@ def test_complete_checkpoints_have_a_manifest_and_come_newest_first(url):
 
 
 def test_one_with_a_damaged_manifest_is_none(tmp_path):
-    place = open_place(str(tmp_path))
+    place = open_checkpoint_storage(str(tmp_path))
     for round_ in (5, 10):
         write_manifest(place, manifest(round_))
     flip(tmp_path / round_folder("run1", 10) / "manifest.json")
@@ -84,7 +83,7 @@ def test_one_with_a_damaged_manifest_is_none(tmp_path):
 
 @pytest.mark.parametrize("accident", ["none", "flip", "cut", "delete"])
 def test_a_shard_is_read_whole_or_not_at_all(tmp_path, accident):
-    place, name = open_place(str(tmp_path)), f"{round_folder('run1', 5)}/pserver-0-of-1.safetensors"
+    place, name = open_checkpoint_storage(str(tmp_path)), f"{round_folder('run1', 5)}/pserver-0-of-1.safetensors"
     place.write(name, [SHARD])
     path = tmp_path / name
     if accident == "none":

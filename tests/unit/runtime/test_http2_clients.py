@@ -15,8 +15,8 @@ from starlette.responses import Response
 
 from ps_http2.asgi import receive_into
 from services.runtime.app import add_raw_route
-from services.runtime.limits import RequestLimits
 from services.runtime.logs import configure_logs
+from services.runtime.settings import RequestLimits
 
 from .support import Running, Sample, running
 

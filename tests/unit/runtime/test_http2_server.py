@@ -23,9 +23,9 @@ from ps_http2.asgi import receive_into, send_from
 from ps_http2.connection import MAX_USELESS_FRAMES
 from ps_http2.frames import PREFACE, Code, pack, pack_number, pack_settings
 from ps_http2.server import MAX_RESETS, MAX_STREAMS, ServerConnection
-from services.runtime import guarded_protocol
+from services.runtime import http1
 from services.runtime.app import add_raw_route
-from services.runtime.limits import RequestLimits
+from services.runtime.settings import RequestLimits
 
 from ..http2.sockets import GET, Caller, connect, get, post
 from .support import Running, Sample, running
@@ -112,7 +112,7 @@ async def served(
             super().__init__(*args, **kwargs)
             connections.append(self)
 
-    monkeypatch.setattr(guarded_protocol, "ServerConnection", Remembered)
+    monkeypatch.setattr(http1, "ServerConnection", Remembered)
     sample = Sample()
     app = sample.make_app(limits)
     service = Served(None, sample, connections)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from ps_http2.local_sockets import connect_locally, enlarge_buffer, local_name
 from ps_http2.server import ServerConnection
-from services.runtime import guarded_protocol
+from services.runtime import http1
 from services.runtime.app import add_raw_route
 
 from ..http2.sockets import GET, Caller, get
@@ -39,7 +39,7 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[ServerConnection]:
             super().__init__(*args, **kwargs)
             found.append(self)
 
-    monkeypatch.setattr(guarded_protocol, "ServerConnection", Remembered)
+    monkeypatch.setattr(http1, "ServerConnection", Remembered)
     return found
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from services.runtime.loop_lag import watch_loop_lag
+from services.runtime.metrics import watch_loop_lag
 
 
 @pytest.mark.asyncio

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from services.runtime import machine
-from services.runtime.machine import usable_memory_bytes
+from services.runtime import process
+from services.runtime.process import usable_memory_bytes
 
 
 def test_the_least_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     new, old = tmp_path / "new", tmp_path / "old"
-    monkeypatch.setattr(machine, "_CGROUP_FILES", (new, old))
+    monkeypatch.setattr(process, "_CGROUP_FILES", (new, old))
     whole = usable_memory_bytes()  # without any
     assert whole > 1 << 20
     new.write_text("max\n")

@@ -7,7 +7,7 @@ import pytest
 
 MEASURE = """
 import resource
-from services.runtime.memory import keep_large_buffers
+from services.runtime.process import keep_large_buffers
 
 def page_faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

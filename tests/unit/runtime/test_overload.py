@@ -13,9 +13,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ps_protocol.errors import PROBLEM_CONTENT_TYPE
-from services.runtime import overload
-from services.runtime.limits import RequestLimits
-from services.runtime.overload import LimitRequests, Upload
+from services.runtime import limits
+from services.runtime.limits import LimitRequests, Upload
+from services.runtime.settings import RequestLimits
 
 from .support import Running, Sample, running
 
@@ -124,7 +124,7 @@ async def test_those_who_look_leave_half_of_the_places_to_those_who_train() -> N
 
 
 async def test_a_crawling_body_makes_room_for_a_new_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overload, "HURRIED_SECONDS", 0.05)
+    monkeypatch.setattr(limits, "HURRIED_SECONDS", 0.05)
     app = Sample().make_app(RequestLimits(max_requests=1))
     async with running(app) as served, httpx.AsyncClient() as client:
         reader, writer = await begin_upload(served, "/raw/fine")

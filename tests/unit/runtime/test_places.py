@@ -11,28 +11,35 @@ from pathlib import Path
 
 import pytest
 
-from services.runtime import places
-from services.runtime.places import LocalPlace, Place, RemotePlace, open_place, read_file, write_file
+from services.runtime import storage
+from services.runtime.storage import (
+    CheckpointStorage,
+    LocalStorage,
+    RemoteStorage,
+    open_checkpoint_storage,
+    read_file,
+    write_file,
+)
 
 
 @pytest.fixture(params=["local", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CheckpointStorage]:
     if request.param == "local":
-        yield open_place(str(tmp_path / "checkpoints"))
+        yield open_checkpoint_storage(str(tmp_path / "checkpoints"))
         return
-    place = open_place(f"memory://{uuid.uuid4().hex}")  # there is one in a process
+    place = open_checkpoint_storage(f"memory://{uuid.uuid4().hex}")  # there is one in a process
     yield place
     place.delete("")
 
 
 def test_which_place_a_url_names(tmp_path):
-    kinds = {str(tmp_path): LocalPlace, f"file://{tmp_path}": LocalPlace, f"local://{tmp_path}": LocalPlace}
-    kinds["memory://here"] = RemotePlace
-    assert {url: type(open_place(url)) for url in kinds} == kinds
-    open_place(f"file://{tmp_path}").write("a", [b"1"])
+    kinds = {str(tmp_path): LocalStorage, f"file://{tmp_path}": LocalStorage, f"local://{tmp_path}": LocalStorage}
+    kinds["memory://here"] = RemoteStorage
+    assert {url: type(open_checkpoint_storage(url)) for url in kinds} == kinds
+    open_checkpoint_storage(f"file://{tmp_path}").write("a", [b"1"])
     assert (tmp_path / "a").read_bytes() == b"1"
     with pytest.raises(ValueError, match="no-such-scheme"):
-        open_place("no-such-scheme://somewhere")
+        open_checkpoint_storage("no-such-scheme://somewhere")
 
 
 def test_what_was_written_is_read_and_listed(place):
@@ -74,7 +81,7 @@ def test_files_and_folders_are_deleted(place):
 
 
 def test_a_folder_is_deleted_while_others_delete_files_in_it(tmp_path, monkeypatch):
-    place, names = LocalPlace(tmp_path), ["run/1/a", "run/1/b", "run/1/c"]
+    place, names = LocalStorage(tmp_path), ["run/1/a", "run/1/b", "run/1/c"]
     for name in names:
         place.write(name, [b"1"])
     unlink = os.unlink
@@ -122,7 +129,7 @@ def test_a_file_and_its_name_are_synced_in_this_order(tmp_path, monkeypatch):
         done.append(f"rename to {target.name}")
         return real["replace"](source, target)
 
-    monkeypatch.setattr(places.os, "fsync", fsync)
+    monkeypatch.setattr(storage.os, "fsync", fsync)
     monkeypatch.setattr(Path, "replace", replace)
     write_file(tmp_path / "file", [b"1"])
     assert done == [f"fsync .file.{os.getpid()}", "rename to file", f"fsync {tmp_path.name}"]
@@ -141,8 +148,8 @@ def test_what_was_read_stays_when_the_file_is_cut_and_may_be_written_to(tmp_path
 
 def test_what_a_file_system_raises_is_an_error_of_the_disk(monkeypatch):
     """Their libraries raise what they like; nobody but the disk is to blame."""
-    place = open_place("memory://broken")
-    assert isinstance(place, RemotePlace)
+    place = open_checkpoint_storage("memory://broken")
+    assert isinstance(place, RemoteStorage)
 
     class HttpError(Exception):
         pass

@@ -11,8 +11,8 @@ import pytest_asyncio
 
 from ps_http2 import asgi
 from ps_protocol.errors import RoundPending, StaleRound, TryAgain, error_from_problem
+from services.runtime.errors import problem_response
 from services.runtime.logs import configure_logs
-from services.runtime.problems import problem_response
 
 from .support import Sample, running
 from .test_security import ask_raw

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_protocol.messages import Message
-from services.runtime.sealed import DamagedFile, seal, unseal
+from ps_protocol.fields import Message
+from services.runtime.storage import DamagedFile, seal, unseal
 
 
 class Numbers(Message):

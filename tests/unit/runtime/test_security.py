@@ -16,8 +16,7 @@ from ps_config.environment import SettingsError
 from ps_config.tokens import SCOPES
 from services.runtime import security
 from services.runtime.logs import configure_logs
-from services.runtime.peers import make_peer_client
-from services.runtime.security import KnownHosts
+from services.runtime.security import KnownHosts, make_peer_client
 from services.runtime.server import serve
 from services.runtime.settings import ServiceSettings
 

@@ -11,7 +11,7 @@ import pytest
 
 from ps_config.certificates import TlsFiles, client_context
 from ps_config.control_client import make_control_client
-from services.runtime.peers import make_peer_client
+from services.runtime.security import make_peer_client
 from services.runtime.settings import ServiceSettings
 
 from ..protocol.test_certificates import Authority, serial

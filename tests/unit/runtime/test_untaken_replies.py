@@ -13,9 +13,9 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.settings import SettingCodes, Settings
 
-from services.runtime import guarded_protocol
+from services.runtime import http1
 from services.runtime.app import add_raw_route
-from services.runtime.guarded_protocol import GuardedProtocol
+from services.runtime.http1 import GuardedProtocol
 
 from .support import Running, Sample, running, trainer_client
 
@@ -121,7 +121,7 @@ async def test_a_reply_in_one_part_waits_for_its_client_and_ends_with_it(monkeyp
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": bytes(NUM_CHUNKS * MIB)})
 
-    monkeypatch.setattr(guarded_protocol, "GuardedProtocol", Remembered)
+    monkeypatch.setattr(http1, "GuardedProtocol", Remembered)
     app = Sample().make_app()
     add_raw_route(app, "/whole", whole, methods=["GET"], summary="Much")
     async with running(app) as service:
@@ -136,7 +136,7 @@ async def test_a_reply_in_one_part_waits_for_its_client_and_ends_with_it(monkeyp
                 async with asyncio.timeout(5):
                     while connection._write_timer is None:  # noqa: ASYNC110
                         await asyncio.sleep(0.01)
-                assert connection.transport.get_write_buffer_size() <= 2 * guarded_protocol.PART_BYTES
+                assert connection.transport.get_write_buffer_size() <= 2 * http1.PART_BYTES
             ended.clear()
             writer.transport.abort()  # with a reset
             await asyncio.wait_for(ended.wait(), 5)

@@ -24,11 +24,20 @@ from ps_protocol.errors import (
 )
 from ps_protocol.fence import Fence
 from ps_protocol.messages import PserverInfo
+from ps_protocol.retry import (
+    MAX_PAUSE_SECONDS,
+    Patience,
+    RetryPolicy,
+    choose_backoff,
+    choose_pause,
+    read_retry_after,
+    request_with_retry,
+)
 from ps_protocol.routes import SEND
 from trainer_client.metrics import TrainerMetrics
 from trainer_client.news import News
-from trainer_client.pauses import MAX_PAUSE_SECONDS, choose_backoff, choose_pause, read_retry_after
 from trainer_client.pserver_client import PserverClient
+from trainer_client.pserver_connection import PserverConnection
 from trainer_client.transport.exchange import Exchange
 
 INFO = PserverInfo(index=0, address="http://pserver", incarnation=1, http2=False)
@@ -50,7 +59,9 @@ async def client_of(answer: Answer, news: News, **patience: float) -> AsyncItera
     exchange = Exchange(TlsFiles(), None, http2=False)
     exchange._transport = httpx.MockTransport(answer)  # type: ignore[arg-type]
     given: dict[str, Any] = {"retry_seconds": 60, "deadline_seconds": 60, "max_delay": 0, **patience}
-    yield PserverClient(INFO, FENCE, lambda _: exchange, TrainerMetrics(), news, **given)
+    max_delay = given.pop("max_delay")
+    connection = PserverConnection(INFO, FENCE, lambda _: exchange, TrainerMetrics(), news, **given)
+    yield PserverClient(connection, max_delay=max_delay)
     await exchange.aclose()
 
 
@@ -65,7 +76,7 @@ async def test_a_restarted_pserver_has_as_long_as_the_coordinator_answers(
     refusal: GradpostError, coordinator_answers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was away for longer than a request may take, and resumes once the coordinator has all pservers."""
-    monkeypatch.setattr("trainer_client.pserver_client.NEWS_SECONDS", 0.01)
+    monkeypatch.setattr("trainer_client.pserver_connection.NEWS_SECONDS", 0.01)
     answers = [*[refuse(refusal)] * 3, DONE]
     news = News(heard_at=float("inf")) if coordinator_answers else News()
     async with client_of(lambda _: answers.pop(0), news, deadline_seconds=0) as client:
@@ -177,7 +188,7 @@ async def test_the_rounds_that_a_pserver_may_lose_are_kept() -> None:
 async def test_a_pserver_that_stays_behind_is_given_up_after_the_time_of_a_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainer_client.pserver_client.NEWS_SECONDS", 0.01)
+    monkeypatch.setattr("trainer_client.pserver_connection.NEWS_SECONDS", 0.01)
     news = News(heard_at=float("inf"))
     news.pservers[0] = RESTARTED
     ahead = refuse(FutureRound("round 1 is ahead"))
@@ -227,3 +238,50 @@ def test_the_pause_without_an_answer_is_random_up_to_a_limit_that_doubles(attemp
     pauses = [choose_backoff(attempt) for _ in range(1000)]
     assert 0 <= min(pauses) < 0.1 * seconds
     assert 0.9 * seconds < max(pauses) <= seconds
+
+
+@pytest.mark.asyncio
+async def test_a_request_is_repeated_after_each_error_of_its_policy() -> None:
+    results: list[Exception | str] = [TimeoutError("1"), NotReady("2"), "answer"]
+    paused: list[str] = []
+
+    async def attempt() -> str:
+        result = results.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    async def pause(error: Exception) -> None:
+        paused.append(str(error))
+
+    assert await request_with_retry(attempt, RetryPolicy((TimeoutError, TryAgain), pause)) == "answer"
+    assert paused == ["1", "2"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("errors", [(TimeoutError,), (TryAgain,)], ids=["another error", "the policy gives up"])
+async def test_any_other_error_and_that_of_the_pause_end_the_request(errors: tuple[type[Exception], ...]) -> None:
+    async def attempt() -> None:
+        raise TryAgain("full")
+
+    async def give_up(error: Exception) -> None:
+        raise error
+
+    with pytest.raises(TryAgain, match="full"):
+        await request_with_retry(attempt, RetryPolicy(errors, give_up))
+
+
+def test_patience_counts_from_the_first_failure_after_a_reset() -> None:
+    now = 100.0
+    patience = Patience(2.0, lambda: now)
+    assert not patience.is_exhausted()
+    now = 101.9
+    assert not patience.is_exhausted()
+    now = 102.0
+    assert patience.is_exhausted()
+    patience.reset()
+    assert not patience.is_exhausted()
+    now = 103.0
+    patience.start()  # it has started already
+    now = 104.0
+    assert patience.is_exhausted()

@@ -14,7 +14,7 @@ from ps_protocol.vocabulary import Durability, ParameterSpec
 from services.pserver.durable.storage import RunStorage
 from services.pserver.durable.update_log import Update
 from services.pserver.shard import Shard
-from services.runtime.places import Place, open_place
+from services.runtime.storage import CheckpointStorage, open_checkpoint_storage
 
 from ..oracle import make_numbers, make_options, make_spec
 
@@ -76,8 +76,8 @@ def open_storage(folder: Path, plan: SlicePlan, durability: Durability = "log", 
     return RunStorage(install_for(plan, durability), index, folder / f"log-{index}", place_in(folder))
 
 
-def place_in(folder: Path) -> Place:
-    return open_place(str(folder / "checkpoints"))
+def place_in(folder: Path) -> CheckpointStorage:
+    return open_checkpoint_storage(str(folder / "checkpoints"))
 
 
 def digest_after(plan: SlicePlan, round_: int, index: int = 0) -> str:

@@ -13,8 +13,7 @@ from ps_protocol.errors import StorageFailed
 from services.pserver.durable.disk import IDENTITY, Disk, FolderTaken, StateFolder, open_folder
 from services.pserver.history import History
 from services.runtime.checkpoints import MANIFEST, Manifest, round_folder, write_manifest
-from services.runtime.places import open_place
-from services.runtime.sealed import DamagedFile
+from services.runtime.storage import DamagedFile, open_checkpoint_storage
 
 from ...earlier_files import rewrite_sealed
 from .support import digest_after, install_for, new_shard, plan_for, step
@@ -31,7 +30,7 @@ def flip(path: Path) -> None:
 def train(folder: Path, rounds: int, checkpoints: tuple[int, ...], url: str = "") -> None:
     """One life of a pserver, with a coordinator that completes its checkpoints."""
     url = url or str(folder / "shared")
-    disk, place = Disk(folder / "state", url), open_place(url)
+    disk, place = Disk(folder / "state", url), open_checkpoint_storage(url)
     disk.open(0)
     disk.write_incarnation(0, 1)
     storage, _ = disk.open_run(install_for(PLAN))
@@ -61,7 +60,6 @@ def test_it_finds_who_it_was_and_what_it_held(tmp_path):
 
 
 def test_what_an_earlier_version_has_written_is_read(tmp_path):
-    """With settings that were removed since, in every file that names the mode."""
     train(tmp_path, 6, (0, 4))
     identity = tmp_path / "state" / "pserver-0" / IDENTITY
     rewrite_sealed(identity, lambda content: content["run"]["consistency"].update(max_merged=1, step_count="applied"))
@@ -186,7 +184,6 @@ def test_a_folder_has_one_holder(tmp_path):
 
 
 def test_a_later_life_fences_off_an_earlier_one(tmp_path):
-    """As on a disk whose locks do not hold."""
     folder = StateFolder(tmp_path, 0)
     folder.write_identity(2, None)
     with pytest.raises(FolderTaken, match="belongs to a later life of pserver 0"):
@@ -201,7 +198,6 @@ def reopened(folder: Path) -> Disk:
 
 
 def test_what_was_not_written_to_its_end_is_deleted_in_the_next_life(tmp_path):
-    """Killed before the rename, or before the digest: nobody would ever find it again."""
     train(tmp_path, 6, (0, 4))
     shared = tmp_path / "shared"
     whole = shared / round_folder("run1", 4)
@@ -253,7 +249,6 @@ def test_a_log_that_cannot_be_deleted_now_does_not_become_the_next_runs(tmp_path
 
 
 def test_a_run_that_cannot_be_opened_leaves_no_file_open(tmp_path, monkeypatch):
-    """A full disk is tried until it has room, five times a second."""
     train(tmp_path, 2, (0,))
     disk = reopened(tmp_path)
     assert disk.folder is not None

@@ -13,7 +13,7 @@ from services.pserver.durable import update_log
 from services.pserver.durable.storage import RunStorage
 from services.pserver.history import History
 from services.pserver.shard import Shard
-from services.runtime import places
+from services.runtime import storage as storage_module
 from services.runtime.failpoints import arm_failpoints
 
 from .support import digest_after, new_shard, open_storage, plan_for, step
@@ -55,7 +55,6 @@ def restored_digest(folder: Path) -> tuple[int, str]:
 
 
 def test_a_record_that_could_not_be_synced_is_taken_back_and_written_again(tmp_path, monkeypatch):
-    """The kernel may have dropped its pages, so they must be written anew before another sync can mean anything."""
     storage, shard = train(tmp_path, 3, "fsync")
     [path] = (tmp_path / "log-0").iterdir()
     size = path.stat().st_size
@@ -71,7 +70,7 @@ def test_a_record_that_could_not_be_synced_is_taken_back_and_written_again(tmp_p
 
 def test_a_log_that_gets_no_new_file_goes_on_in_the_old_one(tmp_path, monkeypatch):
     storage, shard = train(tmp_path, 3)
-    monkeypatch.setattr(update_log, "sync_folder", failing_once(places.sync_folder))
+    monkeypatch.setattr(update_log, "sync_folder", failing_once(storage_module.sync_folder))
     write = storage.snapshot(shard, History())
     for round_ in (4, 5):
         step(shard, round_, storage)
@@ -101,14 +100,13 @@ def test_a_log_file_that_is_closed_with_an_error_ends_no_round_twice(tmp_path, m
 
 def test_a_log_that_gets_no_file_at_all_is_an_error(tmp_path, monkeypatch):
     storage = open_storage(tmp_path, PLAN)
-    monkeypatch.setattr(update_log, "sync_folder", failing_once(places.sync_folder))
+    monkeypatch.setattr(update_log, "sync_folder", failing_once(storage_module.sync_folder))
     with pytest.raises(OSError, match="Input/output error"):
         storage.snapshot(new_shard(PLAN), History())
 
 
 @pytest.mark.parametrize("passage", [1, 2])
 def test_half_a_checkpoint_does_not_stay(tmp_path, passage):
-    """The shard's file does not fit, or the small one after it."""
     storage, shard = train(tmp_path, 3)
     arm_failpoints(f"checkpoint.rename=enospc@{passage}")
     with pytest.raises(OSError, match="No space left"):

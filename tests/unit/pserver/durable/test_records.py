@@ -64,7 +64,6 @@ def test_a_file_that_was_cut_anywhere_ends_with_its_last_whole_record(tmp_path_f
 @given(bodies, bodies, st.data())
 @settings(max_examples=100)
 def test_what_a_former_life_left_in_the_file_does_not_count(tmp_path_factory, former, written, data):
-    """The process may have died anywhere in its last record, which stands before or in the middle of old ones."""
     folder = tmp_path_factory.mktemp("log")
     ends = write(folder / "whole", written)
     whole = (folder / "whole").read_bytes()

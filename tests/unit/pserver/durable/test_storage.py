@@ -183,7 +183,6 @@ def test_a_damaged_checkpoint_costs_replay_and_no_rounds(tmp_path, name, acciden
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path, monkeypatch):
-    """An older one would be lost rounds, and while a run goes back this one would stay, though it was undone."""
     train(tmp_path, 11)
     storage = open_storage(tmp_path, PLAN)
     read, errors = storage._place.read, [OSError("Input/output error")]
@@ -205,7 +204,6 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path, monkeypat
     [({}, [0, 4, 8]), ({1: 8}, [0, 4, 8]), ({1: 6}, [0, 4]), ({1: 6, 2: 9}, [0, 4]), ({1: None}, [])],
 )
 def test_checkpoints_of_rounds_that_a_later_attempt_has_undone_are_not_believed(tmp_path, began, expected):
-    """A life that was paused may have written one after its successor went back."""
     train(tmp_path, 11)
     install = install_for(PLAN, attempt=len(began), began=began)
     storage = RunStorage(install, 0, tmp_path / "log-0", place_in(tmp_path))
@@ -395,7 +393,6 @@ def test_a_segment_that_was_long_once_does_not_stay_so(tmp_path):
 
 
 def test_a_log_is_read_to_its_end_while_a_checkpoint_begins_another_file(tmp_path):
-    """The newest file may be longer than its records: it was a longer one before. Then it is cut."""
     log = UpdateLog(tmp_path, "log")
     gradient = memoryview(bytes(100_000))
 

@@ -1,0 +1,160 @@
+"""The membership of a run: its trainers, the contributions to its open rounds, and what an administrator has set.
+
+The coordinator decides it as one value, persists it, and installs it on all pservers under a number, so that every
+pserver applies a change from the same round on. In JSON its fields stand beside those of the message around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, GetJsonSchemaHandler, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from .fields import (
+    MAX_MEMBERS,
+    MAX_TENSORS,
+    ByOrdinal,
+    Flag,
+    Incarnation,
+    Message,
+    Name,
+    Ordinals,
+    Rank,
+    Real,
+    Round,
+)
+from .optimizers import HyperParameters
+
+
+class Controls(Message):
+    """The settings of an administrator from round `since` on, until the controls of a later round."""
+
+    since: Round = 0
+    rates: ByOrdinal[Real] = Field(default={}, description="learning rate by parameter group")
+    frozen: tuple[Name, ...] = Field(
+        default=(), max_length=MAX_TENSORS, description="parameters that are not stepped, as if without a gradient"
+    )
+    is_paused: Flag = Field(default=False, description="the round and later ones are not applied")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_earlier(cls, given: Any) -> Any:
+        """Accept controls of earlier versions, which could also replace values, unless they do."""
+        if isinstance(given, dict) and given.get("replaced") == {}:
+            return {name: value for name, value in given.items() if name != "replaced"}
+        return given
+
+    def override_rates(self, groups: list[HyperParameters]) -> list[HyperParameters]:
+        """Return pushed hyperparameters with the learning rates that these controls set.
+
+        >>> Controls(rates={1: 0.5}).override_rates([{"lr": 0.1}, {"lr": 0.2, "eps": 1e-8}])
+        [{'lr': 0.1}, {'lr': 0.5, 'eps': 1e-08}]
+        """
+        if not self.rates:
+            return groups
+        rates = self.rates
+        return [{**group, "lr": rates[index]} if index in rates else group for index, group in enumerate(groups)]
+
+
+NO_CONTROLS = Controls()
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """The trainers that take part in a run, as it was decided last.
+
+    Attributes:
+        members: the incarnation of each trainer.
+        starts: the first round of each trainer that did not begin with round 1.
+        sets: for open rounds, the trainers whose contributions are applied, if these are not all started members.
+        verdicts: for open rounds, the trainers in `sets` whose gradients hold NaN or infinity.
+        controls: what an administrator has set, oldest first.
+
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    members: ByOrdinal[Incarnation]
+    starts: ByOrdinal[Round] = field(default_factory=dict)
+    sets: ByOrdinal[Ordinals] = field(default_factory=dict)
+    verdicts: ByOrdinal[Ordinals] = field(default_factory=dict)
+    controls: Annotated[tuple[Controls, ...], Field(max_length=MAX_MEMBERS)] = ()
+
+    def has_claim(self, rank: Rank, round_: Round) -> bool:
+        """Return whether the trainer's contribution belongs to this round."""
+        if round_ in self.sets:
+            return rank in self.sets[round_]
+        return rank in self.members and self.starts.get(rank, 1) <= round_
+
+    def ranks(self) -> set[Rank]:
+        """Return all ranks that may have a claim."""
+        return set(self.members).union(*self.sets.values())
+
+    @property
+    def newest_controls(self) -> Controls:
+        """The controls that were set last."""
+        return self.controls[-1] if self.controls else NO_CONTROLS
+
+    def controls_at(self, round_: Round) -> Controls:
+        """Return the controls of a round.
+
+        >>> Membership({}, controls=(Controls(since=3, is_paused=True), Controls(since=7))).controls_at(6).is_paused
+        True
+        """
+        return next((controls for controls in reversed(self.controls) if controls.since <= round_), NO_CONTROLS)
+
+    def with_controls(self, after: Controls, first: Round) -> Membership:
+        """Return the membership once `after` is set, with the controls that rounds from `first` on may still need.
+
+        `after` begins with a round that no pserver has applied. It replaces controls that begin with it or later.
+
+        >>> before = Membership({}, controls=(Controls(since=1), Controls(since=4), Controls(since=9)))
+        >>> [controls.since for controls in before.with_controls(Controls(since=8), first=6).controls]
+        [4, 8]
+        """
+        older = [controls for controls in self.controls if controls.since < after.since]
+        needed = [c for c, later in zip(older, [*older[1:], after], strict=False) if later.since > first]
+        return replace(self, controls=(*needed, after))
+
+
+_FIELDS: Sequence[str] = tuple(field.name for field in fields(Membership))
+
+
+class MembershipMessage(Message):
+    """Base of messages with a field `membership`, which is flat in JSON."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nest(cls, given: Any) -> Any:
+        match given:
+            case {"membership": Membership()}:
+                return given
+            case {"membership": _}:
+                raise ValueError("the fields of the membership stand beside the others")
+            case dict():
+                own = {name: value for name, value in given.items() if name not in _FIELDS}
+                return {**own, "membership": {name: given[name] for name in _FIELDS if name in given}}
+        return given
+
+    @model_serializer(mode="wrap")
+    def _flatten(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        flat: dict[str, Any] = {}
+        for name, value in handler(self).items():
+            flat.update(value if name == "membership" else {name: value})
+        return flat
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        shown = handler(schema)
+        own = handler.resolve_ref_schema(shown)
+        nested = handler.resolve_ref_schema(own["properties"]["membership"])
+        properties: dict[str, Any] = {}
+        for name, value in own["properties"].items():
+            properties.update(nested["properties"] if name == "membership" else {name: value})
+        own["properties"] = properties
+        own["required"] = [name for name in properties if name in {*own["required"], *nested["required"]}]
+        return shown

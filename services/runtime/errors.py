@@ -1,0 +1,164 @@
+"""Every failure of a service as one shape: an RFC 9457 problem document.
+
+What a service refuses is a `GradpostError`. FastAPI's and Starlette's own errors are translated into one. Anything
+else is a bug: it is logged with its traceback, and the client learns no more than `internal_error`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from http import HTTPStatus
+from urllib.parse import quote
+
+import httpx
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ps_http2 import asgi
+from ps_protocol.errors import (
+    ERRORS,
+    PROBLEM_CONTENT_TYPE,
+    BadInput,
+    GradpostError,
+    TryAgain,
+    error_from_answer,
+)
+
+from .logs import get_logger
+
+log = get_logger()
+
+MAX_PLACES = 10  # of a message that are named as wrong
+MAX_PLACE = 200  # characters of each
+
+_CODE_OF_STATUS: Mapping[int, str] = {
+    HTTPStatus.NOT_FOUND: "not_found",
+    HTTPStatus.METHOD_NOT_ALLOWED: "method_not_allowed",
+    HTTPStatus.REQUEST_TIMEOUT: "slow_body",
+    HTTPStatus.LENGTH_REQUIRED: "length_required",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "body_too_large",
+    HTTPStatus.UNPROCESSABLE_ENTITY: "invalid_message",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded",
+}
+
+
+def problem_response(
+    error: GradpostError, *, instance: str | None = None, headers: Mapping[str, str] | None = None
+) -> Response:
+    """The answer to a request that failed with `error`; `instance` is the request's path.
+
+    A TryAgain says when: at once if the server has already waited on the client's behalf, else in a second.
+    """
+    document = error.to_problem()
+    if instance is not None:
+        document["instance"] = quote(instance)
+    all_headers = dict(headers or {})
+    if isinstance(error, TryAgain):
+        all_headers["retry-after"] = "0" if error.code in ("round_pending", "queue_full") else "1"
+    # A fact that JSON does not know must not turn a clear answer into an internal error.
+    return Response(json.dumps(document, default=str), error.status, all_headers, PROBLEM_CONTENT_TYPE)
+
+
+def raise_for_problem(response: httpx.Response) -> None:
+    """Raise the GradpostError that an answer stands for, if it is one; a gateway's page is an httpx.TransportError."""
+    if response.is_error:
+        if (error := error_from_answer(response.content)) is not None:
+            raise error
+        raise httpx.TransportError(f"{response.url} answered {response.status_code} without a problem document")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer every failure of `app`, raw ASGI routes included, with a problem document."""
+    for kind in (GradpostError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, _answer)
+    app.add_middleware(AnswerFailures)
+
+
+class AnswerFailures:
+    """ASGI middleware: a bug is answered with `internal_error` and logged once, and every failure gets through.
+
+    An exception handler cannot do the first: Starlette raises an unexpected exception again after its handler has
+    answered, and the HTTP server logs it a second time. The second: over HTTP/1 a client may still be sending its
+    body when it is refused, and would be cut off before it reads why. So what it sends is read and dropped first.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on. If it fails after its response began, the server cuts that off."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body_ended = scope["http_version"] == "2"  # which answers first and then drops the rest
+        started = False
+
+        async def watch_receive() -> Message:
+            nonlocal body_ended
+            message = await receive()
+            body_ended = body_ended or not message.get("more_body", False)
+            return message
+
+        async def watch_send(message: Message) -> None:
+            nonlocal started
+            if not started and message["status"] >= HTTPStatus.BAD_REQUEST and not body_ended:
+                with suppress(TimeoutError, HTTPException):  # too slow for us, or for the limit of bodies
+                    async with asyncio.timeout(asgi.DISCARD_SECONDS):
+                        while not body_ended:
+                            await watch_receive()
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, watch_receive, watch_send)
+        except ClientDisconnect:
+            if not started:  # it may have closed one direction only; saying nothing would be the server's own 500
+                cut_off = BadInput("the request ended before its body did", code="malformed_frame")
+                await problem_response(cut_off, instance=scope["path"])(scope, watch_receive, watch_send)
+        except Exception as error:
+            if started and isinstance(error.__cause__, GradpostError):
+                return  # refused too late to be told: its reply was called back, for one
+            log.error("unexpected error", exc_info=error, method=scope["method"], path=scope["path"])
+            if not started:
+                internal = GradpostError("an unexpected error; the log of the service has the traceback")
+                await problem_response(internal, instance=scope["path"])(scope, watch_receive, watch_send)
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    headers = error.headers if isinstance(error, HTTPException) else None
+    if isinstance(error, HTTPException) and error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        headers = {"allow": ", ".join(allowed_methods(request))}
+    return problem_response(_to_gradpost_error(request, error), instance=request.scope["path"], headers=headers)
+
+
+def allowed_methods(request: Request) -> list[str]:
+    """Return the methods of all routes at the request's path; Starlette lists those of the first route only."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    methods = {method for route in routes for method in route.methods}
+    return sorted(methods | {"HEAD"} if "GET" in methods else methods)
+
+
+def _to_gradpost_error(request: Request, error: Exception) -> GradpostError:
+    match error:
+        case GradpostError():
+            return error
+        case RequestValidationError():
+            places = [
+                {"place": ".".join(map(str, e["loc"]))[:MAX_PLACE], "message": e["msg"][:MAX_PLACE]}
+                for e in error.errors()[:MAX_PLACES]
+            ]
+            listed = "; ".join(f"{e['place']}: {e['message']}" for e in places[:3])
+            return BadInput(f"the message does not fit its schema: {listed}", code="invalid_message", errors=places)
+        case HTTPException(status_code=status):
+            code = _CODE_OF_STATUS.get(status, "bad_request" if status < 500 else "internal_error")
+            return ERRORS[code].family(f"{error.detail}: {request.method} {request.scope['path']}", code=code)
+        case _:
+            raise error
