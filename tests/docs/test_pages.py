@@ -99,7 +99,7 @@ def test_each_alert_is_described() -> None:
 
 
 def test_the_documented_variables_are_the_known_ones() -> None:
-    """ps_config refuses a misspelt variable by this list, without any model."""
+    """Misspelt variables are refused by this list, without any model."""
     text = read("settings.md")
     documented = {codes(row["variable"])[0] for table in tables(text) for row in table}
     assert {name for name in documented if name.startswith(PREFIX)} == KNOWN_VARIABLES - {SETTINGS_FILE_VARIABLE}
