@@ -250,9 +250,7 @@ async def test_once_the_run_is_over_every_pserver_writes_the_same_number(tmp_pat
         assert pserver.run.round == 11
 
 
-async def test_a_contribution_without_any_block_waits_for_a_slow_disk_like_all_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_contribution_without_any_block_waits_for_a_slow_disk_like_all_others(tmp_path, monkeypatch):
     monkeypatch.setattr(async_run, "HOLD_SECONDS", 0.05)
     async with life(tmp_path) as pserver:
         await steps(pserver, 1, 1)

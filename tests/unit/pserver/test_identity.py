@@ -86,9 +86,7 @@ async def test_a_change_of_members_waits_for_a_run_that_is_being_opened(tmp_path
         assert ranges == [(0, 1)]
 
 
-async def test_who_asks_again_what_can_be_restored_waits_for_the_same_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_asks_again_what_can_be_restored_waits_for_the_same_answer(tmp_path, monkeypatch):
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
         storage, may_end, looks = b.run.storage, threading.Event(), 0

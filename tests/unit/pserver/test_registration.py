@@ -89,9 +89,7 @@ async def test_the_coordinator_hears_of_a_failure_at_once(tmp_path: Path, monkey
         await asyncio.wait_for(running, 10)
 
 
-async def test_a_place_that_hangs_does_not_keep_a_pserver_from_stopping(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_place_that_hangs_does_not_keep_a_pserver_from_stopping(tmp_path, monkeypatch):
     is_let_go, stop = threading.Event(), asyncio.Event()
     stop.set()
     async with (
@@ -110,9 +108,7 @@ async def test_a_place_that_hangs_does_not_keep_a_pserver_from_stopping(
         is_let_go.set()
 
 
-async def test_a_place_that_fails_to_read_is_asked_again_before_a_pserver_registers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_place_that_fails_to_read_is_asked_again_before_a_pserver_registers(tmp_path, monkeypatch):
     async with bench(state_dir=tmp_path) as one:
         await one.play_round(1)
         await one.pserver.want_checkpoint(WantCheckpoint(run=one.install.run, round=1))
@@ -147,9 +143,7 @@ async def test_a_place_that_fails_to_read_is_asked_again_before_a_pserver_regist
     assert message.held.rounds.applied == 1
 
 
-async def test_heartbeats_say_that_a_pserver_stops_while_it_writes_its_last_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_heartbeats_say_that_a_pserver_stops_while_it_writes_its_last_checkpoint(tmp_path, monkeypatch):
     may_write, stop = threading.Event(), asyncio.Event()
     said: list[tuple[bool, bool]] = []
     write = storage.write_file

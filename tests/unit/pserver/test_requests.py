@@ -272,9 +272,7 @@ async def test_readers_have_a_grace_period_and_are_then_ended(monkeypatch: pytes
     assert [type(each) for each in ended] == [type(None), StaleRound, StaleRound]
 
 
-async def test_a_reply_is_revoked_when_its_last_reader_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_reply_is_revoked_when_its_last_reader_has_ended(monkeypatch):
     monkeypatch.setattr(reply_module, "GRACE_SECONDS", 0.01)
     reply, lets_go = make_reply(), asyncio.Event()
 
