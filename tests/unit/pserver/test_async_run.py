@@ -286,12 +286,9 @@ async def read_in_the_middle(pserver: Bench) -> dict[str, float]:
     return {name: round((start[name] - block)[0].item()) for name, block in decode(await get)[0].items()}
 
 
-async def test_without_shard_consistency_a_get_may_see_half_a_contribution() -> None:
+async def test_a_get_sees_half_a_contribution_unless_reads_are_consistent_in_the_shard() -> None:
     async with asynchronous(3) as pserver:
         assert await read_in_the_middle(pserver) == {NAMES[0]: 2, NAMES[1]: 1, NAMES[2]: 1, NAMES[3]: 1}
-
-
-async def test_with_shard_consistency_it_sees_all_of_it_or_nothing() -> None:
     async with asynchronous(3, read_consistency="shard") as pserver:
         assert await read_in_the_middle(pserver) == dict.fromkeys(NAMES, 2)
 
@@ -387,6 +384,15 @@ async def test_staleness_is_measured_and_divides_the_rate() -> None:
         assert pserver.metric("gradpost_staleness_count") == 3 * len(NAMES)
 
 
+@pytest.mark.parametrize("read_consistency", ["block", "shard"])
+async def test_delay_compensation_is_the_papers_formula(read_consistency: Any) -> None:
+    async with asynchronous(compensation="dc", dc_lambda=0.5, read_consistency=read_consistency) as pserver:
+        await pserver.push(0, 1, ones(2.0))
+        assert stepped(await pserver.get(0, 1), by=2)  # nothing had changed since its pull
+        await pserver.push(1, 1, ones(3.0))  # w - w_pulled = -2 by now
+        assert stepped(await pserver.get(1, 1), by=2 + (3 + 0.5 * 3 * 3 * -2))
+
+
 @pytest.mark.parametrize("read_consistency", ["none", "block", "shard"])
 async def test_staleness_counts_from_the_pull_that_a_gradient_was_computed_on(read_consistency: Any) -> None:
     async with asynchronous(compensation="divide", read_consistency=read_consistency) as pserver:
@@ -400,15 +406,6 @@ async def test_staleness_counts_from_the_pull_that_a_gradient_was_computed_on(re
         await pserver.push(0, 2, ones())  # one step of trainer 1 has come between, not three
         assert stepped(await pserver.get(0, 2), by=5)
         assert pserver.metric("gradpost_staleness_sum") == (0 + 1 + 0 + 0 + 1) * len(NAMES)
-
-
-@pytest.mark.parametrize("read_consistency", ["block", "shard"])
-async def test_delay_compensation_is_the_papers_formula(read_consistency: Any) -> None:
-    async with asynchronous(compensation="dc", dc_lambda=0.5, read_consistency=read_consistency) as pserver:
-        await pserver.push(0, 1, ones(2.0))
-        assert stepped(await pserver.get(0, 1), by=2)  # nothing had changed since its pull
-        await pserver.push(1, 1, ones(3.0))  # w - w_pulled = -2 by now
-        assert stepped(await pserver.get(1, 1), by=2 + (3 + 0.5 * 3 * 3 * -2))
 
 
 async def test_a_step_is_the_trainers_own() -> None:

@@ -18,8 +18,7 @@ from services.pserver.durable.update_log import Update
 from services.pserver.shard import Shard
 
 from .oracle import Options, TorchOracle, assert_same_bits, make_options
-from .refusals import refused, unchanged
-from .support import PARAMETERS, Bench, bench, decode, encode, gradients_of, initial_values
+from .support import PARAMETERS, Bench, bench, decode, encode, gradients_of, initial_values, refused, unchanged
 from .test_async_run import until
 
 BUFFERS = {f"{p.name}.block0": torch.arange(p.num_elements, dtype=torch.float32) + 0.5 for p in PARAMETERS}

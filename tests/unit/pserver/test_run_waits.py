@@ -11,12 +11,14 @@ from ps_protocol.errors import Conflict, NotReady, RoundPending, RoundTimeout, S
 from ps_protocol.membership import Membership
 
 from ...raising import raises_code
-from .refusals import Refusal, keep_busy, unchanged
 from .support import (
+    Refusal,
     bench,
     decode,
     encode,
     initial_values,
+    keep_busy,
+    unchanged,
 )
 
 
