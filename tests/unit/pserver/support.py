@@ -389,3 +389,12 @@ def begin_push(b: Bench, rank: int, round_: int, **arguments: Any) -> tuple[asyn
     halfway = Halfway()
     push = b.push(rank, round_, upload=lambda body: Upload(body, num_pieces=2, pause=halfway), **arguments)
     return asyncio.create_task(push), halfway
+
+
+def failing(error: Exception) -> Callable[..., Any]:
+    """Return a function that raises this error."""
+
+    def fail(*_: object, **__: object) -> Any:
+        raise error
+
+    return fail

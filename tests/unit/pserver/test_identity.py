@@ -24,7 +24,7 @@ from services.pserver.pserver import Pserver
 from services.pserver.shard import Shard
 
 from .oracle import make_options
-from .support import LIMITS, Bench, bench
+from .support import LIMITS, Bench, bench, failing
 
 
 class SlowDisk(Disk):
@@ -178,11 +178,8 @@ async def test_a_run_that_could_not_be_opened_is_still_held(tmp_path: Path, monk
         assert b.pserver.disk is not None
         assert b.pserver.disk.folder is not None
 
-        def refuse(*_: object) -> None:
-            raise OSError("no space left on device")
-
         with monkeypatch.context() as patch:
-            patch.setattr(b.pserver.disk.folder, "write_identity", refuse)
+            patch.setattr(b.pserver.disk.folder, "write_identity", failing(OSError("no space left on device")))
             with pytest.raises(TryAgain, match="cannot open the state of the run: no space left"):
                 await b.pserver.install_run(b.install.model_copy(update={"restore": 1, "number": 2}))
         assert (await b.freeze(3)).applied == 1
@@ -197,11 +194,8 @@ async def test_a_run_that_could_not_go_back_is_found_again(tmp_path: Path, monke
             await b.play_round(round_)
         back = b.install.model_copy(update={"restore": 2, "attempt": 1, "number": 2})
 
-        def refuse(*_: object) -> None:
-            raise OSError("input/output error")
-
         with monkeypatch.context() as patch:
-            patch.setattr(RunStorage, "restore", refuse)
+            patch.setattr(RunStorage, "restore", failing(OSError("input/output error")))
             with pytest.raises(TryAgain, match="cannot open the state of the run"):
                 await b.pserver.install_run(back)
             with pytest.raises(TryAgain, match="cannot read what it holds"):
