@@ -1,4 +1,4 @@
-"""Child processes, their whole groups, and the guardian that ends them when nobody else can."""
+"""Child processes, their whole groups, and the guardian that ends them when their parent is killed."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ FAULT_STEP = 4  # the fault comes before it
 class Run:
     """One run of a cluster."""
 
-    optimizer: str = "AdamW"  # a name in `tests.cluster.parity_model.OPTIMIZERS`
+    optimizer: str = "AdamW"  # a name in `tests.cluster.training.OPTIMIZERS`
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the trainers
     outer: str = ""  # the optimizer on the pservers of a run with local steps
     parameter_dtype: str = "float32"

@@ -19,7 +19,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from tests.cluster.parity_model import change_rates, make_optimizer
+from tests.cluster.training import change_rates, make_optimizer
 from tests.golden.runs import FAULT_STEP, OVERFLOW_STEP, SETUPS, STEPS, Run, Setup
 from trainer_client import GradScaler, RemoteOptimizer, Session, connect
 
