@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import FutureRound, RoundPending, RoundTimeout, StaleRound, StaleRun, TrainerLost
-from services.pserver import async_run, reading
+from services.pserver import async_run, block_queue
 
 from ...raising import raises_code
 from .oracle import make_options
@@ -248,7 +248,7 @@ async def test_gradients_of_old_parameters_are_refused() -> None:
             await pserver.push(0, 3, ones(), computed_on=0)
         with pytest.raises(FutureRound):
             await pserver.push(0, 3, ones(), computed_on=3)
-        with pytest.raises(StaleRound, match="got no parameters after its step 2"):
+        with pytest.raises(StaleRound, match="pulled no parameters after its step 2"):
             await pserver.push(0, 3, ones(), computed_on=2)
         await pserver.get(0, 2)
         await pserver.push(0, 3, ones(), computed_on=2)
@@ -316,7 +316,7 @@ async def test_a_get_behind_an_update_that_fails_is_told_so() -> None:
 async def test_a_block_that_could_not_be_read_fails_the_get_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     async with asynchronous(read_consistency="shard") as pserver:
         with monkeypatch.context() as patch:
-            patch.setattr(reading._Snapshot, "_copy", lambda *_: 1 / 0)
+            patch.setattr(block_queue.Snapshot, "_copy", lambda *_: 1 / 0)
             with raises_code("apply_failed", match="could not be read: division by zero"):
                 await asyncio.wait_for(pserver.get(1, 0), 5)
         await pserver.push(0, 1, ones())
@@ -335,7 +335,7 @@ async def test_gets_that_fail_at_one_block_do_not_fill_the_queue_of_another(monk
         monkeypatch.setattr(queue, "_apply", apply_late)
         await pserver.push(0, 1, ones())
         with monkeypatch.context() as patch:
-            patch.setattr(reading._Snapshot, "_copy", lambda *_: 1 / 0)
+            patch.setattr(block_queue.Snapshot, "_copy", lambda *_: 1 / 0)
             for _ in range(4):
                 with raises_code("apply_failed", match="could not be read: division by zero"):
                     await asyncio.wait_for(pserver.get(1, 0), 5)
