@@ -19,7 +19,7 @@ from ps_protocol.errors import ContributionConflict, NonFiniteGradient
 from services.pserver.durable.records import Record, read_records
 from services.pserver.durable.update_log import Update, list_segments
 from trainer_client import RemoteOptimizer, Session
-from trainer_client.testing.environment import find_our_packages
+from trainer_client.testing.local_cluster import find_our_packages
 
 from ..soaking import parametrize_sampled
 from .conftest import StartCluster
