@@ -23,14 +23,8 @@ import pytest
 # The rules and the link last as long as a process in the namespace, which is not long even if the test is killed.
 
 HOST = "10.213.77.1"  # of the machine, for the namespace
-
-
 _INSIDE = "10.213.77.2"
-
-
 Direction = Literal["out", "in", "both"]
-
-
 _TABLE = "add table inet cut; add chain inet cut {0} {{ type filter hook {0} priority 0 ; }}"
 
 

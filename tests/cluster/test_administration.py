@@ -16,7 +16,6 @@ from .faulty_run import FaultyRun
 from .training import Oracle
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
-
 ROUNDS = 160
 
 

@@ -67,9 +67,6 @@ async def test_many_trainers_push_to_the_same_block(shared_cluster: StartCluster
     assert torch.equal(min(results, key=lambda values: values.sum().item()), expected)  # the last one saw everything
 
 
-# ---------------------------------------------------------------------- what a get may see
-
-
 async def watch(address: str, seconds: float, *, until_torn: bool) -> tuple[int, int, int]:
     """One trainer adds the same number to every element, over and over; the other looks, and counts what is torn.
 
@@ -121,9 +118,6 @@ async def test_torn_reads(shared_cluster: StartCluster, consistency: str) -> Non
     assert versions >= 3
     assert torn_blocks == 0 or consistency == "none"
     assert torn_shards == 0 or consistency != "shard"
-
-
-# ---------------------------------------------------------------------- the bounds hold, and are reached
 
 
 def play(address: str, num_trainers: int, steps: int, seed: int) -> list[list[list[int]]]:
@@ -178,20 +172,6 @@ def test_max_delay_is_never_exceeded_and_is_reached(shared_cluster: StartCluster
         assert all(new >= old for old, new in pairwise(own))
 
 
-def test_a_run_with_delay_takes_every_step(shared_cluster: StartCluster) -> None:
-    def train(session: Session) -> float:
-        weight, optimizer = wrap_weight(session, 100)
-        for _ in range(10):
-            step_with(optimizer, weight)
-        optimizer.synchronize()
-        return weight[0].item()
-
-    assert run_all(shared_cluster(max_delay=3, min_block_size=10), train) == [-10.0, -10.0]
-
-
-# ---------------------------------------------------------------------- looking inside
-
-
 @pytest.mark.extended
 def test_live_parameters_are_served_although_pservers_have_no_version_in_common(shared_cluster: StartCluster) -> None:
     cluster, stop = shared_cluster(mode="async", min_block_size=10), threading.Event()
@@ -217,9 +197,6 @@ def test_live_parameters_are_served_although_pservers_have_no_version_in_common(
         run_all(cluster, train)
         seen = looking.result(30)
     assert seen == sorted(seen, reverse=True)
-
-
-# ---------------------------------------------------------------------- refusals and failures
 
 
 @pytest.mark.parametrize(
@@ -309,8 +286,6 @@ async def test_a_change_does_not_wait_until_no_push_waits_for_the_log(shared_clu
         stop.set()
         await asyncio.gather(*trainers)
 
-
-# ---------------------------------------------------------------------- processes that die
 
 ROUNDS = 150
 

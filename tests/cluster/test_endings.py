@@ -27,7 +27,6 @@ from .faulty_run import SCRIPT, FaultyRun
 from .training import expected_result
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(180)]
-
 FIRST_ROUNDS = 20
 
 
@@ -115,9 +114,6 @@ def test_after_a_refused_gradient_only_the_same_one_corrected_can_follow(shared_
                 step(1.0, math.nan)
         with pytest.raises(ContributionConflict, match=r"NaN or infinity in block 'b\.block0'.* has to end"):
             step(3.0, 2.0)
-
-
-# ---------------------------------------------------------------------- runs that are resumed
 
 
 def begin(folder: Path, **settings: Any) -> None:

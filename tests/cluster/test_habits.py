@@ -248,11 +248,7 @@ session = connect()
 RemoteOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(8))], lr=1.0)).step()
 {end}
 """
-
-
 RICH = "import rich.traceback; rich.traceback.install()"  # it does not call the hook that was there
-
-
 ON_A_TERMINAL = "import pty, sys; pty.spawn([sys.executable, '-q'])"
 
 
@@ -328,8 +324,6 @@ if __name__ == "__main__":
     child.join()
     sys.exit(child.exitcode)
 """
-
-
 OF_A_PARENT = """
 import multiprocessing, sys
 import torch

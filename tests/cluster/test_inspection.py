@@ -23,7 +23,6 @@ from .training import Oracle, assert_identical
 from .training_script import make_scored_model, score
 
 pytestmark = pytest.mark.cluster
-
 ROUNDS = 400
 WEIGHT = "0.weight"  # in two blocks, one on each pserver
 BIAS = "0.bias"

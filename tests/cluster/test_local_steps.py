@@ -17,7 +17,6 @@ from .conftest import StartCluster
 from .training import run_all, step_with, wrap_weight
 
 pytestmark = pytest.mark.cluster
-
 STEPS = 6
 
 

@@ -35,7 +35,6 @@ from .training import (
 from .training_script import GROWTH_INTERVAL, INIT_SCALE, overflows
 
 pytestmark = [pytest.mark.cluster, pytest.mark.amp]
-
 STEPS = 16
 BAD = {
     (1, 9),
@@ -365,9 +364,6 @@ def test_a_closure_is_refused(cluster: LocalCluster, overlap: bool) -> None:
         assert optimizer.round == 1
 
     run_all(cluster, work)
-
-
-# ---------------------------------------------------------------------- processes that die
 
 
 def is_skipped(round_: int) -> bool:

@@ -25,7 +25,6 @@ from .training_script import train
 from .up_support import ROOT
 
 pytestmark = pytest.mark.cluster
-
 LEASE_SECONDS = 1.0
 ROUND_TIMEOUT_SECONDS = 2.0
 SLACK_SECONDS = 1.5  # heartbeats, the coordinator's tick, a request or two
@@ -57,8 +56,6 @@ class Stage:
 
 
 Scenario = Callable[[Stage], None]
-
-
 Play = Callable[[Scenario], None]
 
 

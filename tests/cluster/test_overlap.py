@@ -36,7 +36,6 @@ from .training import (
 )
 
 pytestmark = [pytest.mark.cluster, pytest.mark.overlap]
-
 BOTH = {"overlap": True, "overlap_pulls": True}
 
 
@@ -93,7 +92,6 @@ def test_copies_from_and_to_a_device_change_no_bit(
     assert counts["in"] > 0
 
 
-@pytest.mark.extended
 def test_delayed_steps_have_copies_of_their_own(shared_cluster: StartCluster, counts: dict[str, int]) -> None:
     def train(session: Session) -> list[float]:
         weight, optimizer = wrap_weight(session, 40_000)

@@ -31,7 +31,6 @@ from .training import (
 )
 
 pytestmark = [pytest.mark.cluster, pytest.mark.overlap]
-
 BOTH = {"overlap": True, "overlap_pulls": True}
 
 

@@ -17,7 +17,6 @@ from .trainer_processes import Plot, Trainer
 from .up_support import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ring]
-
 LEASE = 1.0
 LONG_LEASE = 20.0
 ROUND_TIMEOUT = 2.0

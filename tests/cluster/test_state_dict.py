@@ -37,10 +37,8 @@ from .training import (
 )
 
 pytestmark = [pytest.mark.cluster]
-
 BEFORE, AFTER = 5, 4
 SMALL = {"bucket_bytes": 20_000, "min_block_size": 1000}  # several frames, and parameters that are cut
-
 every_kind = parametrize_sampled("kind", OPTIMIZERS, ["SGD-momentum", "AdamW"])
 
 

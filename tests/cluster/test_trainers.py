@@ -36,7 +36,6 @@ from .training import (
 from .up_support import wait_until
 
 pytestmark = pytest.mark.cluster
-
 SPECS = [ParameterSpec("w", (4, 3)), ParameterSpec("b", (5,)), ParameterSpec("s", ())]
 
 
@@ -53,9 +52,6 @@ async def start(client: ParameterClient) -> None:
     await client.declare(SPECS, SGD)
     if client.joined.rank == client.uploader:
         await client.send_initial(tensors(10.0))
-
-
-# ---------------------------------------------------------------------- ParameterClient
 
 
 @pytest.mark.asyncio
@@ -113,9 +109,6 @@ async def test_leaving_in_the_middle_of_a_round_is_failing(cluster: LocalCluster
                 await take_part()
 
     await asyncio.gather(leave_early(), wait_for_it())
-
-
-# ---------------------------------------------------------------------- RemoteOptimizer
 
 
 def test_all_trainers_start_from_the_values_and_buffers_of_rank_0(cluster: LocalCluster) -> None:
@@ -285,9 +278,6 @@ def test_no_gradient_is_read_after_its_step_has_failed(carrier: Carrier) -> None
             parameter.grad = torch.full((NUM_ELEMENTS,), 2.0)  # nothing of the other was staged where nobody read
         optimizer.step()
         assert all(bool((parameter == -2.0).all()) for parameter in parameters.values())
-
-
-# ---------------------------------------------------------------------- looking inside
 
 
 def test_live_parameters_are_served_as_safetensors(cluster: LocalCluster) -> None:

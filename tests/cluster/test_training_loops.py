@@ -21,7 +21,6 @@ from .training import assert_close, assert_identical, run_all, run_trainers, see
 from .training_script import load_images
 
 pytestmark = pytest.mark.cluster
-
 STEPS = 12
 RATE = 0.02
 
@@ -50,8 +49,6 @@ def loss_of(model: nn.Module, step: int, part: int = 0) -> Tensor:
     loss: Tensor = (model(inputs) - inputs.flip(1)).square().mean()
     return loss
 
-
-# ---------------------------------------------------------------------- loops
 
 Loop = Callable[[nn.Module, Optimizer], None]
 
@@ -141,8 +138,6 @@ LOOPS: dict[str, Any] = {
         marks=[pytest.mark.soak, pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")],
     ),
 }
-
-
 OPTIMIZERS = [adamw, pytest.param(momentum, marks=pytest.mark.soak)]
 
 
@@ -179,9 +174,6 @@ def test_accumulated_gradients_of_two_trainers_are_their_mean(shared_cluster: St
         set_average(optimizer, [partial(loss, step, rank) for rank in range(2)])
         optimizer.step()
     assert_identical(one, values(model))
-
-
-# ---------------------------------------------------------------------- schedules
 
 
 def warm_up_then_cosine(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
@@ -223,9 +215,6 @@ def test_schedules_change_the_rates_of_the_pservers(
     assert_identical(actual, train(loop, make_optimizer, None))
     assert rates[0] == rates[1]
     assert len(set(rates[0])) > 2
-
-
-# ---------------------------------------------------------------------- an ordinary script
 
 
 def test_an_ordinary_script_trains_as_it_does_alone(shared_cluster: StartCluster) -> None:

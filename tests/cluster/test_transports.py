@@ -20,11 +20,8 @@ from .conftest import StartCluster
 from .training import Parameters, assert_identical, run_all, step_with, train_locally, train_remotely, wrap_weight
 
 pytestmark = pytest.mark.cluster
-
 OPTIMIZER = "Adam"
 LOOK_AT = 5  # in the middle
-
-# ---------------------------------------------------------------------- HTTP/1.1
 
 
 @pytest.mark.parametrize(
@@ -62,9 +59,6 @@ def test_tls_on_every_link(http2: bool, tmp_path: Path, shared_cluster: StartClu
     cluster = shared_cluster(http2=http2, tls_ca=issued.ca, tls_cert=issued.cert, tls_key=issued.key)
     assert cluster.address.startswith("https://")
     assert run_all(cluster, train, tls_ca=issued.ca) == [-100_000.0] * 2
-
-
-# ---------------------------------------------------------------------- Unix sockets
 
 
 def count_connections(session: Session, tcp: list[int]) -> None:

@@ -21,10 +21,7 @@ from ..soaking import parametrize_sampled
 from .training import run_all, run_trainers, wrap_weight
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended]
-
 NUM_BATCHES = [3, 0, 5, 9]
-
-
 MAX_NORM = 400.0  # below the norms of the first rounds, above those of the last
 
 
@@ -53,8 +50,6 @@ KINDS = {
         {"overlap": True, "max_grad_norm": MAX_NORM}, scaled=True, strategy="ring"
     ),
 }
-
-
 SAMPLE = (
     "overlap of both, clipping",
     "overlap, accumulation",

@@ -20,7 +20,6 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc"),
 ]
-
 CONTROL = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
 
 
@@ -29,9 +28,6 @@ def run_up(*arguments: object, folder: Path, cold: bool = False, **environ: str)
         outcome = up.finish()
         assert up.has_left_nothing(), up.left()
     return outcome
-
-
-# ---------------------------------------------------------------------- training
 
 
 def test_it_trains_and_ends_with_the_numbers(tmp_path: Path) -> None:
@@ -86,9 +82,6 @@ def read_terminal(fd: int) -> str:
             os.close(fd)
             return shown.decode()
         shown += chunk
-
-
-# ---------------------------------------------------------------------- a script fails
 
 
 @pytest.mark.extended
@@ -151,8 +144,6 @@ def test_a_killed_script_is_noticed_at_once(tmp_path: Path) -> None:
 
 
 LOST = "trainer 1 was lost: its process was ended by SIGKILL (out of memory?)"
-
-
 KILL = "if step == 2 and {who}: os.kill(os.getpid(), 9)"
 
 
@@ -218,9 +209,6 @@ def test_a_failure_before_joining_ends_the_others(tmp_path: Path) -> None:
     code, _, stderr = run_up("--", "python", "-c", script, folder=tmp_path)
     assert code == 3
     assert stderr.endswith("gradpost: trainer 1 failed with exit code 3\n")
-
-
-# ---------------------------------------------------------------------- it is ended
 
 
 @pytest.mark.parametrize(
@@ -293,9 +281,6 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
     assert stderr.endswith("gradpost: coordinator did not start\n")
 
 
-# ---------------------------------------------------------------------- nothing is started
-
-
 @pytest.mark.parametrize(
     ("arguments", "environ", "code", "message"),
     [
@@ -320,8 +305,6 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(
     assert (outcome.exit_code, outcome.stdout) == (code, "")
     assert outcome.stderr.startswith(f"gradpost: error: {message}"), outcome.stderr
 
-
-# ---------------------------------------------------------------------- trainers that are killed continue in their data
 
 RESTARTED = """
 import os, pathlib, signal, torch

@@ -157,7 +157,6 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "RAdam": (torch.optim.RAdam, {"weight_decay": 0.01}),
 }
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-
 Parameters = dict[str, nn.Parameter]
 
 
