@@ -55,7 +55,7 @@ def send(
 
 
 def control(path: str, message: Any, *, method: str = "POST", to: int | None = None) -> Callable[[World], Request]:
-    """A JSON message; a function of the world may stand for it, bytes are sent as they are."""
+    """Make a JSON message; a function of the world may stand for it, bytes are sent as they are."""
 
     def make(world: World) -> Request:
         value = message(world) if callable(message) else message
@@ -66,7 +66,7 @@ def control(path: str, message: Any, *, method: str = "POST", to: int | None = N
 
 
 def honest(path: str, w: World, **changes: Any) -> Request:
-    """What trainer 1 could send now (an upload of initial values comes from trainer 0), but for the changes."""
+    """Make a request that the pserver accepts now, but for the changes: of trainer 1, or an upload of trainer 0."""
     rank, round_ = (0, 0) if path == routes.INITIAL else (1, 2)
     headers = w.trainers[rank].fence(round_, **changes)
     body = b""
@@ -100,7 +100,7 @@ for path in (routes.SEND, routes.INITIAL, routes.GET, routes.BARRIER, routes.BUF
 
 
 def with_header(header: str, value: str | None) -> Callable[[World], Request]:
-    """An honest push, but for one header; the unit tests of fences try all of them."""
+    """Make an honest push, but for one header; the unit tests of fences try all of them."""
 
     def make(w: World) -> Request:
         request = honest(routes.SEND, w)
@@ -140,7 +140,7 @@ for name, error, body in (
     ("a deep header", "malformed_frame", frame(b'{"w":' + b"[" * 100_000 + b"]" * 100_000 + b"}")),
     ("a truncated frame", "malformed_frame", tensor()[:-1]),
     ("a frame with a rest", "malformed_frame", tensor() + b"x"),
-    ("an unknown block", "unknown_block", tensor("nobody.block0")),
+    ("an unknown block", "unknown_block", tensor("absent.block0")),
     ("a wrong shape", "wrong_shape", tensor(shape=(149,), size=596)),
     ("another number of dimensions", "wrong_shape", tensor(shape=(150, 1))),
     ("no elements", "wrong_shape", tensor(shape=(0,), size=0)),
@@ -175,7 +175,7 @@ bad("no body", "malformed_frame", send(b"", rank=1), via=("http",))
 
 
 def contribution(error: str, name: str, rank: int = 1, value: float = 1.0, **metadata: str | None) -> None:
-    """The whole contribution to pserver 0, with other metadata or another value."""
+    """Make the whole contribution to pserver 0, with other metadata or another value."""
 
     def make(w: World) -> Request:
         entries = {**completion(len(w.own_blocks())), **metadata}
@@ -221,7 +221,7 @@ bad("a fetch barrier on a get", "bad_header", with_headers(routes.GET, rank=0, b
 for text in ("soon", "nan", "31"):
     bad(f"wait {text!r}", "bad_header", with_headers(routes.GET, rank=0, barrier="batch", wait_seconds=text))
 for content, error in (
-    (b'["nobody.block0"]', "unknown_block"),
+    (b'["absent.block0"]', "unknown_block"),
     (b"[1]", "malformed_frame"),
     (b"\xff", "malformed_frame"),
     (b'["' + b"x" * 2 * MIB + b'"]', "body_too_large"),
@@ -275,7 +275,7 @@ for to in (0, None):
         lambda w, t=to: Request(routes.STATE if t == 0 else routes.STATUS, "DELETE", to=t),
     )
 bad("tensor endpoint: wrong method", "method_not_allowed", lambda w: Request(routes.SEND, "PUT", w.trainer.fence(2)))
-bad("blocks: unknown", "unknown_block", lambda w: Request(routes.BLOCKS + "?name=nobody.block0", "GET"))
+bad("blocks: unknown", "unknown_block", lambda w: Request(routes.BLOCKS + "?name=absent.block0", "GET"))
 bad("blocks: no name", "invalid_message", lambda w: Request(routes.BLOCKS, "GET"))
 bad(
     "blocks: a large round", "invalid_message", lambda w: Request(f"{routes.BLOCKS}?name=w.block0&round={LARGE}", "GET")
@@ -353,7 +353,7 @@ for path, more in ((routes.TRAINER_HEARTBEAT, {"round": 1}), (routes.LEAVE, {"ou
     at0, at7 = path.format(rank=0), path.format(rank=7)
     bad(f"{at0}: other run", "stale_run", control(at0, lambda w, m=more: identity(w, run="another", **m)))
     bad(f"{at0}: other life", "stale_trainer", control(at0, lambda w, m=more: identity(w, incarnation=99, **m)))
-    bad(f"{at7}: nobody", "stale_trainer", control(at7, lambda w, m=more: identity(w, **m)))
+    bad(f"{at7}: unknown", "stale_trainer", control(at7, lambda w, m=more: identity(w, **m)))
     bad(f"{at0}: malformed", "invalid_message", control(at0, {}))
 bad("leave: no outcome", "invalid_message", control(routes.LEAVE.format(rank=0), lambda w: identity(w, outcome="gone")))
 bad(
@@ -369,12 +369,12 @@ bad(
         f"{routes.PLAN}?rank=0&run={w.trainer.joined.run}&incarnation=1&wait_seconds=1e9", "GET", to=None
     ),
 )
-bad("parameter: unknown", "not_found", lambda w: Request(routes.PARAMETERS + "/nobody", "GET", to=None))
+bad("parameter: unknown", "not_found", lambda w: Request(routes.PARAMETERS + "/absent", "GET", to=None))
 
 bad("parameters before the run", "not_ready", lambda w: Request(routes.PARAMETERS, "GET", to=None), phase="gathering")
 
 
-bad("plan before everybody is here", "not_ready", plan_request, phase="gathering")
+bad("plan before all trainers have joined", "not_ready", plan_request, phase="gathering")
 
 
 def declaration(error: str, name: str, phase: str = "gathering", rank: int = 1, **changes: Any) -> None:

@@ -54,7 +54,7 @@ def early(session: Session) -> dict[str, Tensor]:
 
 
 def streaming(session: Session) -> dict[str, Tensor]:
-    """The first layer's backward waits for a bucket of the others, which then goes on to the pservers at once."""
+    """Wait in the first layer's backward for a bucket of the others, which goes on to the pservers at once."""
     model = nn.ModuleList([nn.Linear(30, 30) for _ in range(4)])
     optimizer = RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, overlap=True)
     assert session.host
@@ -72,7 +72,7 @@ def streaming(session: Session) -> dict[str, Tensor]:
 
 
 def clipped(session: Session) -> dict[str, Tensor]:
-    """The norm is that of the aggregated gradient, and every process knows it."""
+    """Return the norm of the aggregated gradient, which every process knows."""
     parameters = make_parameters()
     optimizer = RemoteOptimizer(make_optimizer("AdamW", parameters, local=False), max_grad_norm=1e9)
     norms = []
@@ -98,7 +98,7 @@ def drop_gradients(step: int, parameters: Parameters, rank: int) -> None:
 
 
 def overflowed(session: Session) -> dict[str, Tensor]:
-    """In one step of one process, whose GradScaler notices."""
+    """Train with torch's GradScaler; one step of one process overflows."""
     model = nn.Linear(4, 2)
     optimizer = RemoteOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.5), nonfinite="skip_round")
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -115,7 +115,7 @@ def overflowed(session: Session) -> dict[str, Tensor]:
 
 
 def scaled(session: Session, **arguments: Any) -> dict[str, Tensor]:
-    """The same with our GradScaler, whose scale is that of all processes."""
+    """Train with our GradScaler, whose scale is that of all processes."""
     model = nn.Linear(4, 2)
     optimizer = RemoteOptimizer(
         torch.optim.SGD(model.named_parameters(), lr=0.5), nonfinite="skip_round", bucket_bytes=4, **arguments
@@ -138,7 +138,7 @@ def scaled_early(session: Session) -> dict[str, Tensor]:
 
 
 def kept(session: Session) -> dict[str, Tensor]:
-    """Every process saves and loads as libraries do; only one of a host has slots."""
+    """Save and load in every process, as libraries do; only one of a host has slots."""
     weight = nn.Parameter(torch.zeros(3))
     optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0, momentum=0.5))
     optimizer.load_state_dict(optimizer.state_dict())
@@ -154,7 +154,7 @@ def kept(session: Session) -> dict[str, Tensor]:
 
 
 def sharing(session: Session) -> dict[str, Tensor]:
-    """The script has a process group of its own, of all processes."""
+    """Train beside a process group of the script, of all processes."""
     dist.init_process_group("gloo")
     weight = nn.Parameter(torch.zeros(3))
     optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0))
@@ -171,7 +171,7 @@ def start(session: Session) -> dict[str, Tensor]:
 
 
 def local(session: Session) -> dict[str, Tensor]:
-    """Each process steps by itself, and what is pushed is the mean of what they have come to."""
+    """Take local steps in each process; the mean of their results is pushed."""
     model = Net(seed=session.rank)
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = RemoteOptimizer(inner, model=model, local_steps=LOCAL_STEPS)
@@ -184,7 +184,7 @@ def local(session: Session) -> dict[str, Tensor]:
 
 
 def refused(session: Session) -> dict[str, Tensor]:
-    """Under `reject`, by all processes of the host whose gradient it is; mended, it may be tried again."""
+    """Push a NaN, which is refused for all processes of the host; corrected, it may be tried again."""
     weight = nn.Parameter(torch.zeros(4))
     optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0))
     told = 0
@@ -204,7 +204,7 @@ def refused(session: Session) -> dict[str, Tensor]:
 
 
 def broken_off(session: Session) -> dict[str, Tensor]:
-    """A step of the second host fails after its push; then another gradient is refused, and the same one is not."""
+    """Fail a step of the second host after its push; then another gradient is refused, and the same one is not."""
     weight = nn.Parameter(torch.zeros(4))
     optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0))
     pull, errors = session.client.pull, []
@@ -262,7 +262,7 @@ def delayed(session: Session) -> dict[str, Tensor]:
 
 
 def play(environment: Mapping[str, str], folder: Path, names: Sequence[str]) -> None:
-    """All of these in this process, one after the other."""
+    """Run all of these functions in this process, one after the other."""
     os.environ.update(environment)
     torch.set_num_threads(1)
     for name in names:

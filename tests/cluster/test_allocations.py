@@ -29,7 +29,7 @@ pytestmark = [
 ALLOCATION_SCRIPT = Path(__file__).with_name("allocation_script.py")
 
 
-# From here on glibc takes every piece from the kernel anew, unless it has as much, and gives it back when it is freed;
+# From here on glibc takes every piece from the kernel again, unless it has as much, and gives it back when it is freed;
 # smaller ones, such as those in which gradients are quantised, it keeps.
 LARGE_BYTES = 4 * ELEMENTS // 2 - 4096
 KINDS: list[dict[str, Any]] = [

@@ -68,10 +68,9 @@ async def test_many_trainers_push_to_the_same_block(shared_cluster: StartCluster
 
 
 async def watch(address: str, seconds: float, *, until_torn: bool) -> tuple[int, int, int]:
-    """One trainer adds the same number to every element, over and over; the other looks, and counts what is torn.
+    """Let one trainer add the same number to every element, while the other reads.
 
-    It looks for so long, and until it has seen three versions and, if that is wanted, something torn.
-    Returns the number of different versions seen, and of looks in which one block, and the shard, were not uniform.
+    Return the number of versions seen, and of reads in which one block, and the shard, were not uniform.
     """
     size = 4_000_000
     specs = [ParameterSpec("a", (size,)), ParameterSpec("b", (size,))]
@@ -121,9 +120,9 @@ async def test_torn_reads(shared_cluster: StartCluster, consistency: str) -> Non
 
 
 def play(address: str, num_trainers: int, steps: int, seed: int) -> list[list[list[int]]]:
-    """Trainers that are slow at random. For each trainer and step: how many steps of everybody its parameters hold.
+    """Train with trainers that are slow at random. Return for each trainer and step how many steps of each it has.
 
-    Each trainer has elements of its own in every block and counts in them, so that it is the values that tell.
+    Each trainer has elements of its own in every block and counts in them.
     """
 
     def train(session: Session) -> list[list[int]]:
@@ -298,9 +297,9 @@ def counting(rounds: int = ROUNDS, **settings: Any) -> FaultyRun:
 
 
 def assert_all_applied(run: FaultyRun) -> None:
-    """Each trainer has seen all of its own contributions; and who was last, those of everybody.
+    """Check that each trainer has seen all of its own contributions, and the last one those of all.
 
-    The first to end may see the others' steps half, or not all.
+    The first to end may see a part of the others' steps.
     """
     seen, steps = zip(*(result.split() for result in run.results(90)), strict=True)
     assert min(map(int, steps)) >= ROUNDS
@@ -310,7 +309,7 @@ def assert_all_applied(run: FaultyRun) -> None:
 
 
 def kill_between_checkpoints(run: FaultyRun, state: Path) -> None:
-    """Some steps after the first checkpoint pserver 1 dies; the next one would have been far away."""
+    """Kill pserver 1 some steps after the first checkpoint, long before the next one."""
     run.wait_for(lambda: any(state.glob("checkpoints/*/*/manifest.json")), "a checkpoint")
     run.wait_for_round(run.round_of(0) + 5)
     run.kill(run.cluster.pservers[1])
@@ -443,7 +442,7 @@ def test_who_comes_back_under_continue_need_not_catch_up() -> None:
     with counting(1000, mode="ssp", max_staleness=3, on_trainer_loss="continue", lease_seconds=1) as run:
         run.wait_for_round(10, rank=1)
         run.kill(run.cluster.trainers[1])
-        run.wait_for_round(run.round_of(1) + 40)  # beyond the bound: nobody waits for it any more
+        run.wait_for_round(run.round_of(1) + 40)  # beyond the bound: it is not waited for any more
         run.start_trainer(1)
         run.wait_for_line("[trainer 1] begin", 2)
         before = run.round_of(0)

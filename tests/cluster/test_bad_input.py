@@ -79,7 +79,7 @@ async def send_bad_input(world: World, case: Bad, client: httpx.AsyncClient) -> 
 
 
 def head(w: World, num_bytes: int, rank: int = 1) -> bytes:
-    """Headers of a push over HTTP/1.1 that announces a body."""
+    """Return the headers of a push over HTTP/1.1 that announces a body."""
     lines = {**w.trainers[rank].fence(2), "host": "localhost", "content-length": str(num_bytes)}
     return "\r\n".join([f"POST {SEND} HTTP/1.1", *(f"{k}: {v}" for k, v in lines.items()), "", ""]).encode()
 
@@ -104,7 +104,6 @@ async def test_a_body_that_breaks_off_changes_nothing_and_returns_its_buffer(wor
 
 
 async def test_who_closes_one_direction_too_early_is_told(world: World) -> None:
-    """Saying nothing would be the server's own 500."""
     await world.enter("training")
     address = world.addresses[0].removeprefix("http://")
     reader, writer = await asyncio.open_connection(*address.split(":"))
@@ -144,7 +143,6 @@ def remove_counters(look: Any) -> Any:
 
 
 async def test_announcements_of_large_bodies_take_no_memory(world: World) -> None:
-    """Nobody may make a pserver allocate what it never sends."""
     await world.enter("training")
     address, num_bytes = world.addresses[0], LIMITS["max_header_bytes"]
     resident = await world.metric(address, "process_resident_memory_bytes")
@@ -202,7 +200,7 @@ async def count_refused(address: str) -> float:
 
 
 async def crawl(begun: asyncio.Event, may_end: asyncio.Event, body: bytes) -> AsyncIterator[bytes]:
-    """All but the last byte of a body, and that when it may come."""
+    """Yield all but the last byte of a body, and that one when it may come."""
     yield body[:-1]
     begun.set()
     await may_end.wait()

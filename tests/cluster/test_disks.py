@@ -200,7 +200,7 @@ def complete(run: FaultyRun) -> list[int]:
 
 
 def shards_of(state: Path, pserver: int) -> dict[int, int]:
-    """Sizes of the shards in the place, by round."""
+    """Return the sizes of the shards in the place, by round."""
     found = state.glob(f"checkpoints/*/*/pserver-{pserver}-of-2.safetensors")
     return {int(path.parent.name): size_of(path) for path in found}
 
@@ -213,7 +213,7 @@ def size_of(path: Path) -> int:
 
 
 class DiskUse:
-    """The most that the log of a pserver, and all of its checkpoints, have taken."""
+    """The largest sizes of the log of a pserver, and of all of its checkpoints."""
 
     def __init__(self, state: Path) -> None:
         self.log, self.checkpoints, self.largest = 0, 0, 0

@@ -102,7 +102,7 @@ class Example(NamedTuple):
     batch_size: int  # of each of two trainers
 
     def command(self, folder: Path, num_trainers: int) -> list[str]:
-        """The same examples in each step, whoever has them."""
+        """Return the command; the examples of a step do not depend on the number of trainers."""
         folder.mkdir()
         arguments = ["--epochs", EPOCHS, "--batch-size", self.batch_size * 2 // num_trainers]
         return [str(part) for part in (PROCESS, folder, self.script, *arguments)]
@@ -131,7 +131,7 @@ def example(request: pytest.FixtureRequest) -> Example:
 
 @pytest.fixture(scope="module")
 def alone(example: Example, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The library with the optimizer that it was made for."""
+    """Run the library with the optimizer that it was made for."""
     folder = tmp_path_factory.mktemp("alone")
     process = subprocess.run(
         [sys.executable, *example.command(folder / "parameters", 1)],
@@ -180,12 +180,12 @@ def test_two_trainers_learn_as_much_as_one(example: Example, alone: Run, tmp_pat
 
 
 def contents(tensors: dict[str, Tensor]) -> set[bytes]:
-    """Without names, which transformers changes in what it saves."""
+    """Return the values without names, which transformers changes in files."""
     return {tensor.numpy().tobytes() for tensor in tensors.values()}
 
 
 def read_saved(folder: Path) -> dict[str, Tensor]:
-    """What the library has saved last."""
+    """Return the parameters that the library has saved last."""
     [newest] = [path for path in folder.rglob("*") if re.search(rf"\b{STEPS}\b", path.name)]
     if newest.is_dir():
         optimizer = torch.load(newest / "optimizer.pt", weights_only=True)

@@ -224,7 +224,7 @@ def test_a_log_that_was_damaged_takes_everybody_back(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_a_lost_end_of_a_log_takes_everybody_back(tmp_path: Path) -> None:
-    """As after a power failure: the pserver cannot know of the rounds that its log lacks, the trainers report them."""
+    """As after a power failure: the trainers report the rounds that the log lacks."""
     with FaultyRun(100, pservers=1, state_dir=tmp_path, checkpoint_rounds=1000) as run:
         run.wait_for_round(30)
         run.kill(run.cluster.pservers[0])

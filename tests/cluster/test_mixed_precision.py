@@ -70,7 +70,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def loss_of(model: nn.Module, step: int, rank: int, part: int = 0) -> Tensor:
-    """In the first layer it is computed in half precision, where gradients above 65504 are infinite."""
+    """Compute the loss in half precision, where gradients above 65504 are infinite."""
     generator = torch.Generator().manual_seed(10_000 * part + 100 * step + rank)
     inputs = torch.randn(8, 20, generator=generator)
     with torch.autocast("cpu", dtype=torch.float16):
@@ -126,7 +126,7 @@ def train_locally(*, clips: bool = False, num_parts: int = 1) -> Result:
 
 
 def assert_eventful(scales: list[float]) -> None:
-    """The scale was too large at first, has grown, and has backed off."""
+    """Check that the scale was too large at first, has grown, and has backed off."""
     assert scales[0] < SCALING["init_scale"]
     steps = list(itertools.pairwise(scales))
     assert any(after > before for before, after in steps)
@@ -371,7 +371,7 @@ def is_skipped(round_: int) -> bool:
 
 
 def expected_scales(rounds: int, max_delay: int = 0) -> dict[int, float]:
-    """By round, of torch's own GradScaler; the outcome of a round counts `max_delay` rounds later."""
+    """Return the scales of torch's own GradScaler; the outcome of a round counts `max_delay` rounds later."""
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)

@@ -42,7 +42,7 @@ def apart() -> Iterator[Namespace]:
 
 
 def start(rounds: int, apart: Namespace, **settings: object) -> FaultyRun:
-    """Trainer 1 lives apart."""
+    """Begin a run whose trainer 1 is in the namespace."""
     run = FaultyRun(
         rounds, host=HOST, insecure=True, lease_seconds=LEASE, round_timeout_seconds=4, **settings
     )  # fmt: skip
@@ -269,7 +269,7 @@ def find_libfaketime() -> str:
 
 
 def days_ahead(run: FaultyRun, checkpoints: Path) -> int:
-    """The clock of the coordinator, compared with ours, when it completed its newest checkpoint."""
+    """Return how far the coordinator's clock was ahead of ours when it completed its newest checkpoint."""
     newest = complete_checkpoints(open_checkpoint_storage(str(checkpoints)), run.cluster.status().run)[0]
     return round((datetime.fromisoformat(newest.created) - datetime.now(UTC)) / timedelta(days=1))
 

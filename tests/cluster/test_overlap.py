@@ -62,7 +62,7 @@ def test_fewer_bytes_are_the_same_ones(pair: LocalCluster, wire: dict[str, str],
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """All parameters are treated as if they were in a device's own memory; returns how many copies were made."""
+    """Treat all parameters as if they were in a device's own memory; return how many copies were made."""
     counts = {"out": 0, "in": 0}
     begin, copy = GradientCopies.begin, ParameterCopies.copy
 
@@ -279,7 +279,7 @@ def test_a_model_goes_on_when_the_session_is_closed(session: Session) -> None:
 
 # The gradients do not depend on the parameters, which with `max_delay` are of one round or of another.
 def push_given_gradients(session: Session, **arguments: Any) -> dict[str, Tensor]:
-    """Their gradients do not depend on the parameters, which with `max_delay` are of one round or of another."""
+    """Push gradients that do not depend on the parameters, which with `max_delay` are of one round or of another."""
     model = Net()
     optimizer = RemoteOptimizer(NET_OPTIMIZERS["AdamW"](model.parameters()), model=model, session=session, **arguments)
     generator = torch.Generator().manual_seed(session.rank)

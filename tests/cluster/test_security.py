@@ -48,7 +48,7 @@ class Closed:
 
     @property
     def trainer_settings(self) -> dict[str, Any]:
-        """What a trainer is given, and no more than it needs."""
+        """Return the settings that a trainer needs."""
         return {
             "token_file": self.tokens / "train",
             "tls_ca": self.client.ca,
@@ -62,7 +62,7 @@ class Closed:
         return serial(self.authority.folder / "service.pem")
 
     def serial_of(self, address: str) -> int:
-        """Of the certificate that a new connection gets to see."""
+        """Return the serial number of the certificate that a new connection receives."""
         url = httpx.URL(address)
         context = client_context(self.client)
         with (

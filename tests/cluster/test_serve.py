@@ -76,7 +76,7 @@ def port() -> int:
 
 
 def test_a_cluster_by_hand(port: int) -> None:
-    """A script outside of `gradpost up` finds it by GRADPOST_COORDINATOR, and all exit when the run is over."""
+    """A script finds the cluster by GRADPOST_COORDINATOR, and all services exit when the run is over."""
     url = f"http://127.0.0.1:{port}"
     with (
         running("serve", "coordinator", "--port", str(port), "--lease-seconds", "3", "--exit-when-done") as coordinator,
@@ -189,7 +189,7 @@ def test_the_wheel_trains_outside_the_checkout(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1].startswith("trained: mode=sync transport=HTTP/2 rounds=3 ")
 
 
-# torch imports the module pickle; what counts is that nobody looks up a class that a pickle names.
+# torch imports the module pickle; what counts is that no process looks up a class that a pickle names.
 WATCH = """
 import os, sys
 

@@ -168,7 +168,7 @@ def test_trainers_with_different_models_are_told_the_difference(cluster: LocalCl
         with ThreadPoolExecutor(1) as thread:
             made = thread.submit(RemoteOptimizer, torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
             made.add_done_callback(tell)
-            # Whoever declares second is refused; the other waits until it leaves.
+            # The trainer that declares second is refused; the other waits until it leaves.
             refusal.result(timeout=60)
             session.close("failed", "enough")
             assert made.exception(timeout=30) is not None
@@ -275,7 +275,7 @@ def test_no_gradient_is_read_after_its_step_has_failed(carrier: Carrier) -> None
         finally:
             cluster.pservers[0].signal(SIGCONT)
         for parameter in parameters.values():
-            parameter.grad = torch.full((NUM_ELEMENTS,), 2.0)  # nothing of the other was staged where nobody read
+            parameter.grad = torch.full((NUM_ELEMENTS,), 2.0)  # nothing of the other was staged where nothing was read
         optimizer.step()
         assert all(bool((parameter == -2.0).all()) for parameter in parameters.values())
 

@@ -35,7 +35,6 @@ def make_model() -> nn.Module:
 
 
 def adamw(model: nn.Module) -> Optimizer:
-    """As the pservers step it."""
     return torch.optim.AdamW(model.named_parameters(), lr=RATE, fused=True)
 
 
@@ -105,7 +104,7 @@ def in_bfloat16(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def in_float16(model: nn.Module, optimizer: Optimizer) -> None:
-    """With torch's own GradScaler. After an overflow in the first step torch's fused SGD has an undefined momentum."""
+    """Train with torch's own GradScaler. An overflow in the first step would leave torch's fused SGD no momentum."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13, growth_interval=3)
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -62,14 +62,14 @@ def test_tls_on_every_link(http2: bool, tmp_path: Path, shared_cluster: StartClu
 
 
 def count_connections(session: Session, tcp: list[int]) -> None:
-    """To the ports of the pservers, of this process, in which the trainers are threads."""
+    """Count the TCP connections of this process, in which the trainers are threads, to the pservers."""
     ports = {int(pserver.connection.info.address.rpartition(":")[2]) for pserver in session.client.pservers}
     connections = psutil.Process().net_connections("tcp")
     tcp.append(sum(bool(one.raddr) and one.raddr.port in ports for one in connections))
 
 
 def local_connections(names: set[str]) -> int:
-    """That pservers have accepted."""
+    """Count the local connections that pservers have accepted."""
     lines = Path("/proc/net/unix").read_text().splitlines()
     return sum(line.split()[5] == "03" and line.rpartition("@")[2] in names for line in lines)
 

@@ -60,7 +60,7 @@ SAMPLE = (
 
 
 class Model(nn.Module):
-    """Its gradients do not depend on its values: a delay changes nothing."""
+    """A model whose gradients do not depend on its values, so that a delay changes nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def gradient(rank: int, step: int) -> float:
 
 
 def expected(kind: Kind) -> list[float]:
-    """The value that each trainer leaves with."""
+    """Return the value that each trainer leaves with."""
     value, values = 0.0, [0.0]
     for step in range(max(NUM_BATCHES)):
         present = [rank for rank, number in enumerate(NUM_BATCHES) if number > step]
@@ -108,7 +108,7 @@ def train(session: Session, kind: Kind) -> float:
 
 
 class Layers(nn.Module):
-    """Of 10 elements each; two of them fit a bucket."""
+    """Three parameters of 10 elements each, of which two fit a bucket."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -76,7 +76,7 @@ def read_terminal(fd: int) -> str:
     while True:
         try:
             chunk = os.read(fd, 65536)
-        except OSError:  # so a terminal says that nobody has it open any more
+        except OSError:  # so a terminal reports that no process has it open any more
             chunk = b""
         if not chunk:
             os.close(fd)
@@ -112,7 +112,6 @@ def test_a_script_that_trains_to_the_end_and_exits_with_a_code_has_failed(tmp_pa
 
 @pytest.mark.extended
 def test_a_script_that_exits_with_a_code_is_started_again_and_goes_on(tmp_path: Path) -> None:
-    """The other one waits for that, or the run might be over before."""
     script = train_script(
         tmp_path,
         in_each_round="""
@@ -133,7 +132,6 @@ def test_a_script_that_exits_with_a_code_is_started_again_and_goes_on(tmp_path: 
 
 @pytest.mark.extended
 def test_a_killed_script_is_noticed_at_once(tmp_path: Path) -> None:
-    """Long before its lease ends."""
     script = train_script(tmp_path, in_each_round="if session.rank == 1 and step == 2: os.kill(os.getpid(), 9)")
     code, stdout, stderr = run_up("--lease-seconds", 1000, "--pservers", 1, "--", "python", script, folder=tmp_path)
     assert code == 128 + 9, stderr

@@ -35,7 +35,7 @@ def cluster(shared_cluster: StartCluster) -> LocalCluster:
 
 
 def round_gradient(push: str, gradient: Tensor, remainder: Remainder) -> Tensor:
-    """What a pserver makes of a gradient, by the definition of the type."""
+    """Round a gradient as a push of this type does, by the definition of the type."""
     flat = gradient.reshape(-1)
     tensors = WireTypes(push=push, topk=TOPK).pushed("w", "F32", len(flat))
     sent = [torch.empty(count, dtype=TORCH_DTYPES[dtype]) for _, dtype, (count,) in tensors]

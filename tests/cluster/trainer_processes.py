@@ -36,7 +36,7 @@ FOREVER = 1_000_000_000
 
 @dataclass(frozen=True)
 class Plot:
-    """What a trainer does: so many steps, then it hangs (its heartbeats live) until it is told to go on."""
+    """The steps of a trainer, after which it may hang with living heartbeats until `wake`."""
 
     steps: int = FOREVER
     hangs_after: int | None = None  # this step; 0: after it declared its model, before it uploads any value
@@ -55,7 +55,7 @@ class Event:
 
 
 class Trainer:
-    """A trainer process and its story so far."""
+    """A trainer process and the events that it has reported."""
 
     def __init__(self, address: str, rank: int, plot: Plot) -> None:
         self.rank = rank
@@ -66,7 +66,7 @@ class Trainer:
         theirs.close()
 
     def wait_for(self, what: str, round_: int = 0, *, timeout: float = 30) -> Event:
-        """Wait until this is reported; fails if the trainer ends with anything else."""
+        """Wait for this event; fails if the trainer ends with anything else."""
         deadline = time.monotonic() + timeout
         while True:
             if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
@@ -78,7 +78,7 @@ class Trainer:
             assert event.what in ("round", "hanging"), f"trainer {self.rank}: {event}"
 
     def wait_for_end(self, timeout: float = 30) -> Event:
-        """Wait for its last word: "done" or an exception."""
+        """Wait for its last event: "done" or an exception."""
         deadline = time.monotonic() + timeout
         while self._pipe.poll(max(0.0, deadline - time.monotonic())):
             event = self._pipe.recv()
@@ -88,14 +88,14 @@ class Trainer:
         raise AssertionError(f"trainer {self.rank} waits for ever; its last events are {self.events[-3:]}")
 
     def drain(self) -> int:
-        """The newest round that it has reported; fails if it has ended."""
+        """Return the newest round that it has reported; fails if it has ended."""
         while self._pipe.poll():
             self.events.append(self._pipe.recv())
         assert self.events[-1].what == "round", f"trainer {self.rank}: {self.events[-1]}"
         return self.events[-1].round
 
     def wake(self) -> None:
-        """Let one that hangs go on."""
+        """Let a trainer that hangs go on."""
         self._pipe.send("wake")
 
     def signal(self, number: signal.Signals) -> float:
@@ -105,7 +105,7 @@ class Trainer:
         return time.monotonic()
 
     def end(self) -> None:
-        """Whatever it does, it is gone afterwards."""
+        """Kill the process."""
         self._process.kill()
         self._process.join()
         self._process.close()
@@ -149,7 +149,7 @@ def _play(pipe: Connection, address: str, rank: int, plot: Plot) -> None:
 
 
 def _declare(session: Session, optimizer: torch.optim.Optimizer) -> None:
-    """The first half of what RemoteOptimizer does when it is made."""
+    """Do the first half of making a RemoteOptimizer."""
     from ps_protocol.vocabulary import ParameterSpec
 
     parameters = [ParameterSpec("weight", (2, 4)), ParameterSpec("bias", (2,))]
@@ -169,7 +169,7 @@ def free_port() -> int:
 
 
 def torchrun(host: int, port: int, *options: str) -> list[str]:
-    """`python -m torch.distributed.run` is what torchrun is. The first host has the store of all, on this port."""
+    """Return the command of `torchrun`. The first host has the store of all, on this port."""
     of_all = [f"--nnodes={NUM_HOSTS}", f"--nproc-per-node={PROCESSES}", "--no-python"]
     where = [f"--node-rank={host}", "--master-addr=127.0.0.1", f"--master-port={port}"]
     return [sys.executable, "-m", "torch.distributed.run", *of_all, *where, *options]

@@ -73,7 +73,7 @@ def overflows(rank: int, round_: int) -> bool:
 
 
 class Scaling(Regression):
-    """The same with a GradScaler; some losses are infinite. Prints `scale ROUND SCALE` for each loss."""
+    """Regression with a GradScaler; some losses are infinite. Prints `scale ROUND SCALE` for each loss."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)

@@ -50,7 +50,7 @@ def join_message(instance: str, rank: int | None, **changes: Any) -> dict[str, A
 
 
 def model_message(joined: TrainerJoined, **changes: Any) -> dict[str, Any]:
-    """SGD on a few parameters, in blocks of at least 100 elements."""
+    """Declare SGD on a few parameters, in blocks of at least 100 elements."""
     return {
         "run": joined.run,
         "incarnation": joined.incarnation,
@@ -65,7 +65,7 @@ def model_message(joined: TrainerJoined, **changes: Any) -> dict[str, Any]:
 def encode_blocks(
     plan: SlicePlan, blocks: tuple[Block, ...], metadata: Mapping[str, str] | None = None, value: float = 1.0
 ) -> bytes:
-    """A frame of these blocks; every element has the same value, which bfloat16 can hold."""
+    """Encode a frame of these blocks; every element has the same value, which bfloat16 can hold."""
     tensors = [(b.name, plan.parameter[b.parameter].dtype, (b.num_elements,)) for b in blocks]
     element = struct.pack("<f", value)
     data = b"".join(element[-DTYPE_BYTES[dtype] :] * shape[0] for _, dtype, shape in tensors)  # bfloat16: upper half
@@ -73,7 +73,7 @@ def encode_blocks(
 
 
 def completion(num_blocks: int, numbers: Any = NUMBERS) -> dict[str, str]:
-    """Metadata of a contribution's last push."""
+    """Return the metadata of a contribution's last push."""
     return {NUM_BLOCKS_KEY: str(num_blocks), HYPER_PARAMETERS_KEY: json.dumps(numbers)}
 
 
@@ -137,7 +137,7 @@ class WireTrainer:
             await self._post(info.address + INITIAL, headers=self.fence(0, info.index), content=body)
 
     async def push(self, round_: int, value: float = 1.0) -> None:
-        """The whole contribution to every pserver."""
+        """Push the whole contribution to every pserver."""
         for info, shard in zip(self.ready.pservers, self.plan.shards, strict=True):
             body = encode_blocks(self.plan, shard, completion(len(shard)), value)
             await self._post(info.address + SEND, headers=self.fence(round_, info.index), content=body)
@@ -148,7 +148,7 @@ class WireTrainer:
             await self._post(info.address + BARRIER, headers=headers)
 
     async def get(self, round_: int) -> list[bytes]:
-        """The shard of every pserver."""
+        """Get the shard of every pserver."""
         bodies = []
         for info in self.ready.pservers:
             headers = {**self.fence(round_, info.index), WAIT_HEADER: "20"}
@@ -210,7 +210,7 @@ class World:
         await self.trainers[0].push(2)
 
     async def look(self) -> Any:
-        """Everything that a bad request could have changed."""
+        """Return everything that a bad request could have changed."""
         status = (await self.http.get(self.cluster.address + STATUS)).json()
         for member in (*status["pservers"], *status["trainers"]):
             del member["heartbeat_age_seconds"]
@@ -230,7 +230,7 @@ class World:
         return self.trainers[0]
 
     def own_blocks(self) -> Any:
-        """Blocks of pserver 0."""
+        """Return the blocks of pserver 0."""
         return self.trainer.plan.shards[0]
 
     async def metric(self, address: str, name: str) -> float:
