@@ -2,7 +2,7 @@
 
     torchrun … host_script.py FOLDER NAME…
 
-Each NAME is a function below. What it returns is saved as FOLDER/NAME-RANK.pt.
+Each NAME is in `WORK` below. What it returns is saved as FOLDER/NAME-RANK.pt.
 """
 
 from __future__ import annotations
@@ -47,10 +47,6 @@ def late(session: Session, **arguments: Any) -> dict[str, Tensor]:
         assert session.summary().rounds == NET_STEPS
     assert session.mode == "sync"
     return found
-
-
-def early(session: Session) -> dict[str, Tensor]:
-    return late(session, overlap=True)
 
 
 def streaming(session: Session) -> dict[str, Tensor]:
@@ -133,10 +129,6 @@ def scaled(session: Session, **arguments: Any) -> dict[str, Tensor]:
     return {"biases": torch.stack(biases), "scales": torch.tensor(scales)}
 
 
-def scaled_early(session: Session) -> dict[str, Tensor]:
-    return scaled(session, overlap=True)
-
-
 def kept(session: Session) -> dict[str, Tensor]:
     """Save and load in every process, as libraries do; only one of a host has slots."""
     weight = nn.Parameter(torch.zeros(3))
@@ -164,10 +156,6 @@ def sharing(session: Session) -> dict[str, Tensor]:
         dist.all_reduce(total)
     dist.destroy_process_group()
     return {"weight": weight.detach(), "total": total}
-
-
-def start(session: Session) -> dict[str, Tensor]:
-    return start_everywhere(session)
 
 
 def local(session: Session) -> dict[str, Tensor]:
@@ -261,13 +249,22 @@ def delayed(session: Session) -> dict[str, Tensor]:
     return train_remotely("AdamW", session, contributor=session.rank, steps=6)
 
 
+FUNCTIONS = (late, streaming, clipped, unequal, overflowed, scaled, kept, sharing, local, refused, broken_off, pulling)
+WORK = {
+    **{function.__name__: function for function in (*FUNCTIONS, averaging, different, delayed)},
+    "early": partial(late, overlap=True),
+    "scaled_early": partial(scaled, overlap=True),
+    "start": start_everywhere,
+}
+
+
 def play(environment: Mapping[str, str], folder: Path, names: Sequence[str]) -> None:
-    """Run all of these functions in this process, one after the other."""
+    """Run all of these in this process, one after the other."""
     os.environ.update(environment)
     torch.set_num_threads(1)
     for name in names:
         with connect(bucket_bytes=2000) as session:
-            torch.save(globals()[name](session), folder / f"{name}-{session.rank}.pt")
+            torch.save(WORK[name](session), folder / f"{name}-{session.rank}.pt")
 
 
 if __name__ == "__main__":

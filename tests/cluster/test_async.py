@@ -148,16 +148,15 @@ def play(address: str, num_trainers: int, steps: int, seed: int) -> list[list[li
     [pytest.param(0, 0, marks=pytest.mark.soak), (2, 0), pytest.param(2, 3, marks=pytest.mark.extended)],
 )
 def test_max_staleness_is_never_exceeded_and_is_reached(shared_cluster: StartCluster, bound: int, delay: int) -> None:
-    steps = 40
     settings = {"mode": "ssp", "max_staleness": bound, "max_delay": delay, "min_block_size": 10}
-    played = play(shared_cluster(trainers=3, **settings).address, 3, steps, seed=bound)
+    played = play(shared_cluster(trainers=3, **settings).address, 3, 40, seed=bound)
     leads = [step - min(held) for trainer in played for step, held in enumerate(trainer)]
     if delay:
         assert bound < max(leads) <= bound + delay  # a step may begin so much ahead of the get that it starts on
     else:
         assert max(leads) == bound
     if bound:
-        assert sum(lead > 0 for lead in leads) > steps / 10  # it is not accidentally synchronous
+        assert sum(lead > 0 for lead in leads) > 4  # it is not accidentally synchronous
 
 
 @parametrize_sampled(("delay", "mode"), product((0, 1, 3), ("sync", "async")), [(1, "sync"), (3, "async")])
