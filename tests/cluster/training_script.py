@@ -171,8 +171,10 @@ def train(session: Session, rounds: int, pause: float, trouble: str, kind: str) 
         if is_troubled and optimizer.round == int(at):
             if what == "stop":
                 break
-            if what == "raise" or (what == "raise-once" and not Path("raised").exists()):
+            if what == "raise-once" and not Path("raised").exists():
                 Path("raised").touch()
+                what = "raise"
+            if what == "raise":
                 raise ValueError("no data")
         time.sleep(pause)  # stands for computation
     say(f"result {training.result()} {optimizer.round}")
