@@ -19,7 +19,7 @@ from ps_protocol.errors import ContributionConflict, NonFiniteGradient
 from services.pserver.durable.records import Record, read_records
 from services.pserver.durable.update_log import Update, list_segments
 from trainer_client import RemoteOptimizer, Session
-from trainer_client.testing.environment import find_our_packages
+from trainer_client.testing.local_cluster import find_our_packages
 
 from ..soaking import parametrize_sampled
 from .conftest import StartCluster
@@ -67,7 +67,7 @@ def test_rounds_that_are_lost_when_somebody_is_done_end_the_run(tmp_path: Path) 
         run.cluster.start_pserver(0)
         assert run.cluster.trainers[1].wait(60) == 1
         said = run.wait_for_line("Ended: rounds", of="trainer 1")
-        assert "trainer 0 cannot take them again, being done" in said
+        assert "cannot be repeated, because trainer 0 left" in said
 
 
 def test_a_finished_run_whose_last_rounds_are_lost_is_not_finished(tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from ps_protocol.errors import BadModel
 from ps_protocol.frames import parse_frame
-from trainer_client import RemoteOptimizer, Session, steps
+from trainer_client import RemoteOptimizer, Session, destinations, steps
 from trainer_client.device_copies import GradientCopies, ParameterCopies
-from trainer_client.pulling import landing
 from trainer_client.pushing.buckets import Payload
 from trainer_client.testing import LocalCluster
 
@@ -77,8 +76,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(GradientCopies, "begin", begin_and_count)
     monkeypatch.setattr(ParameterCopies, "copy", copy_and_count)
     monkeypatch.setattr(steps, "is_away", lambda _: True)
-    monkeypatch.setattr(landing, "is_away", lambda _: True)
-    monkeypatch.setattr(landing, "lands_directly", lambda _: False)
+    monkeypatch.setattr(destinations, "is_away", lambda _: True)
+    monkeypatch.setattr(destinations, "lands_directly", lambda _: False)
     return counts
 
 

@@ -19,7 +19,7 @@ import pytest
 from ps_protocol.errors import Unreachable
 from trainer_client.inspection import ClusterView
 from trainer_client.testing import LocalCluster
-from trainer_client.testing.environment import find_our_packages
+from trainer_client.testing.local_cluster import find_our_packages
 
 from ..soaking import parametrize_sampled
 from .conftest import Carrier
