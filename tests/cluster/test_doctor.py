@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from gradpost.doctor import check_cluster
-from gradpost.finding import Finding
+from gradpost.doctor import Finding, check_cluster
 from ps_protocol.errors import Unreachable
 from trainer_client.testing import LocalCluster
 
