@@ -15,8 +15,8 @@ from typing import Any
 
 from ps_config.environment import PREFIX
 from trainer_client.testing import Child
-from trainer_client.testing.environment import find_our_packages
 from trainer_client.testing.guardian import Guardian
+from trainer_client.testing.local_cluster import find_our_packages
 
 from .machines import Machine
 from .trainer import MEASURED

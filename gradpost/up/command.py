@@ -8,7 +8,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 
 from ps_config.environment import PREFIX, check_environment
-from trainer_client.testing.environment import use_this_python
+from trainer_client.testing.local_cluster import use_this_python
 
 from ..output import CommandError
 

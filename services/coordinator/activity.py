@@ -1,4 +1,4 @@
-"""Rates of the newest attempt, and curves of what trainers report, in memory."""
+"""The rates of the newest attempt, and the curves of reported results, in memory."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 
 from .cluster import Cluster
 
-WINDOW_SECONDS = 5.0  # that rates are taken over: heartbeats come once a second, and each brings a whole number
+WINDOW_SECONDS = 5.0  # of a rate: heartbeats come once a second, each with a whole number
 SAMPLE_SECONDS = 1.0
-MAX_SAMPLES = 300  # of the whole run; older ones are forgotten
+MAX_SAMPLES = 300  # of the run; older ones are dropped
 
 
 @dataclass(frozen=True, slots=True)
 class PserverReport:
-    """What a heartbeat of a pserver has said."""
+    """The content of a pserver's heartbeat."""
 
     at: float  # by the monotonic clock
-    wall: float  # the same since 1970
+    wall: float  # seconds since 1970
     incarnation: Incarnation
     round: Round
     missing: tuple[Rank, ...]
@@ -36,19 +36,19 @@ class PserverReport:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """How far the run was: rounds that every pserver has, and the steps of all trainers together."""
+    """The progress of the run: rounds that all pservers have applied, and the steps of all trainers."""
 
     at: float
     wall: float
     rounds: int
     steps: int
-    rounds_per_second: float | None  # None for the first of a row
+    rounds_per_second: float | None  # None for the first sample
     steps_per_second: float | None
 
 
 @dataclass(slots=True)
 class ActivityLog:
-    """Of the newest attempt of the newest run. Lives on the event loop; the handlers of heartbeats tell it."""
+    """The heartbeats of the newest attempt. Used on the event loop alone."""
 
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     pservers: dict[PserverIndex, deque[PserverReport]] = field(default_factory=dict)
@@ -56,24 +56,24 @@ class ActivityLog:
     _of: tuple[str, int] = ("", 0)
 
     def record_pserver(self, cluster: Cluster, index: PserverIndex, message: PserverHeartbeat, now: float) -> None:
-        """A pserver's heartbeat was accepted."""
+        """Record an accepted heartbeat of a pserver."""
         self._sample(cluster, now)
         if message.load is None or (message.run, message.attempt) != self._of:
             return
         heard = self.pservers.setdefault(index, deque())
         if heard and heard[-1].incarnation != message.incarnation:
-            heard.clear()  # it counts from 0 again
+            heard.clear()  # its counters begin with 0
         state = message.round, message.missing, message.waiting_seconds
         heard.append(PserverReport(now, time.time(), message.incarnation, *state, message.load))
         while heard[0].at < now - WINDOW_SECONDS:
             heard.popleft()
 
     def record_trainer(self, cluster: Cluster, rank: Rank, message: TrainerHeartbeat, now: float) -> None:
-        """A trainer's heartbeat was accepted."""
+        """Record an accepted heartbeat of a trainer."""
         self._sample(cluster, now)
         steps = self.trainers.setdefault(rank, deque())
         if steps and steps[-1][1] > message.round:
-            steps.clear()  # another life of it, or the run went back
+            steps.clear()  # a new incarnation, or a rollback
         steps.append((now, message.round))
         while steps[0][0] < now - WINDOW_SECONDS:
             steps.popleft()
@@ -99,7 +99,7 @@ class ActivityLog:
 
 
 def rate(before: float, after: float, since: float, until: float) -> float | None:
-    """By how much something grows in a second; None if that cannot be told. What went back has not grown.
+    """Return the growth per second; None without a duration. A decrease counts as no growth.
 
     >>> rate(10, 25, 100.0, 105.0), rate(10, 10, 3.0, 3.0), rate(10, 4, 1.0, 2.0)
     (3.0, None, 0.0)
@@ -107,13 +107,13 @@ def rate(before: float, after: float, since: float, until: float) -> float | Non
     return max(after - before, 0.0) / (until - since) if until > since else None
 
 
-MAX_POINTS = 1000  # of one curve; of more every second one is dropped
+MAX_POINTS = 1000  # of one curve; beyond it every second point is dropped
 MAX_CURVES = 1000
-MAX_ANSWERED = 100_000  # points in one answer, which is made in about 0.1 s
+MAX_ANSWERED = 100_000  # points in one answer, which takes about 0.1 s to encode
 
 
 class Curve(BaseModel):
-    """The points of one number that one trainer reports, in columns; a value that JSON has no word for is null."""
+    """The points of one result of one trainer, in columns. A value that JSON cannot express is null."""
 
     round: list[Round]
     at: list[float]  # seconds since 1970
@@ -128,14 +128,14 @@ class CurveList(BaseModel):
 
 
 class Curves:
-    """One for each trainer and name of a number, of the newest run."""
+    """The curves of the newest run: one for each trainer and result."""
 
     def __init__(self) -> None:
         self._run = ""
         self._points: dict[tuple[str, Rank], list[tuple[Round, float, float]]] = {}
 
     def add(self, run: str, rank: Rank, round_: Round, results: Mapping[str, float]) -> None:
-        """A heartbeat of a trainer has brought these numbers."""
+        """Add the results of a heartbeat."""
         if run != self._run:
             self._run = run
             self._points.clear()
@@ -148,15 +148,15 @@ class Curves:
             if points and points[-1][0] >= round_:
                 if points[-1][0] == round_:
                     continue
-                del points[_first_after(points, round_) :]  # the run went back
+                del points[_first_after(points, round_) :]  # a rollback
             points.append((round_, time.time(), value))
             if len(points) > MAX_POINTS:
                 del points[1:-1:2]
 
     def describe(self, max_points: int = MAX_POINTS) -> dict[str, Any]:
-        """By name and rank; each curve in three columns: rounds, seconds since 1970, values; evenly thinned out.
+        """Return the curves by name and rank, evenly thinned out to at most `max_points` points.
 
-        A curve has at most `max_points`, and fewer if there are so many curves that all are more than `MAX_ANSWERED`.
+        With many curves each has fewer points, so that the answer has at most `MAX_ANSWERED`.
         """
         max_points = min(max_points, MAX_ANSWERED // max(1, len(self._points)))
         curves: dict[str, dict[Rank, dict[str, list[float]]]] = {}

@@ -1,7 +1,7 @@
-"""What an administrator may do to a run while it trains. Each change counts from one round on, on every pserver alike.
+"""Changes of a run by an administrator, and their routes, which need the scope `admin`.
 
-It rides on a change of members, which the coordinator has decided on its disk before any pserver hears of it. One at a
-time, and one checkpoint beside it; each stands in the audit log before it is begun.
+A change uses the mechanism of a change of members: it is persisted before a pserver receives it, and applies from the
+same round on all pservers. One change and one checkpoint may be under way; the audit log has each before it begins.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from pydantic import Field
 
 from ps_protocol import routes
 from ps_protocol.errors import BadInput, Conflict, GradpostError, NotFound, NotReady, StorageFailed, TryAgain
-from ps_protocol.fields import Count, Message, Name, OrdinalText, Real
+from ps_protocol.fields import Count, Message, Name, OrdinalText, Real, Round
 from ps_protocol.membership import Controls
 from ps_protocol.messages import CheckpointCreated
-from ps_protocol.vocabulary import Rank, Round
+from ps_protocol.vocabulary import Rank
 from services.runtime.security import name_token
 
 from .audit import MAX_LISTED, AuditEntry
 from .coordinator import Coordinator
 from .run import Run
 
-WAIT_SECONDS = 30.0  # for all pservers to go by it
-CHECKPOINT_SECONDS = 240.0  # for a checkpoint to be complete, and the one before it, which may be being written
-MAX_FAILURES = 12  # of a checkpoint
+WAIT_SECONDS = 30.0  # for all pservers to install a change
+CHECKPOINT_SECONDS = 240.0  # for a checkpoint, and the one before it, which may be under way
+MAX_FAILURES = 12  # attempts
 
 
 class ChangeDone(Message):
-    """It counts from `round` on, in asynchronous modes from that number of contributions."""
+    """The round from which a change applies; in asynchronous modes, the number of contributions."""
 
     run: str
     attempt: int
@@ -40,33 +40,33 @@ class ChangeDone(Message):
 
 
 class Administration:
-    """Lives on the event loop. Raises NotReady unless a run trains, Conflict, and TryAgain if a change takes long."""
+    """The changes. They raise NotReady unless a run trains, Conflict, and TryAgain if a change takes long."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._lock = asyncio.Lock()
-        self._checkpoint_lock = asyncio.Lock()  # one may take minutes, and keeps nobody from going on after a pause
+        self._checkpoint_lock = asyncio.Lock()  # takes minutes, and must not delay a change
         self._audit_lock = asyncio.Lock()
-        self._ending: set[asyncio.Task[ChangeDone]] = set()  # changes that are under way
+        self._ending: set[asyncio.Task[ChangeDone]] = set()  # running changes
 
     @property
     def controls(self) -> Controls:
-        """What stands, or is about to."""
+        """The newest controls, which may not be installed yet."""
         run = self._coordinator.cluster.run
         return run.wanted or run.decision.membership.newest_controls  # the decision may be on its way to the disk
 
-    # ------------------------------------------------------------------ what can be done
+    # ------------------------------------------------------------------ changes
 
     async def pause(self, by: str) -> ChangeDone:
-        """No round is applied from one on; trainers wait, and nobody is late."""
+        """Pause the run: no further round is applied, and no time-out of a barrier runs."""
         return await self._control(by, "pause", lambda controls: controls.model_copy(update={"is_paused": True}))
 
     async def resume(self, by: str) -> ChangeDone:
-        """Rounds go on."""
+        """Resume a paused run."""
         return await self._control(by, "resume", lambda controls: controls.model_copy(update={"is_paused": False}))
 
     async def set_rate(self, by: str, rate: float | None, group: int | None) -> ChangeDone:
-        """The learning rate of a parameter group, or of all, whatever trainers push; None lifts it."""
+        """Set the learning rate of one parameter group or all; None restores the pushed rate."""
         run = self._training()
         assert run.plan is not None
         assert run.plan.optimizer is not None
@@ -86,7 +86,7 @@ class Administration:
         return await self._control(by, "set rate", edit, rate=rate, group=group)
 
     async def freeze(self, by: str, name: str, *, is_frozen: bool) -> ChangeDone:
-        """A parameter is not stepped, as if it had no gradient, or is again."""
+        """Freeze a parameter, as if it had no gradient, or unfreeze it."""
         self._check_parameter(name)
 
         def edit(controls: Controls) -> Controls:
@@ -96,27 +96,27 @@ class Administration:
         return await self._control(by, "freeze" if is_frozen else "unfreeze", edit, parameter=name)
 
     async def evict(self, by: str, rank: Rank) -> ChangeDone:
-        """The others go on without this trainer. Another life of it may join."""
+        """Continue without a trainer. Another incarnation may join."""
         coordinator = self._coordinator
         run = self._training()
         return await self._do(by, "evict", {"trainer": rank}, run, lambda: run.evict(rank, coordinator.now()))
 
     async def roll_back(self, by: str, round_: Round) -> ChangeDone:
-        """All go back to a checkpoint, and train on from there.
+        """Roll back to a checkpoint.
 
-        Raises NotFound if there is no complete checkpoint of this round. Raises Conflict if a trainer is done that
-        would have to go back too, or if a pserver cannot restore the round, as when its shard is damaged.
+        Raises NotFound without a complete checkpoint of this round. Raises Conflict if trainers that left would have to
+        repeat rounds, or if a pserver cannot restore the round.
         """
         run = self._training()
         if run.defaults.consistency.is_async:
             raise Conflict(
-                "in asynchronous modes a run is resumed from a checkpoint instead",
+                "an asynchronous run cannot be rolled back; resume it from a checkpoint instead",
                 code="mode_mismatch", expected="sync",
             )  # fmt: skip
         self._find_checkpoint(round_)
 
         def go_back() -> None:
-            self._find_checkpoint(round_)  # it may have been deleted meanwhile; from now on it is not
+            self._find_checkpoint(round_)  # it may have been deleted since; from now on it is not
             if obstacle := run.find_rollback_obstacle(round_):
                 raise Conflict(f"{obstacle}; the run would fail")
             run.rollback_to, run.rollback_refusal = round_, ""
@@ -126,7 +126,7 @@ class Administration:
             if run.rollback_refusal:
                 raise Conflict(f"{run.rollback_refusal}; the run goes on")
             if (run.resume or 0) != round_:
-                raise Conflict(f"all have gone back to round {run.resume or 0} instead", current=run.resume)
+                raise Conflict(f"the run was rolled back to round {run.resume or 0} instead", current=run.resume)
 
         return await self._do(by, "roll back", {"round": round_}, run, go_back, check)
 
@@ -172,13 +172,13 @@ class Administration:
         if cluster.run is not run or run.state != "training":
             raise cluster.not_training_error()
         if run.attempt != attempt:
-            raise TryAgain(f"all have gone back to round {run.resume or 0} meanwhile")
+            raise TryAgain(f"the run was rolled back to round {run.resume or 0} meanwhile")
         if newest() < round_:
-            text = f"no checkpoint of round {round_} or later is complete; the pservers' logs say why"
+            text = f"no checkpoint of round {round_} or later is complete; see the pservers' logs"
             raise TryAgain(text, complete=list(cluster.complete_checkpoints))
         return CheckpointCreated(run=run.name, round=newest(), place=coordinator.place.url)
 
-    # ------------------------------------------------------------------ how
+    # ------------------------------------------------------------------ execution
 
     async def _control(
         self,
@@ -204,11 +204,11 @@ class Administration:
         change: Callable[[], None],
         check: Callable[[], None] = lambda: None,
     ) -> ChangeDone:
-        """Have something changed; `check` raises if it did not come about, whatever else did."""
+        """Apply a change. `check` raises if it did not take effect."""
         coordinator = self._coordinator
         async with self._lock:
             if self._training() is not run:
-                raise NotReady("another run has begun meanwhile", waiting_for="a new request")
+                raise NotReady("another run has begun", waiting_for="a new request")
             asked_for = {"by": by, "action": action, "arguments": arguments}
             number = await self._write(run, outcome="requested", **asked_for)
             try:
@@ -218,18 +218,20 @@ class Administration:
                 raise
             coordinator.changed()
             ending = asyncio.create_task(self._end(run, run.number, number, asked_for, check), name=action)
-            self._ending.add(ending)  # whoever asked may leave, or lose patience: it is seen to its end
+            self._ending.add(ending)  # completes even if its requester leaves
             ending.add_done_callback(self._ended)
             await asyncio.wait({ending}, timeout=WAIT_SECONDS)
             if not ending.done():
-                text = f"it is under way, and counts when every pserver is there ({WAIT_SECONDS:g} s have passed)"
+                text = (
+                    f"the change is under way after {WAIT_SECONDS:g} s, and applies once every pserver has installed it"
+                )
                 raise TryAgain(text, waiting_for=coordinator.cluster.waiting_for)
             return ending.result()
 
     async def _end(
         self, run: Run, asked: int, number: int, asked_for: dict[str, Any], check: Callable[[], None]
     ) -> ChangeDone:
-        """Wait until every pserver goes by what was asked for, or the run is over, and write down which."""
+        """Wait until every pserver has installed the change or the run is over, and log the outcome."""
         coordinator, action = self._coordinator, asked_for["action"]
         while not run.is_over and run.installed_number < asked:
             await coordinator.wait_until(lambda: run.is_over or run.installed_number >= asked, WAIT_SECONDS)
@@ -249,7 +251,7 @@ class Administration:
     def _ended(self, ending: asyncio.Task[ChangeDone]) -> None:
         self._ending.discard(ending)
         if not ending.cancelled():
-            ending.exception()  # it stands in the audit log; nobody may be left who asks
+            ending.exception()  # the audit log has it
 
     def _describe(self, run: Run, action: str) -> ChangeDone:
         rounds = [member.round for member in self._coordinator.cluster.registry.members.values()]
@@ -271,7 +273,7 @@ class Administration:
         complete = self._coordinator.cluster.complete_checkpoints
         if round_ not in complete:
             there = ", ".join(map(str, complete)) or "none"
-            raise NotFound(f"there is no complete checkpoint of round {round_}; of this run there are: {there}")
+            raise NotFound(f"there is no complete checkpoint of round {round_}; complete are: {there}")
 
     def _check_parameter(self, name: str) -> None:
         plan = self._training().plan
@@ -285,12 +287,12 @@ class Administration:
             async with self._audit_lock:
                 entry = await asyncio.to_thread(audit.add, run=run.name, attempt=run.attempt, **members)
         except OSError as error:
-            raise StorageFailed(f"the audit log cannot be written, so that nothing is changed: {error}") from error
+            raise StorageFailed(f"the audit log cannot be written, so the change was not made: {error}") from error
         return entry.number
 
 
 class SetRate(Message):
-    """A learning rate for a parameter group, or for all of them; null lifts it."""
+    """A learning rate for one parameter group or all of them; null restores the pushed rate."""
 
     rate: Real | None = Field(ge=0)
     group: Count | None = None
@@ -303,47 +305,47 @@ class RollBack(Message):
 
 
 def add_administration_routes(app: FastAPI, coordinator: Coordinator) -> None:
-    """Add them to the application."""
+    """Add the routes to the application."""
     administration = Administration(coordinator)
 
     @app.get(routes.CONTROLS, tags=["control"])
     async def controls() -> Controls:
-        """What stands over what trainers push."""
+        """Return the controls that override what trainers push."""
         return administration.controls
 
     @app.post(routes.PAUSE, tags=["control"])
     async def pause(request: Request) -> ChangeDone:
-        """Apply no round any more; trainers wait."""
+        """Pause the run; trainers wait."""
         return await administration.pause(name_token(request.scope))
 
     @app.post(routes.RESUME, tags=["control"])
     async def resume(request: Request) -> ChangeDone:
-        """Go on."""
+        """Resume a paused run."""
         return await administration.resume(name_token(request.scope))
 
     @app.put(routes.RATE, tags=["control"])
     async def set_rate(request: Request, message: SetRate) -> ChangeDone:
-        """Set a learning rate, whatever trainers push."""
+        """Set a learning rate, which overrides the trainers'."""
         return await administration.set_rate(name_token(request.scope), message.rate, message.group)
 
     @app.put(routes.FROZEN, tags=["control"])
     async def freeze(request: Request, name: Name) -> ChangeDone:
-        """Step a parameter no more, as if it had no gradient."""
+        """Freeze a parameter, as if it had no gradient."""
         return await administration.freeze(name_token(request.scope), name, is_frozen=True)
 
     @app.delete(routes.FROZEN, tags=["control"])
     async def unfreeze(request: Request, name: Name) -> ChangeDone:
-        """Step it again."""
+        """Unfreeze a parameter."""
         return await administration.freeze(name_token(request.scope), name, is_frozen=False)
 
     @app.post(routes.EVICT, tags=["control"])
     async def evict(request: Request, rank: OrdinalText) -> ChangeDone:
-        """Go on without a trainer. Another life of it may join."""
+        """Continue without a trainer. Another incarnation may join."""
         return await administration.evict(name_token(request.scope), rank)
 
     @app.post(routes.ROLL_BACK, tags=["control"])
     async def roll_back(request: Request, message: RollBack) -> ChangeDone:
-        """Take everybody back to a checkpoint."""
+        """Roll back to a checkpoint."""
         return await administration.roll_back(name_token(request.scope), message.round)
 
     @app.post(routes.CHECKPOINTS, tags=["control"])
@@ -353,5 +355,5 @@ def add_administration_routes(app: FastAPI, coordinator: Coordinator) -> None:
 
     @app.get(routes.AUDIT, tags=["inspection"])
     async def audit(limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 100) -> list[AuditEntry]:
-        """What administrators have asked for, and what became of it, oldest first."""
+        """Return the newest requests of administrators and their outcomes, oldest first."""
         return coordinator.audit.entries()[-limit:]

@@ -1,4 +1,4 @@
-"""HTTP API of the coordinator: ordinary path operations over `Coordinator`."""
+"""The HTTP API of the coordinator."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _LIMITS = RequestLimits()
 def make_coordinator_app(
     coordinator: Coordinator, metrics: ServiceMetrics, lifespan: Any = None, *, limits: RequestLimits = _LIMITS
 ) -> FastAPI:
-    """The application; `coordinator` must be running on the same event loop."""
+    """Return the application. `coordinator` must run on the same event loop."""
     app = make_app(
         title="Gradpost coordinator",
         role="coordinator",
@@ -57,15 +57,15 @@ def make_coordinator_app(
 
     @app.post(routes.REGISTER_PSERVER, tags=["membership"])
     async def register_pserver(request: RegisterPserver) -> PserverRegistered:
-        """A pserver offers itself and learns its index and incarnation."""
+        """Register a pserver, and return its index and incarnation."""
         answer = cluster.register_pserver(request, coordinator.now())
         coordinator.changed()
-        await coordinator.persist()  # no other process gets this incarnation, whatever happens here
+        await coordinator.persist()  # so that no other process gets this incarnation after a restart
         return answer
 
     @app.post(routes.PSERVER_HEARTBEAT, tags=["membership"])
     async def pserver_heartbeat(index: OrdinalText, message: PserverHeartbeat) -> PserverHeartbeatReply:
-        """A pserver renews its lease and reports its progress."""
+        """Renew a pserver's lease, and store its progress."""
         reply = cluster.pserver_heartbeat(index, message, coordinator.now())
         coordinator.activity.record_pserver(cluster, index, message, coordinator.now())
         coordinator.changed()
@@ -73,12 +73,12 @@ def make_coordinator_app(
 
     @app.post(routes.JOIN_TRAINER, tags=["membership"])
     async def join_trainer(message: JoinTrainer, request: Request) -> TrainerJoined:
-        """A trainer takes its place and learns its rank, incarnation and the mode."""
+        """Admit a trainer, and return its rank, its incarnation and the mode."""
         client, server = (request.scope.get(end) or ("", 0) for end in ("client", "server"))
         address, hosts = message.metrics_address, getattr(app.state, "hosts", KnownHosts([]))
         if address is not None and not is_own_address(address, client[0], server[0], hosts):
             log.info(
-                "a trainer's metrics are not listed for Prometheus, because they are at another host than the trainer; "
+                "a trainer's metrics are not listed for Prometheus, because their host is not that of the trainer; "
                 "set its metrics_host, or add the host to allowed_hosts",
                 metrics_address=address,
                 client=client[0],
@@ -91,7 +91,7 @@ def make_coordinator_app(
 
     @app.post(routes.DECLARE_MODEL, tags=["membership"], status_code=204)
     async def declare_model(rank: OrdinalText, message: DeclareModel) -> None:
-        """A trainer says what it will train; all must say the same."""
+        """Declare the model of a trainer, which must equal that of the others."""
         cluster.run.declare(rank, message)
         coordinator.changed()
         await coordinator.persist()
@@ -103,12 +103,12 @@ def make_coordinator_app(
         incarnation: OrdinalText,
         wait_seconds: Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS)] = 0.0,
     ) -> PlanReady:
-        """The slice plan and the pservers, once everybody is here; waits up to `wait_seconds` for it."""
+        """Return the slice plan and the pservers once all members are present, after at most `wait_seconds`."""
         return await coordinator.wait_for_plan(rank, run, incarnation, wait_seconds)
 
     @app.post(routes.TRAINER_HEARTBEAT, tags=["membership"])
     async def trainer_heartbeat(rank: OrdinalText, message: TrainerHeartbeat) -> TrainerHeartbeatReply:
-        """A trainer renews its lease and learns whether the run has failed."""
+        """Renew a trainer's lease, and return the state of the run."""
         reply = cluster.trainer_heartbeat(rank, message, coordinator.now())
         coordinator.curves.add(message.run, rank, message.round, message.results)
         coordinator.activity.record_trainer(cluster, rank, message, coordinator.now())
@@ -117,25 +117,25 @@ def make_coordinator_app(
 
     @app.post(routes.LEAVE, tags=["membership"], status_code=204)
     async def leave(rank: OrdinalText, message: Leave) -> None:
-        """A trainer goes, done or failed."""
+        """Remove a trainer that is done or failed."""
         cluster.leave_trainer(rank, message, coordinator.now())
         coordinator.changed()
-        await coordinator.persist()  # who is done is not awaited by another life of this process, either
+        await coordinator.persist()  # so that a restarted coordinator does not wait for it
 
     @app.get(routes.CHECKPOINTS, tags=["inspection"])
     async def checkpoints() -> list[CheckpointCreated]:
-        """The complete checkpoints of the run that are kept, newest first."""
+        """Return the complete checkpoints of the run, newest first."""
         run = cluster.run.name
         return [CheckpointCreated(run=run, round=r, place=coordinator.place.url) for r in cluster.complete_checkpoints]
 
     @app.get(routes.SUMMARY, tags=["inspection"])
     async def summary() -> RunSummary:
-        """The run in a few numbers, as the servers saw it."""
+        """Return the run in a few numbers, as the servers measured it."""
         return await coordinator.summary()
 
     @app.get(routes.TARGETS, tags=["inspection"], response_model=list[TargetGroup])
     async def targets() -> list[dict[str, Any]]:
-        """All members for Prometheus' HTTP service discovery (`http_sd_configs`)."""
+        """Return all members for Prometheus' HTTP service discovery (`http_sd_configs`)."""
         return describe_targets(coordinator.cluster)
 
     add_inspection_routes(app, coordinator)

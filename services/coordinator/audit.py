@@ -1,7 +1,7 @@
-"""What administrators have asked for, and what became of it: lines of JSON, on the disk before anything is done.
+"""The audit log: requests of administrators and their outcomes, as lines of JSON that are written before any change.
 
-A line `requested` without one of its number behind it belongs to a change that this file has not seen the end of: the
-coordinator died, or it is under way.
+A line `requested` without a later line of its number belongs to a change whose end was not recorded: the coordinator
+died, or the change is under way.
 """
 
 from __future__ import annotations
@@ -29,28 +29,25 @@ class AuditEntry(Message):
 
     number: int
     at: float = Field(description="seconds since 1970, by the coordinator's clock")
-    by: str = Field(description="which token asked, by the beginning of its digest")
+    by: str = Field(description="token of the request, as the beginning of its digest")
     run: str
     action: str
     arguments: dict[str, Any] = Field(default={})
     outcome: Literal["requested", "done", "failed"]
     attempt: int
-    round: Round | None = Field(default=None, description="from which it counts, everywhere")
+    round: Round | None = Field(default=None, description="from which the change applies")
     detail: str = ""
 
 
 class AuditLog:
-    """Appended to by one process, which has read it before."""
+    """The log of one process, which must call `read` first."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
         self._entries: deque[AuditEntry] = deque(maxlen=MAX_LISTED)
 
     def read(self) -> None:
-        """Take up the newest lines of earlier lives; one that was torn off, and others' writing, is passed over.
-
-        Blocks. Raises OSError.
-        """
+        """Read the newest lines of earlier processes. Torn and foreign lines are skipped. Blocks. Raises OSError."""
         if not self._path.exists():
             return
         with self._path.open(errors="replace") as file:
@@ -59,18 +56,18 @@ class AuditLog:
                     self._entries.append(AuditEntry.model_validate_json(line))
 
     def entries(self) -> list[AuditEntry]:
-        """The newest, oldest first."""
+        """Return the newest entries, oldest first."""
         return list(self._entries)
 
     def add(self, **members: Any) -> AuditEntry:
-        """Write a line; without a `number` it gets the next one. Blocks. Raises OSError."""
+        """Write a line. Without a `number` it gets the next one. Blocks. Raises OSError."""
         number = members.pop("number", None) or max((entry.number for entry in self._entries), default=0) + 1
         entry = AuditEntry(number=number, at=time.time(), **members)
         is_new = not self._path.exists()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
-            # Its own line even behind one that was torn off.
+            # A line of its own, even after a torn one.
             line = b"%s%s\n" % (b"" if self._ends_well() else b"\n", entry.model_dump_json().encode())
             if os.write(fd, line) < len(line):
                 raise OSError(errno.ENOSPC, f"{self._path} did not take a whole line")

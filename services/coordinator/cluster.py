@@ -1,4 +1,4 @@
-"""The cluster: its pservers and the run they serve, one after another. Pure: the caller brings the clock."""
+"""The cluster: its pservers, and one run after another. Pure: the caller passes the time."""
 
 from __future__ import annotations
 
@@ -45,10 +45,9 @@ from .trainers import name_ranks
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """How a run that was resumed becomes again what it was recorded as, should somebody of before be heard.
+    """The way back from a resumed run to the recorded one, in case processes of the recorded run still live.
 
-    That may be up to the time `until`, when whoever has not been heard is lost. `had_trainers` says whether any were
-    there.
+    They may report up to the time `until`, when their leases end. `had_trainers` is whether any of them were trainers.
     """
 
     was_over: bool
@@ -58,7 +57,7 @@ class Resumption:
 
 
 class Cluster:
-    """Decides who takes part; the shell around it carries the decisions to the pservers."""
+    """The membership of the cluster. The coordinator's loop installs its decisions on the pservers."""
 
     def __init__(
         self,
@@ -75,15 +74,15 @@ class Cluster:
         self._defaults = defaults
         self._name_run = name_run
         self.trainer_incarnations: dict[Rank, Incarnation] = {}
-        self.run_incarnations: dict[PserverIndex, Incarnation] = {}  # of the pservers that hold the run
+        self.run_incarnations: dict[PserverIndex, Incarnation] = {}  # the pservers that hold the run
         self.complete_checkpoints: list[Round] = []  # of the run, newest first
-        self.checkpoints_known_for: tuple[str, int] | None = None  # the run and the attempt whose they are
-        self.is_completing = False  # a manifest is being written, so that one more is about to be complete
-        self.installed_members: dict[Rank, Incarnation] = {}  # whom every pserver counts on
-        self.beginning: Manifest | None = None  # what the next run begins with, instead of initial values
-        self.resumption: Resumption | None = None  # until it is clear who is there
+        self.checkpoints_known_for: tuple[str, int] | None = None  # the run and attempt that they belong to
+        self.is_completing = False  # while a manifest is written
+        self.installed_members: dict[Rank, Incarnation] = {}  # the members that every pserver has installed
+        self.beginning: Manifest | None = None  # of the next run, instead of initial values
+        self.resumption: Resumption | None = None  # until processes of the run before have reported or expired
         self._recorded_run = ""
-        self._incomplete_at = -math.inf  # when a pserver was last away, or did not serve the run yet
+        self._incomplete_at = -math.inf  # when a pserver last did not serve the run
         self._asked_to_stop: set[PserverIndex] = set()
         self._stopped_pservers: set[PserverIndex] = set()
         self.run = self._new_run()
@@ -92,9 +91,9 @@ class Cluster:
         return Run(self._name_run(), self._defaults, self.trainer_incarnations)
 
     def _undo_resumption(self, now: float, *, is_trainer: bool = True) -> None:
-        """Somebody is heard who was there before this process: what was resumed goes on, everybody as it was.
+        """Restore the recorded run, because a process from before the restart has reported.
 
-        Of a run that was over a script may still be there that has not heard of it; that proves nothing.
+        A trainer of a run that was over proves nothing, because its script may not know of the end.
         """
         resumption = self.resumption
         if resumption is not None and not (is_trainer and resumption.was_over):
@@ -102,18 +101,18 @@ class Cluster:
             resumption.undo(now)
 
     def _check_resumption(self, now: float) -> None:
-        """Raise NotReady while somebody of before may yet be heard, whose place nobody else may have."""
+        """Raise NotReady while processes from before the restart may still report, so that none loses its place."""
         resumption = self.resumption
         if resumption is None or now >= resumption.until:
             return
         if resumption.had_trainers or any(member.is_restored for member in self.registry.members.values()):
-            text = f"run {self.run.name} is resumed; those of its processes that still live have to be heard first"
-            raise NotReady(text, waiting_for="the processes from before, for their lease")
+            text = f"run {self.run.name} is resumed; its processes that are still alive must report first"
+            raise NotReady(text, waiting_for="processes of the resumed run, for one lease")
 
     # ------------------------------------------------------------------ pservers
 
     def register_pserver(self, request: RegisterPserver, now: float) -> PserverRegistered:
-        """Let a pserver in. One that comes back during a run brings its shard along, or ends the run."""
+        """Register a pserver. One that returns during a run must bring its shard, or the run fails."""
         _check_protocol(request.protocol)
         if self._defaults.consistency.is_ring:
             raise Conflict(
@@ -126,7 +125,7 @@ class Cluster:
         is_known = answer.incarnation == self.run_incarnations.get(answer.index)
         if run.plan is None or is_known or not self.serves_run:
             return answer
-        run.number += 1  # all agree anew on who is how far
+        run.number += 1  # all pservers must freeze and report their rounds
         if not self._may_come_back(held):
             run.fail(
                 Ended(
@@ -139,14 +138,14 @@ class Cluster:
         return answer
 
     def _may_come_back(self, held: HeldRun | None) -> bool:
-        """Whether there is something on a disk that a pserver without its memory can go on with."""
+        """Return whether a restarted pserver can restore its shard."""
         run = self.run
         assert run.plan is not None
         is_ours = held is not None and (held.run, held.plan) == (run.name, run.plan.digest)
         return is_ours or bool(self._defaults.checkpoint_interval(run.plan))
 
     def pserver_heartbeat(self, index: PserverIndex, message: PserverHeartbeat, now: float) -> PserverHeartbeatReply:
-        """Renew a pserver's lease; those for whom its barrier has waited beyond the round time-out count as lost."""
+        """Renew a pserver's lease, and mark trainers as lost that its barrier has missed beyond the round time-out."""
         self.registry.heartbeat(index, message, now)
         self._note_missing_pservers(now)
         if self.registry.members[index].is_restored:
@@ -169,22 +168,22 @@ class Cluster:
         )
 
     def _stop_pserver(self, index: PserverIndex, message: PserverHeartbeat) -> None:
-        """It knows it when it says goodbye, or is heard again: one answer may be lost."""
+        """Count a pserver as stopped once it has confirmed the request, or has reported again: a reply may be lost."""
         if message.is_stopping or index in self._asked_to_stop:
             self._stopped_pservers.add(index)
         self._asked_to_stop.add(index)
 
     def _note_missing_pservers(self, now: float) -> None:
-        """Note the time if a pserver is away or does not serve the run yet, so that no trainer can reach a barrier."""
+        """Note the time if a pserver does not serve the run, so that trainers cannot reach a barrier."""
         run = (self.run.name, self.run.attempt)
         serving = [member for member in self.registry.members.values() if (member.run, member.attempt) == run]
         if len(serving) < self.registry.num_pservers:
             self._incomplete_at = now
 
     def _time_out(self, round_: Round, missing: Sequence[Rank], waiting_seconds: float, now: float) -> None:
-        """Take the trainers for stuck that others have waited for during the round time-out.
+        """Mark trainers as stuck that others have waited for during the round time-out.
 
-        The time-out of a trainer runs only while all pservers serve the run and the trainer can reach them.
+        It runs only while all pservers serve the run and the trainer can reach them.
         """
         limit = self._defaults.round_timeout_seconds
         trainers, since = self.run.trainers, max(now - waiting_seconds, self._incomplete_at)
@@ -201,19 +200,19 @@ class Cluster:
 
     @property
     def knows_checkpoints(self) -> bool:
-        """Whether `complete_checkpoints` are those that there are: they are looked for, which may take its time."""
+        """True if the checkpoints of this attempt have been listed; until then `complete_checkpoints` is unknown."""
         return self.checkpoints_known_for == (self.run.name, self.run.attempt)
 
     def forget_checkpoints_after(self, round_: Round) -> None:
-        """The run goes back to this round."""
+        """Drop checkpoints of rounds that a rollback discards."""
         self.complete_checkpoints[:] = [complete for complete in self.complete_checkpoints if complete <= round_]
 
     # ------------------------------------------------------------------ trainers
 
     def join_trainer(self, request: JoinTrainer, now: float) -> TrainerJoined:
-        """Let a trainer into the run that is gathering; a new run begins when the last one is deserted."""
+        """Admit a trainer to the run that gathers. A new run begins when all trainers of the last one have left."""
         _check_protocol(request.protocol)
-        self.run.check_expectations(request)  # waiting for another run would not help
+        self.run.check_expectations(request)  # no later run could have it either
         known = any(t.instance == request.instance and t.is_here for t in self.run.trainers.values())
         if not known and self.run.is_over:
             if self.exit_when_done:
@@ -233,7 +232,7 @@ class Cluster:
         if request.instance in {trainer.instance for trainer in self.run.trainers.values()}:
             self._undo_resumption(now)
         self._check_resumption(now)
-        self.resumption = None  # somebody new takes part
+        self.resumption = None  # a new process takes part
         trainer = self.run.join(request, now)
         if self.run.num_trainers is None:
             raise NotReady(f"run {self.run.name} waits for its trainers", waiting_for=self.waiting_for)
@@ -248,7 +247,7 @@ class Cluster:
         )
 
     def trainer_heartbeat(self, rank: Rank, message: TrainerHeartbeat, now: float) -> TrainerHeartbeatReply:
-        """Renew a trainer's lease. What it says of pservers that lost a round, or that it cannot reach, has effect."""
+        """Renew a trainer's lease, and act on its reports of lost rounds and unreachable pservers."""
         run = self.run
         if run.member(rank, message.run, message.incarnation).is_resumed:
             self._undo_resumption(now)
@@ -258,7 +257,7 @@ class Cluster:
             if self._defaults.consistency.is_ring:
                 self._check_ring(message, now)
             for index, (incarnation, seconds) in message.unreachable.items():
-                if self.registry.incarnations.get(index) == incarnation:  # else it has not heard of the next life yet
+                if self.registry.incarnations.get(index) == incarnation:  # else it does not know the next incarnation
                     run.trainers[rank].cut_off_at = now
                 if self.registry.was_reachable(index, incarnation, now - seconds, now):
                     text = f"trainer {rank} has not reached pserver {index} for {seconds:.1f} s, though both are alive"
@@ -274,9 +273,9 @@ class Cluster:
         )
 
     def _check_ring(self, message: TrainerHeartbeat, now: float) -> None:
-        """A trainer may wait in the ring: for one that has left, which is the end, or for one that does not come.
+        """Fail the run if a trainer of a ring waits for one that left, or for one that does not progress.
 
-        Whoever is done waits patiently: the others may do something else after their last batches.
+        A trainer without batches does not count, since the script may do something else after its last batch.
         """
         run, round_ = self.run, message.round + 1
         if not message.waiting_seconds or message.is_done:
@@ -285,24 +284,21 @@ class Cluster:
         gone = [t.rank for _, t in sorted(run.trainers.items()) if t.state == "done" and t.round < round_]
         if gone:
             names = name_ranks(gone)
-            text = f"{names} had no gradients for round {round_}, being done, and has not waited for the others"
-            run.fail(
-                Ended(f"{text}: with strategy ring nobody goes on without it", code="trainer_left", ranks=gone), now
-            )
+            text = f"{names} left before round {round_}"
+            run.fail(Ended(f"{text}, and a ring needs all its trainers", code="trainer_left", ranks=gone), now)
         elif message.waiting_seconds > self._defaults.round_timeout_seconds:
             missing = [trainer.rank for trainer in here if not (trainer.waiting_seconds or trainer.is_done)]
             self._time_out(round_, missing, message.waiting_seconds, now)
             if not missing:
                 limit = self._defaults.round_timeout_seconds
                 text = f"all trainers wait for each other in round {round_} beyond the round time-out of {limit:g} s"
-                run.fail(RoundTimeout(f"{text}: they do not reach each other", missing=[]), now)
+                run.fail(RoundTimeout(f"{text}; check the network between them", missing=[]), now)
 
     def _note_lost_rounds(self, rank: Rank, message: TrainerHeartbeat) -> None:
-        """Note which pservers have lost a round that this trainer has received, and ask all pservers for their rounds.
+        """Note pservers that have lost a round which this trainer has received, and ask all pservers for their rounds.
 
-        A report counts only for a pserver that has registered during this attempt with an earlier round from its disk
-        and has applied nothing since: a trainer's word alone takes no healthy run back. In asynchronous modes no run
-        is rolled back, since the trainers' own steps make up for what was lost.
+        A report counts only for a pserver that restored an earlier round from its disk in this attempt and has applied
+        nothing since, so that a wrong report cannot roll back a healthy run. Asynchronous runs are never rolled back.
         """
         run = self.run
         if self._defaults.consistency.is_async or message.attempt != run.attempt:
@@ -319,14 +315,14 @@ class Cluster:
                 run.number += 1
 
     def leave_trainer(self, rank: Rank, message: Leave, now: float) -> None:
-        """A trainer goes. If it fails because it waited too long for others, it is those who ended the run."""
+        """Remove a trainer. If it fails because it waited too long for others, they are blamed instead."""
         if self.run.member(rank, message.run, message.incarnation).is_resumed:
             self._undo_resumption(now)
         if message.outcome == "failed" and self.run.plan is not None:
             for pserver in self.registry.members.values():
-                # The pserver has told the trainer of the time-out before its next heartbeat tells us.
+                # The pserver answers the trainer before it sends its next heartbeat.
                 waits = pserver.run == self.run.name and pserver.waiting_seconds > 0 and rank not in pserver.missing
-                waited = pserver.waiting_seconds + now - pserver.seen_at  # less than it was by what a heartbeat takes
+                waited = pserver.waiting_seconds + now - pserver.seen_at  # older by up to one heartbeat period
                 says_so = message.reason.startswith(RoundTimeout.__name__)
                 if waits:
                     self._time_out(pserver.round + 1, pserver.missing, math.inf if says_so else waited, now)
@@ -336,7 +332,7 @@ class Cluster:
 
     @property
     def waiting_for(self) -> list[str]:
-        """Who keeps the run from starting, or from going on, in words; empty while it trains and once it is over."""
+        """The members that the run waits for, in words; empty while it trains and once it is over."""
         run = self.run
         if run.is_over:
             return []
@@ -356,53 +352,53 @@ class Cluster:
     def require_pservers(self) -> None:
         """Raise Conflict (`no_pservers`) with strategy `ring`."""
         if self._defaults.consistency.is_ring:
-            text = "with strategy ring there are no pservers: values, checkpoints and controls are the script's affair"
+            text = "with strategy ring there are no pservers: the script itself holds values and writes checkpoints"
             raise Conflict(text, code="no_pservers", expected="strategy ps", actual="strategy ring")
 
     @property
     def rounds(self) -> list[Round]:
-        """How far each pserver is; with strategy ring how far the trainers are together."""
+        """The round of each pserver; with strategy ring the newest round of the trainers."""
         if self._defaults.consistency.is_ring:
             return [self.run.newest_round]
         return [member.round for member in self.registry.members.values()]
 
     def prospects(self, now: float) -> list[tuple[str, float]]:
-        """Who was lost and is waited for, in words, and in how many seconds the run fails if nobody comes back."""
+        """Return each lost member that is awaited, in words, and the seconds until the run fails without it."""
         if self.run.state != "training":
             return []
         limit = self._defaults.rejoin_timeout_seconds
         lost = [m for _, m in sorted(self.registry.lost.items())]
         gone = [(f"pserver {m.info.index} at {m.info.address} is silent", m.seen_at) for m in lost]
         gone += [(trainer.why, trainer.gone_at) for trainer in self.run.awaited]
-        patience = self._defaults.round_timeout_seconds  # then it counts as lost
+        patience = self._defaults.round_timeout_seconds  # after which it counts as lost
         gone += [
-            (f"trainer {trainer.rank} has come, and has not declared its model", trainer.joined_at + patience)
+            (f"trainer {trainer.rank} joined and has not declared its model", trainer.joined_at + patience)
             for trainer in self.run.undeclared
         ]
         return [(text, max(0.0, limit - (now - since))) for text, since in gone]
 
     def notice(self) -> str:
-        """The same in one line that stays the same as long as nothing changes."""
+        """Return the pause and the lost members in one line, which changes only when they do."""
         texts = [text for text, _ in self.prospects(0.0)]
         limit = self._defaults.rejoin_timeout_seconds
         lost = f"{'; '.join(texts)}: the run fails unless it comes back within {limit:g} s" if texts else ""
         return "; ".join(filter(None, (self.pause, lost)))
 
     def not_training_error(self) -> NotReady:
-        """What to answer those who want something of a run that trains."""
+        """Return the error for requests that need a run in training."""
         waits = self.waiting_for
         detail = f"no run is training; the cluster waits for {', '.join(waits)}" if waits else "no run is training"
         return NotReady(detail, waiting_for=waits or "a run")
 
     @property
     def pause(self) -> str:
-        """What to say to those who wait since an administrator has paused the run; nothing if it is not paused."""
+        """The notice for trainers that wait while the run is paused; empty if it is not."""
         if self.run.state != "training" or not self.run.membership.newest_controls.is_paused:
             return ""
         return "an administrator has paused the run; it goes on after POST /v1/controls/resume"
 
     def start_run_if_complete(self, now: float = 0.0) -> bool:
-        """Make the plan as soon as everybody is here; the installations must then be carried out."""
+        """Make the plan once all members are present, and return whether it was made. It must then be installed."""
         run = self.run
         if run.state != "gathering" or run.plan is not None:
             return False
@@ -429,15 +425,15 @@ class Cluster:
         return True
 
     def installation(self, index: PserverIndex, number: int, restore: Round | None) -> InstallRun:
-        """What pserver `index` must be told to serve the run, in the change of this number.
+        """Return the order to serve the run for pserver `index`, as part of change `number`.
 
-        `restore` is the round that it has to be at; None: it begins with initial values.
+        `restore` is the round to restore; None: the pserver begins with initial values.
         """
         run = self.run
         assert run.plan is not None
         assert run.declaration is not None
         defaults = self._defaults
-        # The coordinator decides which trainer is late. A pserver does so by itself only if the coordinator is gone.
+        # The coordinator detects late trainers. A pserver does so only while the coordinator is away.
         patience = defaults.round_timeout_seconds + defaults.rejoin_timeout_seconds + self.lease_seconds
         return InstallRun(
             run=run.name,
@@ -465,7 +461,7 @@ class Cluster:
         return (declaration and declaration.nonfinite) or self._defaults.nonfinite
 
     def members_message(self, number: int) -> InstallMembers:
-        """The members as they were decided, or the run's failure, for all pservers."""
+        """Return the membership as decided, or the run's failure, for all pservers."""
         run = self.run
         return InstallMembers(
             run=run.name,
@@ -476,7 +472,7 @@ class Cluster:
         )
 
     def finish_change(self, number: int = 0) -> None:
-        """Every pserver has taken what was decided last, in this change; the disk has it that the run has begun."""
+        """Note that every pserver has installed a change, and that the disk says that the run has begun."""
         run = self.run
         run.installed_number = number
         self.installed_members = dict(run.membership.members)
@@ -485,11 +481,11 @@ class Cluster:
                 trainer.is_awaited = False
 
     def plan_ready(self, rank: Rank, incarnation: Incarnation) -> PlanReady | None:
-        """What a trainer needs to begin, once the pservers count on it."""
+        """Return the plan for a trainer once all pservers have installed its incarnation, else None."""
         run, pservers = self.run, self.pserver_infos
         if run.plan is None or run.state == "gathering" or self.installed_members.get(rank) != incarnation:
             return None
-        if len(pservers) < run.plan.num_pservers:  # one has come back, and does not hold the run yet
+        if len(pservers) < run.plan.num_pservers:  # one has returned and has not installed the run
             return None
         return PlanReady(
             run=run.name,
@@ -512,14 +508,14 @@ class Cluster:
     # ------------------------------------------------------------------ time and end
 
     def renew_leases(self, now: float) -> None:
-        """Start everybody's lease anew, since heartbeats could not be heard."""
+        """Renew all leases, after a time in which no heartbeat could be received."""
         for pserver in self.registry.members.values():
             pserver.seen_at = now
         for trainer in self.run.trainers.values():
             trainer.seen_at = now
 
     def expire(self, now: float) -> None:
-        """Act on leases that have run out."""
+        """Act on expired leases and time-outs."""
         run = self.run
         self.registry.expire(now)
         self._note_missing_pservers(now)
@@ -539,34 +535,34 @@ class Cluster:
 
     @property
     def serves_run(self) -> bool:
-        """Whether pservers have to be brought to where the run stands."""
+        """True if pservers must follow the run."""
         return not self.run.is_over or self.is_saving_result
 
     @property
     def is_saving_result(self) -> bool:
-        """Whether the pservers are still writing down what was trained; another run would end that."""
+        """True if the pservers are still writing the result, which another run would end."""
         run = self.run
         has_checkpoints = run.plan is not None and self._defaults.checkpoint_interval(run.plan) > 0
         return run.state == "finished" and has_checkpoints and self._recorded_run != run.name
 
     def finish_recording(self) -> None:
-        """The summary of the deserted run has been taken, so its pservers may exit."""
+        """Note that the summary of the run has been taken, so that its pservers may exit."""
         self._recorded_run = self.run.name
 
     @property
     def may_exit(self) -> bool:
-        """With --exit-when-done: the run is over and every living pserver knows it."""
+        """True with --exit-when-done once the run is over and all living pservers know it."""
         return self.exit_when_done and self.run.is_deserted and self.registry.members.keys() <= self._stopped_pservers
 
     @property
     def exit_code(self) -> int:
-        """0 unless the run failed."""
+        """The exit code of the process: 1 if the run failed, else 0."""
         return 1 if self.run.state == "failed" else 0
 
 
 def _check_protocol(version: int) -> None:
     if version != PROTOCOL_VERSION:
         raise BadInput(
-            "the other side speaks another version of the protocol",
+            "the sender uses another version of the protocol",
             code="unsupported_protocol", expected=PROTOCOL_VERSION, actual=version,
         )  # fmt: skip

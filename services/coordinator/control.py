@@ -24,7 +24,7 @@ async def call_pserver(
     message: Message | None = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> bytes:
-    """The body of the answer. Raises the GradpostError that it stands for, or httpx.TransportError."""
+    """Return the body of an answer. Raises the GradpostError that it contains, or httpx.TransportError."""
     response = await http.request(
         method, member.info.address + route, timeout=timeout, headers={"content-type": "application/json"},
         content=None if message is None else message.model_dump_json(),
@@ -36,9 +36,9 @@ async def call_pserver(
 async def want_checkpoint(
     http: httpx.AsyncClient, member: PserverMember, run: str, round_: Round, *, is_over: bool = False
 ) -> None:
-    """Ask for this pserver's part of a checkpoint after a round. Raises StaleRound if that is over there.
+    """Request a pserver's shard of a checkpoint after a round. Raises StaleRound if the pserver has passed it.
 
-    That of a run that is over is written when this returns.
+    If the run is over, the shard is written when this returns.
     """
     message = WantCheckpoint(run=run, round=round_, is_over=is_over)
     timeout = RESULT_SECONDS if is_over else TIMEOUT_SECONDS

@@ -1,4 +1,4 @@
-"""The coordinator's shell: the clock, and the task that carries the cluster's decisions to the pservers."""
+"""The coordinator's event loop: the clock, its durable state, and the tasks that carry out the cluster's decisions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ RESULT_RETRY_SECONDS = 1.0
 
 
 class Coordinator:
-    """One event loop, one cluster. Handlers change `cluster` synchronously and then call `changed`."""
+    """One cluster on one event loop. Handlers change `cluster` synchronously and then call `changed`."""
 
     def __init__(self, settings: CoordinatorSettings, http: httpx.AsyncClient) -> None:
         self.cluster = Cluster(
@@ -73,30 +73,30 @@ class Coordinator:
         self.audit = AuditLog(settings.state_dir)
         self._installer = Installer(self.cluster, http, self.now, self.persist)
         self._last_summary: RunSummary | None = None
-        self._summed_up: tuple[str, float | None, Round] = "", None, 0  # the newest summary: run, its start, round
-        self._summed_up_at = 0.0  # the first summary of the same
+        self._summed_up: tuple[str, float | None, Round] = "", None, 0  # run, start and round of the newest summary
+        self._summed_up_at = 0.0  # when its first summary was made
         self._recording: asyncio.Task[None] | None = None
-        self._recorded: Run | None = None  # its summary and its last checkpoint have been taken
+        self._recorded: Run | None = None  # the run whose summary and last checkpoint were recorded
         self.place = open_checkpoint_storage(settings.checkpoints or str(settings.state_dir / "checkpoints"))
         self._manifests = Manifests(self.cluster, self.place, settings.keep_checkpoints)
         self.schedule = CheckpointSchedule(self.cluster, http, self.now)
         self._file = RecordFile(settings.state_dir)
         self._persist_lock = asyncio.Lock()
-        self._failing_since: float | None = None  # since when the disk has not taken what was decided
+        self._failing_since: float | None = None  # since when writing has failed
 
     def now(self) -> float:
-        """The monotonic clock that leases run on."""
+        """Return the time of the monotonic clock that leases use."""
         return asyncio.get_running_loop().time()
 
     def changed(self) -> None:
-        """Something was decided, or heard: let the background carry it out."""
+        """Wake the background tasks after a change of the cluster."""
         self._wake.set()
         self._wake_manifests.set()
 
     # ------------------------------------------------------------------ durable state
 
     async def restore(self) -> None:
-        """Take up what an earlier life of this coordinator has left. Raises StorageFailed if it cannot be used."""
+        """Restore the state of an earlier process of this coordinator. Raises StorageFailed if it cannot be used."""
         try:
             if not await asyncio.to_thread(self._file.lock):
                 text = f"another coordinator uses {self._settings.state_dir}"
@@ -107,12 +107,12 @@ class Coordinator:
         try:
             record = await asyncio.to_thread(self._file.read)
         except OSError as error:
-            advice = "without it (delete it) a new run begins, or with resume one from the newest checkpoint"
+            advice = "delete it to begin a new run, or to resume from the newest checkpoint"
             raise StorageFailed(f"{error}; {advice}") from error
         try:
             if self._settings.resume:
                 await self._resume(record)
-                await self.persist()  # should this life end soon, too, the next one goes on from here
+                await self.persist()  # so that another restart resumes the same run
             elif record is not None:
                 await self._restore_record(record)
         except (OSError, TryAgain) as error:
@@ -127,13 +127,13 @@ class Coordinator:
                 raise StorageFailed(f"there is no checkpoint of round {begins.round} of run {begins.run} any more")
             self.cluster.beginning = manifest.model_copy(update={"controls": find_controls(record, manifest)})
         if run.plan is not None:
-            log.info("the coordinator is back", run=run.name, state=run.state, attempt=run.attempt)
+            log.info("restored the run", run=run.name, state=run.state, attempt=run.attempt)
 
     async def _resume(self, record: ClusterRecord | None) -> None:
-        """Go on where a run has stopped, with other processes: with what they find on their disks, or a checkpoint.
+        """Resume the recorded run with new processes: from the pservers' disks, or from a checkpoint.
 
-        Those who cut the model another way cannot take over their disks, and begin with the newest checkpoint, of that
-        run if there is one. What has not got as far as a plan goes on gathering.
+        With another slice plan the disks are of no use, and the newest checkpoint is used. A run without a plan goes on
+        gathering.
         """
         run = None if record is None else record.run
         if record is not None:
@@ -147,34 +147,32 @@ class Coordinator:
             return
         manifest = await asyncio.to_thread(self._find_beginning, record)
         if manifest is None:
-            log.warning(
-                "there is nothing to resume: neither a run nor a checkpoint; a new run begins", place=self.place.url
-            )
+            log.warning("no run and no checkpoint to resume; a new run begins", place=self.place.url)
             return
         self.cluster.beginning = manifest
         log.info("resuming from a checkpoint", run=manifest.run, round=manifest.round)
         controls = manifest.controls
         if controls.is_paused or controls.rates or controls.frozen:
             log.warning(
-                "what an administrator has set stands on",
+                "the controls of an administrator stay in effect",
                 is_paused=controls.is_paused, rates=controls.rates, frozen=controls.frozen,
             )  # fmt: skip
 
     async def _find_successor(self, record: ClusterRecord) -> Manifest | None:
-        """What the next run begins with if this one, which failed, turns out to be served still."""
+        """Return the checkpoint for the next run, in case processes of the failed run are still alive."""
         with contextlib.suppress(StorageFailed):
             return await asyncio.to_thread(self._find_beginning, record)
         return None
 
     def _has_something_to_go_on_with(self, run: RunRecord) -> bool:
-        """Whether it is on its pservers' disks, or about to get there."""
+        """Return whether the pservers' disks hold the run, or will."""
         return (run.has_begun or run.state == "gathering") and self._is_cut_alike(run)
 
     def _find_beginning(self, record: ClusterRecord | None) -> Manifest | None:
-        """The newest checkpoint of the recorded run, or of the one that it began with, or was to begin with.
+        """Return the newest checkpoint of the recorded run, or of the run that it began with.
 
-        Other runs' count only if that has not trained: they may be another experiment's in the same place. Raises
-        StorageFailed if it has trained, and has no checkpoint.
+        Checkpoints of other runs count only if the recorded run has not trained: the place may be shared with other
+        experiments. Raises StorageFailed if the run has trained and has no checkpoint.
         """
         run = None if record is None else record.run
         names = [] if run is None else [run.name, run.source]
@@ -185,24 +183,26 @@ class Coordinator:
                 if record is not None and not (run is not None and run.has_undone(manifest)):
                     return manifest.model_copy(update={"controls": find_controls(record, manifest)})
         if run is not None and run.has_trained:
-            text = f"run {run.name} has no checkpoint in {self.place.url} with which others could begin"
+            text = (
+                f"run {run.name} has no checkpoint in {self.place.url} that a run with other settings could begin with"
+            )
             raise StorageFailed(f"{text}: resume it with the pservers and settings that it had")
         return next(iter(all_checkpoints(self.place)), None)
 
     def _is_cut_alike(self, run: RunRecord) -> bool:
-        """Whether the settings make the plan of a recorded run again."""
+        """Return whether the settings lead to the slice plan of a recorded run."""
         if run.plan is None or run.declaration is None:
             return False
         plan = plan_model(run.declaration, self._settings.run_defaults, self._settings.wanted_pservers)
         return plan.digest == SlicePlan.from_json(run.plan).digest
 
     async def persist(self) -> None:
-        """Write down what the cluster is now, so that it outlives this process.
+        """Persist the cluster's state.
 
-        Raises TryAgain while the disk does not take it, and StorageFailed once that has lasted for the round time-out.
+        Raises TryAgain if the disk fails, and StorageFailed once it has failed for the round time-out.
         """
         async with self._persist_lock:
-            record = describe_cluster(self.cluster)  # taken while nobody else writes: a newer one is never overwritten
+            record = describe_cluster(self.cluster)  # under the lock, so that a newer record is not overwritten
             try:
                 await asyncio.to_thread(self._file.write, record)
             except OSError as error:
@@ -218,7 +218,7 @@ class Coordinator:
     # ------------------------------------------------------------------ background
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Expire leases and reconcile the pservers until `stop` is set, which this also does when the work is done."""
+        """Expire leases and reconcile the pservers until `stop` is set. Sets `stop` when the work is done."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 beside = [tasks.create_task(self._expire_leases()), tasks.create_task(self._complete_checkpoints())]
@@ -231,22 +231,22 @@ class Coordinator:
             self._file.unlock()
 
     async def _expire_leases(self) -> None:
-        # Apart from the reconciliation, which waits for pservers that may be the very ones to be lost.
+        # A separate task, since the reconciliation may wait for a lost pserver.
         period = min(0.5, self.cluster.lease_seconds / 4)
         due = self.now()
         while True:
             if (paused := self.now() - due) > self.cluster.lease_seconds / 2:
-                # This process was stopped (SIGSTOP, a paused machine): the silence was ours, not theirs.
+                # This process was stopped (SIGSTOP, a paused machine), so the silence was its own.
                 log.warning("the coordinator was paused; all leases are renewed", seconds=round(paused, 1))
                 self.cluster.renew_leases(self.now())
             self.cluster.expire(self.now())
             self.changed()
-            await self._notify_waiters()  # while pservers that are slow to install keep the reconciliation
+            await self._notify_waiters()  # the reconciliation may be waiting for a pserver
             due = self.now() + period
             await asyncio.sleep(period)
 
     async def _complete_checkpoints(self) -> None:
-        # Apart from the reconciliation, too: the place may take its time, or hang.
+        # A separate task, since the place may be slow or hang.
         while True:
             await self._wake_manifests.wait()
             self._wake_manifests.clear()
@@ -260,12 +260,12 @@ class Coordinator:
             self._condition.notify_all()
 
     async def _reconcile_until(self, stop: asyncio.Event) -> None:
-        said, looked_at = "", self.now()
+        logged, checked_at = "", self.now()
         members: dict[Rank, Incarnation] = {}
         while not stop.is_set():
             await self._wake.wait()
             self._wake.clear()
-            looked_at = self._log_losses(looked_at)
+            checked_at = self._log_losses(checked_at)
             self.cluster.start_run_if_complete(self.now())
             if not await self._carry_out():
                 await asyncio.sleep(RETRY_SECONDS)
@@ -274,7 +274,7 @@ class Coordinator:
                 members = self.cluster.installed_members
                 log.info("members installed", trainers=sorted(members))
             await self._notify_waiters()
-            said = self._log_news(said)
+            logged = self._log_news(logged)
             run = self.cluster.run
             if run.is_deserted and self._recorded is not run and self._recording is None:
                 self._recording = asyncio.create_task(self._record_run(), name="record the run")
@@ -282,16 +282,16 @@ class Coordinator:
                 stop.set()
 
     def _log_losses(self, after: float) -> float:
-        """Log which trainers were lost after this time; returns when it looked."""
+        """Log trainers that were lost after this time, and return the current time."""
         for rank, trainer in sorted(self.cluster.run.trainers.items()):
             if not trainer.is_here and trainer.gone_at > after:
                 log.info(trainer.why, trainer=rank)
         return self.now()
 
     async def _carry_out(self) -> bool:
-        """Bring everybody to what was decided, once that is durable; False if it has to be tried again.
+        """Persist the newest decision and install it on the pservers. Returns whether that succeeded.
 
-        A disk that stays full ends the run, and that its pservers are told all the same.
+        A disk that stays full fails the run, which the pservers must learn without a persisted decision.
         """
         run = self.cluster.run
         try:
@@ -306,20 +306,20 @@ class Coordinator:
         except (TryAgain, StorageFailed):
             return False
 
-    def _log_news(self, said: str) -> str:
-        """Log one line when what the run waits for, or its state, is another than what was said last."""
+    def _log_news(self, logged: str) -> str:
+        """Log the state of the run, or what it waits for, if that differs from `logged`. Returns the text."""
         run = self.cluster.run
         bind_facts(run=run.name)
         news = f"waiting for {', '.join(self.cluster.waiting_for)}" if self.cluster.waiting_for else f"run {run.state}"
-        if news != said and run.failure is not None:
+        if news != logged and run.failure is not None:
             trainers = run.failure.facts.get("ranks") or run.failure.facts.get("missing")
             log.error(news, round=run.round, trainer=trainers, code=run.failure.code, reason=run.failure.detail)
-        elif news != said:
+        elif news != logged:
             log.info(news, round=run.round)
         return news
 
     async def _record_run(self) -> None:
-        """Take the summary of a run that is over, and a checkpoint of what it has trained; then pservers may exit."""
+        """Record the summary of a finished run, and a checkpoint of its result. Then its pservers may exit."""
         try:
             await self._finish_run(self.cluster.run)
         finally:
@@ -330,24 +330,24 @@ class Coordinator:
         await self._take_summary()
         if run.state == "finished" and run.plan is not None and run.defaults.checkpoint_interval(run.plan):
             await self._save_result(run)
-            await self._take_summary()  # once more if the result lacks rounds, so that the run has failed
-        if self.cluster.run is run:  # else the next one has begun meanwhile
+            await self._take_summary()  # again, in case the result lacks rounds and the run has failed
+        if self.cluster.run is run:  # else the next run has begun
             self._recorded = run
             self.cluster.finish_recording()
 
     # ------------------------------------------------------------------ waiting
 
     async def wait_until(self, is_so: Callable[[], bool], seconds: float) -> None:
-        """Wait until something is so, looking whenever something has changed, up to some seconds."""
+        """Wait until a condition holds, up to some seconds. It is checked after every change."""
         async with self._condition:
             with contextlib.suppress(TimeoutError):
-                # Not `asyncio.wait_for`: before 3.12 it waits in another task, which who is cancelled twice, as for the
-                # client of a stream that has left, leaves behind with the lock.
+                # Not `asyncio.wait_for`: before 3.12 it waits in another task, which a second cancellation, as of a
+                # closed stream, leaves behind with the lock.
                 async with asyncio.timeout(seconds):
                     await self._condition.wait_for(is_so)
 
     async def wait_for_plan(self, rank: Rank, run: str, incarnation: Incarnation, wait_seconds: float) -> PlanReady:
-        """Wait until the pservers count on a trainer; NotReady says what that waits for, Ended who is to blame."""
+        """Wait until all pservers have installed a trainer. Raises NotReady, or the run's failure."""
 
         def ready() -> bool:
             current = self.cluster.run
@@ -357,30 +357,30 @@ class Coordinator:
         current = self.cluster.run
         current.member(rank, run, incarnation)
         if current.failure is not None:
-            raise copy.copy(current.failure)  # every waiter its own: a raised exception collects frames
+            raise copy.copy(current.failure)  # a raised exception collects frames, so each waiter gets a copy
         plan = self.cluster.plan_ready(rank, incarnation)
         if plan is None:
-            waits = self.cluster.waiting_for or ["the pservers to take this trainer in"]
+            waits = self.cluster.waiting_for or ["the pservers to install this trainer"]
             raise NotReady(f"the cluster waits for {', '.join(waits)}", waiting_for=waits)
         return plan
 
     # ------------------------------------------------------------------ summary
 
     async def _save_result(self, run: Run) -> None:
-        """Have the run's last checkpoint written; who dies meanwhile has the rejoin time-out to come back."""
+        """Write the run's last checkpoint. A pserver that dies meanwhile may return within the rejoin time-out."""
         deadline = self.now() + run.defaults.rejoin_timeout_seconds
-        said = ""
+        logged = ""
         while (problem := await self._try_to_save_result(run.name)) is not None:
             if self.now() > deadline:
-                log.error("there is no checkpoint of the run's last round", error=problem)
+                log.error("the run's last round has no checkpoint", error=problem)
                 return
-            if problem != said:
-                log.warning("the checkpoint of the run's last round has to wait", error=problem)
-            said = problem
+            if problem != logged:
+                log.warning("the checkpoint of the run's last round is delayed", error=problem)
+            logged = problem
             await asyncio.sleep(RESULT_RETRY_SECONDS)
 
     async def _try_to_save_result(self, run: str) -> str | None:
-        """What was in the way, if something was."""
+        """Try to write the run's last checkpoint. Returns the problem, or None."""
         try:
             async with asyncio.timeout(RESULT_SECONDS):
                 rounds = [state.round for state in await self.ask_pservers(self._state_of) if state.run == run]
@@ -392,9 +392,9 @@ class Coordinator:
                         round_ = newer
                 except NotReady:
                     if round_ == 0:
-                        return None  # it ended before there were initial values: there is nothing to keep
+                        return None  # the run ended without initial values
                     raise
-                async with self._condition:  # they tell of it in their heartbeats
+                async with self._condition:  # heartbeats report it
                     await self._condition.wait_for(lambda: round_ in self.cluster.complete_checkpoints)
                 finished = self.cluster.run
                 if finished.name == run and (gone := finished.find_departed_after(round_)):
@@ -404,7 +404,7 @@ class Coordinator:
         return None
 
     async def _write_result(self, run: str, round_: Round) -> Round | None:
-        """Have the last checkpoint written; a later round if a pserver has got further than it had said."""
+        """Request the last checkpoint. Returns a later round if a pserver has applied more than it reported."""
         members = self.cluster.registry.members.values()
         try:
             await asyncio.gather(*(want_checkpoint(self.http, m, run, round_, is_over=True) for m in members))
@@ -415,7 +415,7 @@ class Coordinator:
         return None
 
     async def summary(self) -> RunSummary:
-        """The current run in a few numbers. Once it is over, what stays of it is on the disk when this is answered."""
+        """Return the summary of the run. Once it is over, its result is on the disk when this returns."""
         run = self.cluster.run
         if run.is_deserted:
             await self.wait_until(lambda: self._recorded is run or self.cluster.run is not run, RESULT_SECONDS)
@@ -431,13 +431,13 @@ class Coordinator:
         is_ring = run.defaults.consistency.is_ring
         rounds = run.newest_round if is_ring else min((state.round for state in states), default=0)
         carried = ["ring"] if is_ring else sorted({f"HTTP/{v}" for state in states for v in state.transports})
-        # All trainers print their summary at the end: after the same round each gets the same seconds.
+        # All trainers print their summary at the end, and after the same round each gets the same seconds.
         if self._summed_up != (run.name, run.started_at, rounds):
             self._summed_up, self._summed_up_at = (run.name, run.started_at, rounds), self.now()
         end = self._summed_up_at if run.ended_at is None else run.ended_at
         results: dict[str, float] = {}
         for _, trainer in sorted(run.trainers.items(), reverse=True):
-            results.update(trainer.results)  # the lowest rank's word counts
+            results.update(trainer.results)  # the lowest rank's results win
         summary = RunSummary(
             run=run.name,
             state=run.state,
@@ -467,7 +467,7 @@ class Coordinator:
         return PserverState.model_validate_json(response.content)
 
     async def ask_pservers(self, ask: Callable[[PserverMember], Awaitable[T]]) -> list[T]:
-        """Ask all living pservers at once, in the order of their indices; those that do not answer are left out."""
+        """Return the answers of all living pservers in order of their indices, without those that failed."""
         members = [member for _, member in sorted(self.cluster.registry.members.items())]
         answers = await asyncio.gather(*(ask(m) for m in members), return_exceptions=True)
         for member, answer in zip(members, answers, strict=True):

@@ -1,11 +1,10 @@
-"""What a change of members means for the rounds that are under way. Pure: frozen pservers in, a decision out.
+"""The decision on the open rounds when members change. Pure.
 
-    freeze ──every pserver says what it has applied, and who is how far──► decide ──► install
+    freeze ──every pserver reports its applied rounds and contributions──► decide ──► install
 
-For a trainer that is gone the question is, for each open round, whether its contribution is in. It is **in** if every
-pserver has applied the round with it or holds all of it, and at least one has counted its barrier; it is **out** if no
-pserver has applied the round with it. If neither holds (a pserver that had its contribution has died, too), all go back
-to the round before.
+For a trainer that left, each open round either contains its contribution or not. It is **in** if every pserver has
+applied the round with it or holds all of it, and at least one has counted its barrier. It is **out** if no pserver has
+applied the round with it. Otherwise, as when a pserver that had it died too, the run rolls back to the round before.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """All go back to this round, or to the newest before it that all pservers can restore; `reason` is for people.
+    """A rollback to round `newest`, or to the newest round before it that all pservers can restore.
 
-    With `is_asked` an administrator alone wants the rollback: it goes to this very round, or is refused.
+    With `is_asked` an administrator requested it: the run goes back to exactly this round, or the request is refused.
     """
 
     newest: Round
@@ -48,10 +47,10 @@ def decide(
     max_delay: int = 0,
     take_over: Collection[Rank] = (),
 ) -> Membership | Rollback:
-    """Install `members` in place of those of `before`, given what every pserver has answered.
+    """Return the membership with new `members`, given the answers of all frozen pservers, or a rollback.
 
-    A rank with another incarnation is gone, and somebody has come. Those in `take_over` answer for the open rounds that
-    their rank is not in; other newcomers begin after all that are open anywhere.
+    A rank with another incarnation has left and joined. Trainers in `take_over` supply the open rounds that do not
+    contain their rank; other new trainers begin after all rounds that are open on any pserver.
 
     >>> two = Membership({0: 1, 1: 1})
     >>> holds = FrozenRounds(applied=6, complete={7: (0, 1)}, counted={7: (1,)})
@@ -65,25 +64,25 @@ def decide(
     first, last = min(answer.applied for answer in answers) + 1, newest_applied + 1 + max_delay
     if last - first > 2 * max_delay + 1:
         text = f"a pserver is at round {first - 1} and another at round {newest_applied}"
-        return Rollback(first - 1, f"{text}: no trainer holds the contributions in between any more")
+        return Rollback(first - 1, f"{text}: no trainer still holds the contributions in between")
     stay = {rank for rank, incarnation in members.items() if before.members.get(rank) == incarnation}
     come = members.keys() - stay
     sets: dict[Round, set[Rank]] = {}
     for round_ in range(first, last + 1):
         sets[round_] = {rank for rank in stay if before.starts.get(rank, 1) <= round_}
-        for rank in before.ranks() - sets[round_]:  # a life that is gone had a part, maybe the one before this one
+        for rank in before.ranks() - sets[round_]:  # a trainer that left may have contributed
             if not before.has_claim(rank, round_):
                 continue
             if _is_in(rank, round_, answers):
                 sets[round_].add(rank)
             elif rank in stay or any(_has_applied_with(rank, round_, answer) for answer in answers):
                 return Rollback(round_ - 1, f"the contribution of trainer {rank} to round {round_} is lost")
-    if not members:  # then all end where somebody is, or somebody has put something; no round is passed over for nobody
+    if not members:  # then no round is skipped without a contribution
         newest = max([last - 1 - max_delay, *(round_ for round_, ranks in sets.items() if ranks)])
         sets = {round_: ranks for round_, ranks in sets.items() if round_ <= newest}
-    starts = {rank: before.starts[rank] for rank in stay if rank in before.starts}  # who waits may not know it yet
+    starts = {rank: before.starts[rank] for rank in stay if rank in before.starts}  # a waiting one may not know it
     for rank in come:
-        # Not a round that somebody has applied without it: only others are open everywhere.
+        # A round that a pserver has applied without it is not open everywhere.
         open_to_it = [r for r in sets if r > newest_applied and rank not in sets[r]] if rank in take_over else []
         starts[rank] = min(open_to_it, default=last + 1)
         for round_ in range(starts[rank], last + 1):
@@ -91,7 +90,7 @@ def decide(
     verdicts: dict[Round, set[Rank]] = {}
     for answer in answers:
         for round_, ranks in answer.verdicts.items():
-            # What a life has said counts for the rounds that it is in, not for those of its successor.
+            # A verdict counts for the rounds of its own incarnation, not for those of its successor.
             said = {rank for rank in ranks if rank in sets.get(round_, ()) and round_ < starts.get(rank, last + 1)}
             said |= stay.intersection(ranks) & sets.get(round_, set())
             if said:
@@ -107,10 +106,10 @@ def decide_steps(
     max_delay: int = 0,
     take_over: Collection[Rank] = (),
 ) -> Membership:
-    """The same in asynchronous modes: every contribution counts by itself, and newcomers need a step to begin with.
+    """Return the membership with new `members` in asynchronous modes, where contributions count one by one.
 
-    It is the oldest that some pserver does not have from their rank. Those who do not take over, but come in besides,
-    begin with the slowest of those who stay, so that nobody has to wait until they have caught up.
+    A new trainer in `take_over` begins with the oldest step that a pserver does not have from its rank. Other new
+    trainers begin with the slowest present one, so that no trainer has to wait for them.
 
     >>> answers = [FrozenRounds(applied=9, opens={0: 6, 1: 5}), FrozenRounds(applied=8, opens={0: 6, 1: 4})]
     >>> decide_steps(Membership({0: 1, 1: 1}), {0: 1, 1: 2}, answers, take_over=[1]).starts
@@ -121,7 +120,7 @@ def decide_steps(
 
     def first_step(rank: Rank) -> Round:
         opens = [max(answer.opens.get(rank, 1), before.starts.get(rank, 1)) for answer in answers]
-        # A trainer is 1 + k steps further here than there at most; more than that a pserver has lost.
+        # A trainer is at most 1 + k steps further here than there. A larger gap means that a pserver has lost steps.
         return max(min(opens), max(opens) - 1 - max_delay)
 
     stay = {rank for rank, incarnation in members.items() if before.members.get(rank) == incarnation}
@@ -151,7 +150,7 @@ def _has_applied_with(rank: Rank, round_: Round, answer: FrozenRounds) -> bool:
 
 
 def newest_common(newest: Round, ranges: Collection[Collection[tuple[Round, Round]]]) -> Round | None:
-    """The newest round, not after `newest`, that lies in a range of every pserver.
+    """Return the newest round up to `newest` that lies in a range of every pserver.
 
     >>> newest_common(9, [[(8, 12), (0, 5)], [(0, 7)]])
     5

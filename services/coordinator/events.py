@@ -1,7 +1,7 @@
-"""What has happened in the cluster, newest last: noticed by comparing who is here now with who was here before.
+"""The events of the cluster, found by comparing its state with the state before.
 
-Kept in memory, the newest `MAX_EVENTS`; the log on stderr has the same and more. Ids go up over restarts, too, so that
-who has lost the connection can go on behind the last one that it has seen.
+The newest `MAX_EVENTS` are held in memory; the log has all of them and more. Ids also increase over restarts, so that
+a client can continue after a lost connection.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EventKind: TypeAlias = Literal["run", "pserver", "trainer", "rollback", "checkpo
 
 
 class Event(Message):
-    """One thing that has happened."""
+    """One event."""
 
     id: int
     at: float = Field(description="seconds since 1970, by the coordinator's clock")
@@ -34,11 +34,11 @@ class Event(Message):
     run: str
     round: Round
     text: str
-    facts: dict[str, Any] = Field(default={}, description="the same for programs")
+    facts: dict[str, Any] = Field(default={}, description="the values in the text, for programs")
 
 
 class Events:
-    """Lives on the event loop; `look` is called whenever something may have changed."""
+    """The newest events. `detect_changes` must be called whenever the cluster may have changed."""
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
@@ -50,15 +50,15 @@ class Events:
 
     @property
     def newest_id(self) -> int:
-        """0 before the first."""
+        """The id of the newest event; 0 before the first."""
         return self._events[-1].id if self._events else 0
 
     def after(self, id_: int) -> list[Event]:
-        """Those behind this one, oldest first."""
+        """Return the events after this id, oldest first."""
         return [event for event in self._events if event.id > id_]
 
     def add(self, cluster: Cluster, kind: EventKind, text: str, **facts: Any) -> Event:
-        """Something has happened that a look at the cluster does not show."""
+        """Add an event that the state of the cluster does not show."""
         now = time.time()
         event = Event(
             id=max(self.newest_id + 1, int(now * 1000)),
@@ -73,7 +73,7 @@ class Events:
         return event
 
     def detect_changes(self, cluster: Cluster) -> None:
-        """Add what has changed since the last look."""
+        """Add the changes since the last call."""
         for kind, text, facts in self._changes(cluster):
             self.add(cluster, kind, text, **facts)
 
@@ -91,7 +91,7 @@ class Events:
             self._attempt = run.attempt
             where = "with initial values" if run.resume is None else f"after round {run.resume}"
             why = f": {run.rollback_reason}" if run.rollback_reason else ""
-            text = f"all go back and begin again {where} (attempt {run.attempt}){why}"
+            text = f"the run is rolled back and continues {where} (attempt {run.attempt}){why}"
             yield "rollback", text, {"resume": run.resume, "attempt": run.attempt, "reason": run.rollback_reason}
         checkpoints = set(cluster.complete_checkpoints)
         for round_ in sorted(checkpoints - self._checkpoints):
@@ -116,7 +116,8 @@ class Events:
             if self._trainers.get(rank) == (incarnation, state):
                 continue
             trainer = cluster.run.trainers[rank]
-            said = {"joined": "has joined", "declared": "has declared its model", "done": "is done"}
-            text = f"trainer {rank} {said[state]}" if state in said else trainer.why or f"trainer {rank} has {state}"
+            described = {"joined": "has joined", "declared": "has declared its model", "done": "is done"}
+            change = f"trainer {rank} {described.get(state, f'has {state}')}"
+            text = change if state in described else trainer.why or change
             yield "trainer", text, {"trainer": rank, "incarnation": incarnation, "state": state}
         self._trainers = now

@@ -1,10 +1,10 @@
-"""Carries the cluster's decisions to the pservers: the start of a run, changes of members, rollbacks, its failure.
+"""The installation of the cluster's decisions on the pservers: runs, changes of members, rollbacks, failures.
 
     gathering:   PUT run to every pserver
-    training:    freeze every pserver ──► decide, durably ──► install on every pserver      one change at a time
+    training:    freeze every pserver ──► decide and persist ──► install on every pserver    one change at a time
     over:        PUT members with the failure
 
-Each step may be repeated. A change that was interrupted, here or there, is repeated under a higher number.
+Every step may be repeated. A change that was interrupted is repeated under a higher number.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from .run import Run
 
 log = get_logger()
 
-RESTORE_TIMEOUT_SECONDS = 60.0  # reading a shard and its log
+RESTORE_TIMEOUT_SECONDS = 60.0  # to read a shard and its log
 
 _RANGES = TypeAdapter(list[tuple[Round, Round]])
 
 
 class Installer:
-    """`keep` makes the cluster's state durable; a decision is carried out only after that."""
+    """The loop that brings pservers to the decided state. `persist` must succeed before a decision takes effect."""
 
     def __init__(
         self,
@@ -52,17 +52,17 @@ class Installer:
         self._http = http
         self._now = now
         self._persist = persist
-        # What each pserver has taken: its incarnation, run, attempt, and the number of the members.
+        # The newest state that each pserver has installed: incarnation, run, attempt and number.
         self._taken: dict[PserverIndex, tuple[Incarnation, str, int, int]] = {}
-        self._restore: dict[PserverIndex, Round | None] = {}  # where each one stands, as of the newest decision
-        self._failing: tuple[Run, float] | None = None  # since when nothing could be carried out in a run
-        self._problem = ""  # the newest
-        self._logged: set[str] = set()  # since everything was well
+        self._restore: dict[PserverIndex, Round | None] = {}  # the round of each pserver, by the newest decision
+        self._failing: tuple[Run, float] | None = None  # the run and the time since when changes fail
+        self._problem = ""
+        self._logged: set[str] = set()  # logged since the last success
 
     async def reconcile(self) -> bool:
-        """Bring every pserver to what was decided; False if one of them did not take it and it is to be tried again.
+        """Bring every pserver to the decided state. Returns whether that succeeded.
 
-        That has the rejoin time-out to succeed: then the run fails, though all pservers are alive.
+        If it fails for the rejoin time-out, the run fails although all pservers are alive.
         """
         run = self._cluster.run
         if await self._reconcile():
@@ -74,7 +74,7 @@ class Installer:
         limit = run.defaults.rejoin_timeout_seconds
         if self._now() - self._failing[1] > limit:
             run.fail(
-                Ended(f"no change could be carried out for {limit:g} s: {self._problem}", code="pserver_lost"),
+                Ended(f"no change could be installed for {limit:g} s: {self._problem}", code="pserver_lost"),
                 self._now(),
             )
         return False
@@ -88,7 +88,7 @@ class Installer:
             notified = [self._notify(run, member) for member in members if self._serves(run, member)]
             return all(await asyncio.gather(*notified))
         if len(members) < cluster.registry.num_pservers:
-            return True  # what is lost comes back, or ends the run
+            return True  # a lost pserver returns, or the run fails
         number = run.number
         if any(self._taken.get(m.info.index) != self._state(run, m, number) for m in members):
             has_begun = run.state != "gathering"
@@ -97,14 +97,12 @@ class Installer:
             results = await asyncio.gather(*(self._install(run, member, number) for member in members))
             if not all(results):
                 if has_begun:
-                    run.number += 1  # another try is another change
+                    run.number += 1  # a repetition is another change
                 return False
         if cluster.run is run and run.state == "gathering":
             run.begin_training(self._now())
             reach_failpoint("begin.before")
-            await (
-                self._persist()
-            )  # before anybody has the plan, and trains: another life of this process would begin anew
+            await self._persist()  # before a trainer gets the plan: after a restart the run would begin again
             reach_failpoint("begin.after")
         if cluster.run is run:
             cluster.finish_change(number)
@@ -113,7 +111,7 @@ class Installer:
     def _log_problem(self, text: str, error: Exception, **facts: object) -> None:
         self._problem = f"{text}: {error!r}"
         line = f"{self._problem} {facts}"
-        if line not in self._logged:  # a pserver that is dead is tried five times a second until its lease ends
+        if line not in self._logged:  # a dead pserver is tried five times a second until its lease expires
             self._logged.add(line)
             log.warning(text, error=repr(error), **facts)
 
@@ -121,7 +119,7 @@ class Installer:
         return member.info.incarnation, run.name, run.attempt, number
 
     def _serves(self, run: Run, member: PserverMember) -> bool:
-        """Whether it has taken this run, in this life."""
+        """Return whether this incarnation of the pserver has installed the run."""
         taken = self._taken.get(member.info.index)
         return taken is not None and taken[:2] == (member.info.incarnation, run.name)
 
@@ -133,7 +131,7 @@ class Installer:
         try:
             answers = await asyncio.gather(*(self._freeze(run, member, message) for member in members))
         except (httpx.HTTPError, GradpostError, ValueError) as error:
-            self._log_problem("a pserver did not answer before a change of members", error)
+            self._log_problem("a pserver did not answer the freeze before a change of members", error)
             run.number += 1
             return False
         if not self._cluster.serves_run or self._cluster.run is not run:
@@ -164,7 +162,7 @@ class Installer:
         lowest = min((answer.applied for answer in rounds), default=0)
         run.applied = max([run.applied, *(answer.applied for answer in rounds)])
         if run.rollback_to is not None:
-            newest, reason = min(lowest, run.rollback_to), "an administrator has asked for it"
+            newest, reason = min(lowest, run.rollback_to), "an administrator requested it"
             return Rollback(newest, reason, is_asked=newest == run.rollback_to)
         rules = run.defaults.consistency
         has_same_uploader = targets.get(run.uploader) == run.membership.members.get(run.uploader)
@@ -178,16 +176,16 @@ class Installer:
     def _find_loss(
         self, run: Run, member: PserverMember, answer: FrozenRounds | None, *, has_same_uploader: bool
     ) -> str:
-        """Say what a pserver has lost that the run cannot go on without; an empty text: nothing."""
+        """Return what a pserver lost that the run cannot continue without; an empty text: nothing."""
         if answer is None:
             return "holds nothing of the run"
         if not answer.is_readable and not has_same_uploader:
-            return "has not got all initial values, and the trainer that uploads them is gone"
+            return "does not have all initial values, and the trainer that uploads them is gone"
         if run.defaults.consistency.is_async:
             return ""
         if answer.is_short:
             return f"has lost what it had logged after round {answer.applied}"
-        # The trainers that have received what was lost may be gone by now, so that none of them reports it.
+        # The trainers that received the lost round may be gone, and do not report it.
         if answer.applied < run.received:
             return f"is at round {answer.applied}, and a trainer has received round {run.received}"
         report = run.lost_rounds.get(member.info.index)
@@ -199,10 +197,7 @@ class Installer:
     async def _adopt(
         self, run: Run, members: list[PserverMember], decision: Decision, restore: dict[PserverIndex, Round | None]
     ) -> None:
-        """Make it durable first: trainers hear of what is in effect in the answer to any heartbeat.
-
-        What was wanted until now is in it.
-        """
+        """Persist a decision, then put it into effect: trainers receive what is in effect with any heartbeat."""
         reach_failpoint("decide.before")
         wanted, run.wanted = run.wanted, None
         run.pending = decision
@@ -210,7 +205,7 @@ class Installer:
             await self._persist()
             run.apply_decision(decision)
         except BaseException:
-            run.wanted = run.wanted or wanted  # it is tried again; what came meanwhile was made from it
+            run.wanted = run.wanted or wanted  # it is repeated; newer controls include it
             raise
         finally:
             run.pending = None
@@ -219,21 +214,21 @@ class Installer:
         reach_failpoint("decide.after")
 
     async def _freeze(self, run: Run, member: PserverMember, message: Freeze) -> FrozenRounds | None:
-        """Where a pserver stands; None if it holds nothing of the run that it could go on with by itself."""
+        """Freeze a pserver and return its rounds; None if it holds nothing that it could continue from by itself."""
         try:
             body = await call_pserver(self._http, member, "PUT", FREEZE, message)
         except StaleRun:
-            # It has missed the rollback that this attempt began with; it will be told where that was.
+            # It missed the rollback that this attempt began with, and will restore its round.
             return FrozenRounds(applied=run.resume or 0, is_readable=run.resume is not None)
         except NotReady:
-            # It names all complete checkpoints as restorable, so that none may be left which was undone.
+            # Its answer lists all complete checkpoints, so that undone ones must be deleted first.
             if not self._cluster.knows_checkpoints:
                 raise
             return await self._find_checkpoint(run, member) if run.defaults.consistency.is_async else None
         return FrozenRounds.model_validate_json(body)
 
     async def _find_checkpoint(self, run: Run, member: PserverMember) -> FrozenRounds | None:
-        """Where a pserver without a disk of its own could stand, where nobody else has to go back with it."""
+        """Return the rounds that a pserver can restore from checkpoints in asynchronous modes, without a rollback."""
         ranges = await self._restorable(run, member)
         return FrozenRounds(applied=max(last for _, last in ranges)) if ranges else None
 
@@ -247,16 +242,16 @@ class Installer:
     async def _roll_back(
         self, run: Run, members: list[PserverMember], targets: dict[Rank, Incarnation], wanted: Rollback
     ) -> bool:
-        """Go back to the wanted round, or the newest before it that all can restore.
+        """Roll back to the wanted round, or the newest before it that all pservers can restore.
 
-        Returns False if they do not say what they can restore, or the run was only asked to and stays.
+        Returns False if a pserver does not report its rounds, or a requested rollback is refused.
         """
         try:
             round_, ranges = await self._find_common(run, members, wanted.newest)
         except (httpx.HTTPError, GradpostError, ValueError) as error:
-            self._log_problem("a pserver did not say what it can restore", error)
+            self._log_problem("a pserver did not report which rounds it can restore", error)
             if wanted.is_asked:
-                run.refuse_rollback(f"a pserver did not say what it can restore: {error}")
+                run.refuse_rollback(f"a pserver did not report which rounds it can restore: {error}")
             run.number += 1
             return False
         applied = run.applied  # all pservers may have lost it
@@ -275,13 +270,13 @@ class Installer:
             run.fail_for_lost_rounds(gone, round_ or 0, applied, self._now())
             return False
         uploader = run.uploader if round_ is not None else min(targets, default=run.uploader)
-        # What stands, or is wanted, goes on standing.
+        # The newest controls stay in effect.
         standing = run.membership.controls[-1:] if run.wanted is None else (run.wanted,)
         since = 0 if run.wanted is None else (round_ or 0) + 1
         controls = tuple(now.model_copy(update={"since": since}) for now in standing)
         decision = Decision(run.attempt + 1, round_, uploader, Membership(targets, controls=controls))
         await self._adopt(run, members, decision, {member.info.index: round_ for member in members})
-        if gone := run.find_departed_after(round_ or 0):  # while the decision was written
+        if gone := run.find_departed_after(round_ or 0):  # trainers that left while the decision was written
             run.fail_for_lost_rounds(gone, round_ or 0, applied, self._now())
         run.rollback_reason = wanted.reason
         self._cluster.forget_checkpoints_after(round_ or 0)
@@ -298,25 +293,25 @@ class Installer:
     async def _find_common(
         self, run: Run, members: list[PserverMember], newest: Round
     ) -> tuple[Round | None, list[list[tuple[Round, Round]]]]:
-        """Return the newest round, up to `newest`, that all pservers can restore, and what each of them can."""
+        """Return the newest round up to `newest` that all pservers can restore, and the ranges of each."""
         while True:
             ranges = await asyncio.gather(*(self._restorable(run, member, newest) for member in members))
             round_ = newest_common(newest, ranges)
             if round_ is None or round_ == newest:
                 return round_, ranges
-            newest = round_  # the checkpoints that lead there are read now
+            newest = round_  # now with the checkpoints before it
 
     def _find_obstacle(self, run: Run, asked: Round, common: Round | None) -> str:
-        """Return why the run does not go back to a round as an administrator asked; an empty text if it does."""
+        """Return why a requested rollback is refused; an empty text if it is not."""
         if common != asked:
-            return f"not every pserver can restore round {asked}, and their logs say why"
+            return f"not every pserver can restore round {asked}, see the pservers' logs"
         return run.find_rollback_obstacle(asked)
 
     # ------------------------------------------------------------------ install
 
     async def _install(self, run: Run, member: PserverMember, number: int) -> bool:
         if self._cluster.run is not run:
-            return True  # the next one has begun meanwhile
+            return True  # the next run has begun
         state = self._state(run, member, number)
         if self._taken.get(member.info.index, ())[:3] == state[:3]:
             message: Message = self._cluster.members_message(number)
@@ -348,11 +343,11 @@ class Installer:
             timeout = RESTORE_TIMEOUT_SECONDS if route == RUN else TIMEOUT_SECONDS
             await call_pserver(self._http, member, "PUT", route, message, timeout)
         except (httpx.HTTPError, ValueError) as error:
-            self._log_problem("a pserver did not take an installation over HTTP/1.1", error, pserver=index)
+            self._log_problem("a pserver did not accept an installation", error, pserver=index)
             return False
         except GradpostError as problem:
             self._log_problem("a pserver refused an installation", problem, pserver=index)
-            # A conflict is over soon: such as that it has not read yet who it is now.
+            # A conflict passes, for example when the pserver has not read its new identity yet.
             if not problem.may_be_retried and not isinstance(problem, Conflict):
                 code = "storage_failed" if isinstance(problem, StorageFailed) else "pserver_lost"
                 text = f"pserver {index} cannot serve the run: {problem}"

@@ -1,7 +1,7 @@
-"""How many trainers a run has, when it takes as many as come: `num_trainers` to `max_trainers`. Pure.
+"""The number of trainers of a run that accepts `num_trainers` to `max_trainers`. Pure.
 
-As with torchrun's `--nnodes MIN:MAX`: once there are enough, a run waits until nobody has joined for a while, its last
-call. Nobody has been told a rank before that, since the world size is not known; so ranks close up at its end.
+As with torchrun's `--nnodes MIN:MAX`, a run with enough trainers waits until none has joined for a while: the last
+call. Ranks are assigned at its end, since trainers learn their rank only with the world size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def end_last_call(run: Run, now: float) -> None:
-    """Settle how many trainers the run has, if enough are here and the last call is over, or no more may come."""
+    """Fix the number of trainers once enough are present and the last call is over, or no more may join."""
     if run.num_trainers is not None:
         return
     fewest, most = run.sizes
@@ -25,7 +25,7 @@ def end_last_call(run: Run, now: float) -> None:
 
 
 def fix_num_trainers(run: Run, num_trainers: int) -> None:
-    """From now on the run has so many trainers. Those for whom there is no rank are told so when they ask again."""
+    """Fix the number of trainers. Trainers without a rank are refused when they ask again."""
     run.num_trainers = num_trainers
     here = [trainer for _, trainer in sorted(run.trainers.items()) if trainer.is_here]
     run.trainers = {t.rank: t for t in here if t.has_chosen and t.rank < num_trainers}

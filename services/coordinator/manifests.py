@@ -1,4 +1,4 @@
-"""Checkpoints of the whole model: from shards that pservers have written to a manifest, and its end when it is old."""
+"""The manifests of checkpoints: written when all shards are there, deleted when newer ones suffice."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ log = get_logger()
 
 
 class Manifests:
-    """Written when every pserver has written its shard of a round; the newest are kept, older checkpoints deleted."""
+    """The complete checkpoints of the run: the newest `max_complete`, once all pservers have written their shards."""
 
     def __init__(self, cluster: Cluster, place: CheckpointStorage, max_complete: int) -> None:
         self._cluster = cluster
         self._place = place
         self._max_complete = max_complete
-        self._trouble = ""  # with the place, that was said last
+        self._trouble = ""  # the problem with the place that was logged last
 
     async def update(self) -> bool:
-        """Complete what can be completed, and delete what is older than the newest; whether that has changed anything.
+        """Complete and delete checkpoints. Returns whether that changed anything.
 
-        One at a time. Takes as long as the place does, during which run and attempt may have become others.
+        One call at a time. It takes as long as the place does, so that run and attempt may change meanwhile.
         """
         cluster, before = self._cluster, list(self._cluster.complete_checkpoints)
         if not cluster.knows_checkpoints and cluster.run.plan is not None and cluster.registry.num_pservers:
@@ -50,13 +50,13 @@ class Manifests:
             is_given_up = newest >= 0 and any(max(one, default=-1) > ready for one in shards)
             if ready <= newest or is_given_up or not await self._complete([one[ready] for one in shards]):
                 break
-        # Not one that somebody may be going back to.
+        # A checkpoint may be the target of a rollback that is under way.
         while len(cluster.complete_checkpoints) > self._max_complete and not cluster.run.is_changing:
             await self._delete(round_folder(cluster.run.name, cluster.complete_checkpoints.pop()))
         return cluster.complete_checkpoints != before
 
     def _written_shards(self) -> list[dict[Round, ShardFile]] | None:
-        """What each pserver has written; None while not all of them are here and in the newest attempt."""
+        """Return the shards of each pserver; None unless all of them serve the newest attempt."""
         run, members = self._cluster.run, self._cluster.registry.members.values()
         if run.plan is None or run.state == "gathering" or not members or len(members) < run.plan.num_pservers:
             return None
@@ -65,7 +65,7 @@ class Manifests:
         return [member.checkpoints for member in members]
 
     async def _list_checkpoints(self) -> None:
-        """Learn which checkpoints of the run there are, and take back those of rounds that were undone."""
+        """List the checkpoints of the run, and delete those of undone rounds."""
         cluster, run = self._cluster, self._cluster.run
         attempt = run.attempt
         try:
@@ -79,20 +79,23 @@ class Manifests:
             cluster.checkpoints_known_for = run.name, attempt
 
     def _log_once(self, write: Callable[..., object], text: str, error: OSError, **facts: object) -> None:
-        """Log what is wrong with the place, once: it is tried again with each heartbeat."""
+        """Log a problem with the place once. It is tried again with each heartbeat."""
         if str(error) != self._trouble:
             write(text, error=str(error), **facts)
         self._trouble = str(error)
 
     async def _delete(self, folder: str) -> None:
         try:
-            for name in (f"{folder}/{MANIFEST}", folder):  # a checkpoint that has lost a shard is none
+            for name in (
+                f"{folder}/{MANIFEST}",
+                folder,
+            ):  # the manifest first, so that a partial checkpoint does not count
                 await asyncio.to_thread(self._place.delete, name)
         except OSError as error:
             log.warning("an old checkpoint could not be deleted", folder=folder, error=str(error))
 
     async def _complete(self, files: Iterable[ShardFile]) -> bool:
-        """Write the manifest of these shards; returns whether the place has taken it."""
+        """Write the manifest of these shards. Returns whether the place accepted it."""
         cluster, run = self._cluster, self._cluster.run
         assert run.plan is not None
         shards = tuple(sorted(files, key=lambda file: file.pserver))
@@ -118,17 +121,15 @@ class Manifests:
             cluster.is_completing = False
         self._trouble = ""
         reach_failpoint("checkpoint.manifest.after")
-        if (
-            cluster.run is run and run.attempt == manifest.attempt
-        ):  # else the round may be undone: see `_list_checkpoints`
+        if cluster.run is run and run.attempt == manifest.attempt:  # else the round may be undone
             cluster.complete_checkpoints.insert(0, manifest.round)
         return True
 
 
 def _delete_undone(place: CheckpointStorage, run: str, began: Mapping[int, Round | None]) -> list[Round]:
-    """Delete the manifests of rounds that a later attempt has undone; list the rest.
+    """Delete the manifests of rounds that a later attempt has undone, and return the other rounds.
 
-    A pserver deletes its shards of those when it goes back.
+    Pservers delete their shards of undone rounds when they roll back.
     """
     rounds = []
     for manifest in complete_checkpoints(place, run):

@@ -1,4 +1,4 @@
-"""The cluster for Prometheus: the coordinator's metrics, and all members as targets of HTTP service discovery.
+"""The cluster for Prometheus: the coordinator's metrics, and the members as targets of HTTP service discovery.
 
 https://prometheus.io/docs/prometheus/latest/http_sd/
 """
@@ -6,6 +6,7 @@ https://prometheus.io/docs/prometheus/latest/http_sd/
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Callable
 from functools import partial
 from typing import Any, get_args
 from urllib.parse import urlsplit
@@ -21,35 +22,31 @@ from .cluster import Cluster
 
 
 def measure_cluster(cluster: Cluster, registry: CollectorRegistry) -> None:
-    """Add gauges that look at the cluster whenever they are read."""
+    """Add gauges that read the cluster whenever they are scraped."""
     members = Gauge("gradpost_members", "Living pservers and trainers.", ["kind"], registry=registry)
     members.labels("pserver").set_function(lambda: len(cluster.registry.members))
     members.labels("trainer").set_function(lambda: len(cluster.run.members))
-    missing = Gauge("gradpost_members_missing", "Whom the run waits for before it can begin.", registry=registry)
-    missing.set_function(lambda: len(cluster.waiting_for))
-    wanted = Gauge("gradpost_pservers_wanted", "Pservers that make the cluster complete.", registry=registry)
-    wanted.set_function(lambda: cluster.registry.num_pservers)
-    awaited = Gauge("gradpost_trainers_awaited", "Lost trainers that the others wait for.", registry=registry)
-    awaited.set_function(lambda: len(cluster.run.awaited))
-    gone = Gauge(
-        "gradpost_trainers_gone",
-        "Trainers of the run that were lost or have failed, until another life takes their place; without those whom "
-        "an administrator has evicted.",
-        registry=registry,
+    gauges: tuple[tuple[str, str, Callable[[], float]], ...] = (
+        ("gradpost_members_missing", "Members that the run waits for.", lambda: len(cluster.waiting_for)),
+        ("gradpost_pservers_wanted", "Pservers of a complete cluster.", lambda: cluster.registry.num_pservers),
+        ("gradpost_trainers_awaited", "Lost trainers that the run waits for.", lambda: len(cluster.run.awaited)),
+        (
+            "gradpost_trainers_gone",
+            "Lost and failed trainers whose rank is not taken again; evicted ones do not count.",
+            lambda: sum(t.state in ("lost", "failed") and not t.was_evicted for t in cluster.run.trainers.values()),
+        ),
+        ("gradpost_run_round", "Newest round that every trainer has completed.", lambda: cluster.run.round),
     )
-    gone.set_function(
-        lambda: sum(t.state in ("lost", "failed") and not t.was_evicted for t in cluster.run.trainers.values())
-    )
-    round_ = Gauge("gradpost_run_round", "Newest round that every trainer has completed.", registry=registry)
-    round_.set_function(lambda: cluster.run.round)
+    for name, description, value in gauges:
+        Gauge(name, description, registry=registry).set_function(value)
     state = Gauge(
         "gradpost_run_state",
-        "1 for the state that the run is in (`gathering`, `training`, `finished`, `failed`), 0 for the others.",
+        "1 for the state of the run (`gathering`, `training`, `finished`, `failed`), 0 for the others.",
         ["state"],
         registry=registry,
     )
-    for name in get_args(RunState):
-        state.labels(name).set_function(partial(_is_in, cluster, name))
+    for label in get_args(RunState):
+        state.labels(label).set_function(partial(_is_in, cluster, label))
 
 
 def _is_in(cluster: Cluster, state: RunState) -> float:
@@ -57,16 +54,16 @@ def _is_in(cluster: Cluster, state: RunState) -> float:
 
 
 class TargetGroup(BaseModel):
-    """Members of one role, in the format of Prometheus' HTTP service discovery."""
+    """The members of one role, in the format of Prometheus' HTTP service discovery."""
 
     targets: list[str]
     labels: dict[str, str]
 
 
 def describe_targets(cluster: Cluster) -> list[dict[str, Any]]:
-    """One target group for each pserver and trainer that serves `/metrics`, with its role and number as labels.
+    """Return one target group for each pserver and trainer that serves `/metrics`, labelled with role and number.
 
-    The coordinator itself is not in it: whoever asks knows its address.
+    The coordinator itself is left out, since the caller knows its address.
     """
     groups = [
         _group(member.info.address, role="pserver", pserver=str(index))

@@ -1,4 +1,4 @@
-"""The model that trainers declare: whether all mean the same, and the slice plan for it. Pure."""
+"""The declared model: the comparison between trainers, and its slice plan. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ps_protocol.wire_types import WireTypes
 
 from .defaults import RunDefaults
 
-# What only pservers have, or do. Where a value says what is so without them, that value.
+# Settings that need pservers, and the value that has no effect without them.
 _OF_PSERVERS = {
     **dict.fromkeys(("min_block_size", "placement", "slice_parameters", "topk")),
     **{"push_type": "float32", "pull_type": "float32", "local_steps": 0},
@@ -22,24 +22,24 @@ _OF_PSERVERS = {
 
 
 def plan_model(model: DeclareModel, defaults: RunDefaults, num_pservers: int) -> SlicePlan:
-    """The slice plan of a declared model. Raises BadModel or BadInput (`unsupported_optimizer`)."""
+    """Return the slice plan of a declared model. Raises BadModel or BadInput (`unsupported_optimizer`)."""
     parameters = [ParameterSpec(*fields) for fields in model.parameters]
     if defaults.consistency.is_ring:
         if useless := [name for name, same in _OF_PSERVERS.items() if getattr(model, name) not in (None, same)]:
             raise BadModel(f"{', '.join(useless)} would have no effect with strategy ring, which has no pservers")
         return make_ring_plan(parameters, model.buffers)
     if defaults.consistency.is_async and model.nonfinite == "skip_round":
-        raise BadModel("nonfinite skip_round belongs to the synchronous mode: there are no rounds in the others")
+        raise BadModel("nonfinite skip_round needs the synchronous mode: the other modes have no rounds")
     if model.max_grad_norm is not None and defaults.consistency.is_async:
-        raise BadModel("max_grad_norm belongs to the synchronous mode: in the others there is no common gradient")
+        raise BadModel("max_grad_norm needs the synchronous mode: the other modes have no common gradient")
     if model.max_grad_norm is not None and model.local_steps:
-        raise BadModel("max_grad_norm with local_steps: clip before each of them, with clip_grad_norm_")
+        raise BadModel("max_grad_norm has no effect with local_steps: call clip_grad_norm_ before each local step")
     wire = WireTypes(
         model.push_type or defaults.push_type, model.pull_type or defaults.pull_type, model.topk or defaults.topk
     )
     wire.check_mode(defaults.consistency)
     if wire.pulls_deltas and model.local_steps:
-        raise BadModel("pull_type int8 with local_steps: trainers change the values that it is the difference to")
+        raise BadModel("pull_type int8 is impossible with local_steps: trainers change the base version of its deltas")
     return make_plan(
         parameters,
         num_pservers,
@@ -53,7 +53,7 @@ def plan_model(model: DeclareModel, defaults: RunDefaults, num_pservers: int) ->
 
 
 def check_same_model(rank: Rank, mine: DeclareModel, whose: str, theirs: DeclareModel) -> None:
-    """Raise ModelMismatch with the first difference between what trainer `rank` declares and what `whose` does."""
+    """Raise ModelMismatch with the first difference between the declarations of trainer `rank` and of `whose`."""
     for name in DeclareModel.model_fields:
         if name in ("run", "incarnation", "rendezvous", "parameters", "buffers"):
             continue
@@ -92,10 +92,10 @@ def check_same_tensors(plan: SlicePlan, other: SlicePlan, whose: str) -> None:
 
 
 def _check_buffers(averaged: Iterable[str], stored: Iterable[str], whose: str) -> None:
-    """Raise ModelMismatch if another version has stored buffers, unchanged, that trainers want to average now."""
+    """Raise ModelMismatch if an earlier version stored buffers unchanged that trainers average now."""
     if both := sorted(frozenset(averaged) & frozenset(stored)):
         raise ModelMismatch(
-            f"{whose} has kept the buffer {both[0]!r} as it was at the start, as earlier versions did, and trainers "
+            f"{whose} stores the buffer {both[0]!r} unchanged, as earlier versions did, and trainers "
             "average it: export its model with gradpost checkpoint export, and load the file in a new run"
         )
 

@@ -1,4 +1,4 @@
-"""The coordinator as a process: its settings in, its exit code out."""
+"""The process of the coordinator."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ log = get_logger()
 
 
 def main(settings: CoordinatorSettings) -> int:
-    """Serve until stopped or, with exit_when_done, until the run is over; returns the exit code."""
+    """Serve until the process is stopped or, with exit_when_done, the run is over. Returns the exit code."""
     configure_logs("coordinator", settings.log_format, settings.log_level)
-    log.info("starting")  # everything is imported
+    log.info("starting")  # all imports are done
     arm_failpoints(settings.failpoints or "")
     return run_service(lambda stop: _serve(settings, stop))
 

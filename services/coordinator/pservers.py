@@ -1,4 +1,4 @@
-"""Which pservers are here: indices, incarnations and leases. Pure: the caller brings the clock."""
+"""The registered pservers: indices, incarnations and leases. Pure: the caller passes the time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ps_protocol.vocabulary import Incarnation, PserverIndex, Rank, Round
 
 @dataclass(slots=True)
 class PserverMember:
-    """One living pserver and what its last heartbeat said."""
+    """A pserver and the content of its last heartbeat."""
 
     info: PserverInfo
     instance: str
@@ -29,16 +29,16 @@ class PserverMember:
     waiting_seconds: float = 0.0
     attempt: int = 0
     checkpoints: dict[Round, ShardFile] = field(default_factory=dict)
-    coming_checkpoints: frozenset[Round] = frozenset()  # that it was asked for, and has not written yet
-    is_stopping: bool = False  # it has said that it will be back
-    restored: Round | None = None  # the round that it found on its disk when it registered during the run's attempt
+    coming_checkpoints: frozenset[Round] = frozenset()  # requested and not written yet
+    is_stopping: bool = False  # it announced that it will return
+    restored: Round | None = None  # the round that it restored when it registered in the current attempt
     here_since: float = 0.0
     software: Software | None = None
-    is_restored: bool = False  # known from the coordinator's record, and not registered since
+    is_restored: bool = False  # restored from the coordinator's record, and not registered since
 
 
 class PserverRegistry:
-    """At most `num_pservers` living members, one for each index; those that are lost may come back."""
+    """At most `num_pservers` living pservers, one for each index, and the lost ones, which may return."""
 
     def __init__(self, num_pservers: int, lease_seconds: float) -> None:
         self.num_pservers = num_pservers
@@ -49,13 +49,13 @@ class PserverRegistry:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every index has a living pserver."""
+        """True if every index has a living pserver."""
         return len(self.members) == self.num_pservers
 
     def register(self, request: RegisterPserver, now: float) -> PserverRegistered:
-        """Give the process an index and an incarnation; the same process again gets the same answer.
+        """Return the index and incarnation of a process. A repeated request gets the same answer.
 
-        One that has locked the folder of the current life is its successor, and need not wait for the lease to end.
+        A process that has locked the folder of the current incarnation succeeds it before the lease ends.
         """
         index = self._choose_index(request)
         member = self.members.get(index)
@@ -81,7 +81,7 @@ class PserverRegistry:
         if request.index is None:
             if not free:
                 raise Conflict(
-                    f"the cluster has its {self.num_pservers} pservers; it is taken in when one of them is gone, "
+                    f"the cluster has its {self.num_pservers} pservers; this one can join when one of them is lost, "
                     "or when the coordinator is started with more",
                     code="index_taken",
                     current=self.num_pservers,
@@ -103,7 +103,7 @@ class PserverRegistry:
         return request.index == member.info.index and request.previous == member.info.incarnation
 
     def heartbeat(self, index: PserverIndex, message: PserverHeartbeat, now: float) -> None:
-        """Renew a lease and take over the progress; StalePserver tells the sender to register again."""
+        """Renew a lease and store the progress. Raises StalePserver if the sender must register again."""
         member = self.members.get(index) or self.lost.get(index)
         if member is None or member.info.incarnation != message.incarnation:
             raise StalePserver(
@@ -112,7 +112,7 @@ class PserverRegistry:
             )
         if self.lost.pop(index, None):
             member.here_since = now
-        self.members[index] = member  # silent for longer than its lease, but nobody has taken its place
+        self.members[index] = member  # its lease had expired, but its index was not taken
         member.seen_at = now
         member.run, member.round = message.run, message.round
         member.missing, member.waiting_seconds = message.missing, message.waiting_seconds
@@ -122,10 +122,9 @@ class PserverRegistry:
         member.software = message.software
 
     def was_reachable(self, index: PserverIndex, incarnation: Incarnation, since: float, now: float) -> bool:
-        """Whether this life of a pserver could be reached since then, for a lease at least: who could not is cut off.
+        """Return whether this incarnation was reachable for a lease, so that a trainer without a connection is cut off.
 
-        Not if it is about to stop, or was heard last when that time began: then it is the pserver that is gone, and
-        its lease only has not ended yet.
+        It is not if the pserver is about to stop, or sent nothing since: then its own lease only has not ended yet.
         """
         member = self.members.get(index)
         if member is None or member.info.incarnation != incarnation or member.is_stopping:
@@ -135,7 +134,7 @@ class PserverRegistry:
         return is_heard and now - since > self.lease_seconds
 
     def expire(self, now: float) -> list[PserverMember]:
-        """Move those whose lease has run out to the lost ones, and return them."""
+        """Move pservers with an expired lease to the lost ones, and return them."""
         lost = [member for member in self.members.values() if now - member.seen_at > self.lease_seconds]
         for member in lost:
             self.lost[member.info.index] = self.members.pop(member.info.index)

@@ -1,7 +1,6 @@
-"""The coordinator's own durable state: small, written whole at every decision, read once at the start.
+"""The coordinator's durable state: a small file, written at every decision and read once at the start.
 
-What trainers and pservers report all the time (progress, results) is not in it: they report it again. Trainers that
-are done do not, so their rounds are.
+It does not contain what members report with every heartbeat, except the rounds of trainers that are done.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ FILE = "coordinator.json"
 
 
 class TrainerRecord(Message):
-    """One rank's newest life."""
+    """The newest incarnation of one rank."""
 
     rank: Rank
     incarnation: Incarnation
@@ -48,7 +47,7 @@ class TrainerRecord(Message):
 
 
 class RunRecord(MembershipMessage):
-    """The run; while it gathers without a plan, and with a declaration once a trainer has made one."""
+    """The run. While it gathers there is no plan, and a declaration once a trainer has made one."""
 
     name: str
     state: RunState
@@ -68,7 +67,7 @@ class RunRecord(MembershipMessage):
     trainers: tuple[TrainerRecord, ...]
 
     def has_undone(self, manifest: Manifest) -> bool:
-        """Return whether the run has gone back behind this checkpoint, which is perhaps not deleted yet."""
+        """Return whether the run was rolled back behind this checkpoint, which may not be deleted yet."""
         return manifest.run == self.name and is_undone(manifest.round, manifest.attempt, self.began)
 
 
@@ -85,11 +84,11 @@ class Beginning(Message):
 
     run: str
     round: Round
-    controls: Controls | None = Field(default=None, description="what stands; null: what its manifest says")
+    controls: Controls | None = Field(default=None, description="current controls; null: those of its manifest")
 
 
 class ClusterRecord(Message):
-    """Everything."""
+    """The whole file."""
 
     trainer_incarnations: dict[Rank, Incarnation]
     pserver_incarnations: dict[PserverIndex, Incarnation]
@@ -100,7 +99,7 @@ class ClusterRecord(Message):
 
 
 def describe_cluster(cluster: Cluster) -> ClusterRecord:
-    """What is to be kept of the cluster as it is now."""
+    """Return the record of the cluster."""
     members = {**cluster.registry.lost, **cluster.registry.members}
     return ClusterRecord(
         trainer_incarnations=cluster.trainer_incarnations,
@@ -119,7 +118,7 @@ def _describe_beginning(manifest: Manifest) -> Beginning:
 
 
 def find_controls(record: ClusterRecord, manifest: Manifest) -> Controls:
-    """Return what an administrator has set, and what stands on in a run that begins with this checkpoint."""
+    """Return the controls of a run that begins with this checkpoint."""
     if record.run is not None and record.run.membership.controls:
         return record.run.membership.newest_controls
     begins = record.beginning
@@ -131,7 +130,7 @@ def _describe_run(cluster: Cluster) -> RunRecord | None:
     if not run.trainers:
         return None
     decision = run.decision
-    # Of the lowest rank, which says where trainers meet.
+    # The lowest rank declares the rendezvous.
     declared = (t.declaration for _, t in sorted(run.trainers.items()) if t.declaration is not None)
     return RunRecord(
         name=run.name,
@@ -168,17 +167,16 @@ def _describe_run(cluster: Cluster) -> RunRecord | None:
 
 
 def restore_incarnations(cluster: Cluster, record: ClusterRecord) -> None:
-    """Every later life gets a higher number."""
+    """Restore the counters, so that every later process gets a higher incarnation."""
     cluster.trainer_incarnations.update(record.trainer_incarnations)
     cluster.registry.incarnations.update(record.pserver_incarnations)
 
 
 def resume_run(cluster: Cluster, record: ClusterRecord, now: float, *, beginning: Manifest | None = None) -> None:
-    """Go on with the planned run that was recorded, whatever its end was: its trainers have to be started again.
+    """Resume the recorded run, whatever its end was. Its trainers must be started again.
 
-    One that had not begun yet begins now, with what it was to begin with. Should somebody be heard who was there
-    before, it was the coordinator alone that was started again, and the run is what it was; `beginning` is the
-    checkpoint with which the next run begins if it had failed.
+    If processes of that run report, only the coordinator was restarted, and the recorded state is restored. If that
+    run had failed, `beginning` is the checkpoint that the next run begins with.
     """
     assert record.run is not None
     saved = record.run
@@ -190,10 +188,10 @@ def resume_run(cluster: Cluster, record: ClusterRecord, now: float, *, beginning
     members = dict(run.membership.members)
     for rank, trainer in list(run.trainers.items()):
         if run.num_trainers is None or rank < run.num_trainers:
-            trainer.lose("lost", f"trainer {rank} has to be started again", now, is_awaited=True)
+            trainer.lose("lost", f"trainer {rank} must be started again", now, is_awaited=True)
             trainer.is_resumed = True
-            # One that was done counts again, or whoever comes first would take the next rounds alone. In asynchronous
-            # modes there are none, and where it begins follows from what the pservers have of it.
+            # A trainer that was done is a member again, so that the first trainer to return does not continue alone.
+            # In asynchronous modes its start follows from the pservers' state instead.
             if not run.defaults.consistency.is_async:
                 members.setdefault(rank, trainer.incarnation)
         else:
@@ -212,15 +210,15 @@ def resume_run(cluster: Cluster, record: ClusterRecord, now: float, *, beginning
             run.state, run.ended_at = saved.state, now
             run.failure = None if saved.failure is None else error_from_problem(saved.failure)
         run.number += 1
-        log.warning("not resumed: processes of the run are there that were there before", run=run.name, state=run.state)
+        log.warning("not resumed: processes of the run before are still alive", run=run.name, state=run.state)
         if run.state != "failed":
             return
         cluster.beginning = beginning
         if beginning is not None:
-            log.warning("the next run begins with a checkpoint of the one that failed", round=beginning.round)
+            log.warning("the next run begins with a checkpoint of the failed run", round=beginning.round)
         else:
-            advice = "to go on with it stop its pservers, too, and start all again"
-            log.error(f"there is no checkpoint of the run that failed, and the next one begins anew; {advice}")
+            advice = "to continue it, stop its pservers too and start all processes again"
+            log.error(f"the failed run has no checkpoint, so the next run begins with initial values; {advice}")
 
     was_over = saved.state in ("finished", "failed")
     had_trainers = any(trainer.state in ("joined", "declared") for trainer in saved.trainers)
@@ -228,7 +226,7 @@ def resume_run(cluster: Cluster, record: ClusterRecord, now: float, *, beginning
 
 
 def restore_cluster(cluster: Cluster, record: ClusterRecord, now: float) -> None:
-    """Make a new cluster what the record says. Everybody's lease begins now; the last change is made once more."""
+    """Restore the cluster from its record. All leases begin now, and the last change is made again."""
     restore_incarnations(cluster, record)
     cluster.run_incarnations.update(record.run_incarnations)
     for pserver in record.pservers:
@@ -268,7 +266,7 @@ def _restore_trainer(t: TrainerRecord, record: RunRecord, now: float) -> Trainer
 
 
 def _declaration_of(trainer: TrainerRecord, record: RunRecord) -> DeclareModel | None:
-    """All have declared the same, but each as itself."""
+    """Return a trainer's declaration, which differs from the recorded one in the incarnation and rendezvous alone."""
     if record.declaration is None or not trainer.declared:
         return None
     own = record.declaration.rendezvous if trainer.rank == 0 else None
@@ -276,7 +274,7 @@ def _declaration_of(trainer: TrainerRecord, record: RunRecord) -> DeclareModel |
 
 
 class RecordFile:
-    """The file on the disk. All methods block, and raise OSError."""
+    """The file on the disk, and the lock of its folder. All methods block, and raise OSError."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
@@ -285,18 +283,18 @@ class RecordFile:
         self._written: ClusterRecord | None = None
 
     def lock(self) -> bool:
-        """Whether this process is the only one that writes it, until it ends or lets go."""
+        """Return whether this process has locked the file. The lock lasts until `unlock` or its end."""
         self._lock = lock_folder(self._lock_path)
         return self._lock is not None
 
     def unlock(self) -> None:
-        """Another may take it."""
+        """Release the lock."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def read(self) -> ClusterRecord | None:
-        """What was written last; None if nothing was. Raises DamagedFile, OSError."""
+        """Return the record that was written last; None if there is none. Raises DamagedFile, OSError."""
         if not self._path.exists():
             return None
         return unseal(self._path.read_bytes(), ClusterRecord, str(self._path))

@@ -1,10 +1,11 @@
-"""One run as the coordinator sees it: who takes part, what they train, how it ends. Pure, without a clock.
+"""A run as the coordinator sees it: its trainers, its model and its end. Pure, without a clock.
 
-gathering ──all pservers here, all trainers declared the same model──► training ──all left──► finished
-    └─────────────────── a trainer or pserver is lost for good ──────────┴──────────────────► failed
+gathering ──all pservers registered, all trainers declared the same model──► training ──all left──► finished
+    └────────────────── a trainer or pserver is lost for good ───────────────────┴────────────────► failed
 
-What becomes of a trainer's loss is the policy's: its rank is kept free for another life of it (`wait`), the others go
-on without it (`continue`), or the run fails (`fail`). Before the training begins its place is simply free again.
+The loss policy decides how a run continues without a trainer: its rank is reserved for another incarnation (`wait`),
+the other trainers go on (`continue`), or the run fails (`fail`). Before training begins, the rank is free again.
+
 """
 
 from __future__ import annotations
@@ -46,70 +47,70 @@ class LostRounds:
 
 
 class Run:
-    """Trainers and state of one run. Whatever the pservers must be told of raises `number`."""
+    """The trainers and the state of one run. Every change that pservers must receive raises `number`."""
 
     def __init__(self, name: str, defaults: RunDefaults, incarnations: dict[Rank, Incarnation]) -> None:
         self.name = name
         self.defaults = defaults
         self.state: RunState = "gathering"
         self.trainers: dict[Rank, TrainerMember] = {}
-        self.declaration: DeclareModel | None = None  # what the plan was made for
+        self.declaration: DeclareModel | None = None  # that the plan was made for
         self.plan: SlicePlan | None = None
-        self.uploader: Rank = 0  # who pushes the initial values: the lowest rank when the plan was made
-        self.membership = Membership({})  # as decided last
-        self.attempt = 0  # goes up when the run is rolled back
-        self.resume: Round | None = None  # the round that this attempt began with; None: with initial values
-        self.began: dict[int, Round | None] = {}  # the same of every attempt since the first
-        self.pending: Decision | None = None  # takes effect once it is durable; nobody hears of it before
-        self.rollback_to: Round | None = None  # an administrator wants the run to go back to this round
-        self.rollback_refusal = ""  # why the newest one that was asked for did not come about
+        self.uploader: Rank = 0  # pushes the initial values: the lowest rank when the plan was made
+        self.membership = Membership({})  # the newest decision
+        self.attempt = 0  # raised by each rollback
+        self.resume: Round | None = None  # the round that this attempt began with; None: initial values
+        self.began: dict[int, Round | None] = {}  # the round that each attempt since the first began with
+        self.pending: Decision | None = None  # takes effect once it is persisted
+        self.rollback_to: Round | None = None  # the round of a rollback that an administrator requested
+        self.rollback_refusal = ""  # why the newest request was refused
         self.rollback_reason = ""  # of the newest attempt
-        self.lost_rounds: dict[PserverIndex, LostRounds] = {}  # as reported in this attempt
+        self.lost_rounds: dict[PserverIndex, LostRounds] = {}  # reports of this attempt
         self.applied: Round = 0  # the newest round that a pserver has reported in this attempt
-        self.pulled: Round = 0  # the newest round that a trainer claims to have received in this attempt
-        self.has_begun = False  # every pserver had it once
-        self.has_trained = False  # a trainer has ended a round: initial values would not do any more
-        self.source: str | None = None  # the run whose checkpoint this one has begun with
+        self.pulled: Round = 0  # the newest round that a trainer reports to have received in this attempt
+        self.has_begun = False  # every pserver has installed it once
+        self.has_trained = False  # a trainer has completed a round, so that initial values cannot replace it
+        self.source: str | None = None  # the run whose checkpoint this one began with
         self.failure: GradpostError | None = None
-        self.wanted: Controls | None = None  # to be decided in the next change
+        self.wanted: Controls | None = None  # for the next change
         self.number = 0
-        self.installed_number = 0  # the newest change that every pserver has taken
-        self.num_trainers: int | None = defaults.num_trainers if defaults.max_trainers is None else None  # once settled
+        self.installed_number = 0  # the newest change that every pserver has installed
+        self.num_trainers: int | None = defaults.num_trainers if defaults.max_trainers is None else None
         self.started_at: float | None = None  # by the monotonic clock, when training began
         self.ended_at: float | None = None
-        self._complete_since: float | None = None  # everybody has joined, and somebody waits for others to declare
-        self._incarnations = incarnations  # outlives the run: a rank's next life has a higher number
+        self._complete_since: float | None = None  # since when all have joined and some have not declared
+        self._incarnations = incarnations  # shared by all runs: incarnations of a rank only rise
 
     @property
     def mode(self) -> Mode:
-        """The mode of the servers, fixed for the run."""
+        """The mode, which is fixed for the run."""
         return self.defaults.consistency.mode
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """How many trainers it has, at least and at most: the same once that is settled."""
+        """The least and the largest number of trainers; equal once the number is fixed."""
         fewest = self.num_trainers or self.defaults.num_trainers
         return fewest, self.num_trainers or self.defaults.max_trainers or fewest
 
     @property
     def members(self) -> dict[Rank, Incarnation]:
-        """Those who are here."""
+        """The incarnations of the trainers that hold their rank."""
         return {t.rank: t.incarnation for t in self.trainers.values() if t.is_here}
 
     @property
     def awaited(self) -> list[TrainerMember]:
-        """Those who were lost and are to come back."""
+        """The lost trainers that the run waits for."""
         return [t for _, t in sorted(self.trainers.items()) if t.is_awaited and not t.is_here]
 
     @property
     def undeclared(self) -> list[TrainerMember]:
-        """Those who have come, while the others wait for their rank, and have not declared their model yet."""
+        """The trainers that took an awaited rank and have not declared their model."""
         here = [t for _, t in sorted(self.trainers.items()) if t.is_awaited and t.state == "joined"]
         return [] if self.plan is None else here
 
     @property
     def targets(self) -> dict[Rank, Incarnation]:
-        """Whom the pservers are to count on: who has declared its model, and the last life of those who are awaited."""
+        """The incarnations to install: of declared trainers, and the last one of each awaited rank."""
         targets = {}
         for rank, trainer in sorted(self.trainers.items()):
             if trainer.state == "declared":
@@ -120,43 +121,43 @@ class Run:
 
     @property
     def round(self) -> Round:
-        """The newest round that every trainer, gone or not, has completed."""
+        """The newest round that every trainer has completed, including trainers that left."""
         return min((trainer.round for trainer in self.trainers.values()), default=0)
 
     @property
     def newest_round(self) -> Round:
-        """The newest round that any trainer has completed; with strategy ring the gradients of all are in it."""
+        """The newest round that a trainer has completed. With strategy ring, all gradients are in it."""
         return max((trainer.round for trainer in self.trainers.values()), default=0)
 
     @property
     def received(self) -> Round:
-        """The newest round that a trainer has received in this attempt, and that a pserver has reported as applied."""
+        """The newest round that a trainer has received and a pserver has applied in this attempt."""
         return min(self.pulled, self.applied)
 
     @property
     def is_changing(self) -> bool:
-        """Whether some pserver may not go by what was decided yet; maybe it has to go back."""
+        """True if a pserver may not have installed the newest decision, which may be a rollback."""
         return self.state == "training" and self.installed_number < self.number
 
     @property
     def is_over(self) -> bool:
-        """Finished or failed."""
+        """True if the run has finished or failed."""
         return self.state in ("finished", "failed")
 
     @property
     def is_deserted(self) -> bool:
-        """Over, and nobody of it is left."""
+        """True if the run is over and all trainers have left."""
         return self.is_over and not self.members
 
     @property
     def is_declared(self) -> bool:
-        """Whether all trainers are here and agree on the model."""
+        """True if all trainers have declared the same model."""
         declared = [t for t in self.trainers.values() if t.state == "declared"]
         return len(declared) == self.num_trainers
 
     @property
     def missing_ranks(self) -> list[Rank]:
-        """Ranks that have not declared their model yet."""
+        """The ranks that have not declared their model."""
         return [
             rank
             for rank in range(self.num_trainers or self.defaults.num_trainers)
@@ -165,11 +166,11 @@ class Run:
 
     @property
     def decision(self) -> Decision:
-        """What is to be on the disk: what was decided last, although it may not be in effect yet."""
+        """The decision to persist: the newest one, which may not be in effect yet."""
         return self.pending or Decision(self.attempt, self.resume, self.uploader, self.membership)
 
     def apply_decision(self, decision: Decision) -> None:
-        """It is durable, and takes effect."""
+        """Put a persisted decision into effect."""
         if decision.attempt != self.attempt:
             self.source = self.rollback_to = None
             self.applied = self.pulled = 0
@@ -181,10 +182,10 @@ class Run:
     # ------------------------------------------------------------------ joining
 
     def join(self, request: JoinTrainer, now: float) -> TrainerMember:
-        """Give the process a rank and an incarnation; the same process again gets the same answer.
+        """Return the member for a process: a new one, or the same again if its request is repeated.
 
-        Once the run has begun there is room in the places of those who were lost. Raises Conflict, NotReady (the
-        run goes on with all of its trainers), and what `check_expectations` does.
+        Once the run has begun, only ranks of lost trainers are free. Raises Conflict, NotReady without a free rank, and
+        what `check_expectations` raises.
         """
         self.check_expectations(request)
         for trainer in self.trainers.values():
@@ -207,7 +208,7 @@ class Run:
         return trainer
 
     def next_incarnation(self, rank: Rank) -> Incarnation:
-        """Of the life of a rank that begins now."""
+        """Return the incarnation of the next process of a rank."""
         self._incarnations[rank] = self._incarnations.get(rank, 0) + 1
         return self._incarnations[rank]
 
@@ -254,7 +255,7 @@ class Run:
         return wanted
 
     def member(self, rank: Rank, run: str, incarnation: Incarnation) -> TrainerMember:
-        """The trainer that a message is from; raises StaleRun or Conflict (`stale_trainer`)."""
+        """Return the sender of a message. Raises StaleRun or Conflict (`stale_trainer`)."""
         if run != self.name:
             raise StaleRun("this message belongs to another run", expected=self.name, actual=run)
         trainer = self.trainers.get(rank)
@@ -270,9 +271,9 @@ class Run:
         return trainer
 
     def declare(self, rank: Rank, message: DeclareModel) -> None:
-        """Take a trainer's model; raises BadInput, or ModelMismatch with the difference."""
+        """Store a trainer's declaration. Raises BadInput, or ModelMismatch with the first difference."""
         trainer = self.member(rank, message.run, message.incarnation)
-        plan_model(message, self.defaults, num_pservers=1)  # refuses what cannot be planned, before anybody waits
+        plan_model(message, self.defaults, num_pservers=1)  # raises if it cannot be planned
         if self.declaration is not None:
             check_same_model(rank, message, f"run {self.name}", self.declaration)
         for other in self.trainers.values():
@@ -281,13 +282,13 @@ class Run:
         if trainer.declaration is not None and self.plan is not None and message != trainer.declaration:
             raise ModelMismatch(f"trainer {rank} declares another model than the run was planned for")
         trainer.declaration = message
-        if trainer.state in ("joined", "lost"):  # the latter: it is awaited, and late
+        if trainer.state in ("joined", "lost"):  # a lost one is awaited, and late
             trainer.revive()
             self.number += 1
             self._go_on_without_the_lost()
 
     def start(self, num_pservers: int) -> SlicePlan:
-        """Make the plan of a complete run; training begins once every pserver has installed it."""
+        """Make the plan of a complete run. Training begins once every pserver has installed it."""
         self.uploader = min(self.members)
         self.declaration = self.trainers[self.uploader].declaration
         assert self.declaration is not None
@@ -296,20 +297,20 @@ class Run:
         return self.plan
 
     def begin_training(self, now: float) -> None:
-        """Every pserver has the run."""
+        """Begin training: every pserver has installed the run."""
         if self.state == "gathering":
             self.state, self.started_at, self.has_begun = "training", now, True
-            self.source = None  # from now on what it has begun with is on the pservers' own disks
+            self.source = None  # from now on the pservers restore from their own disks
 
     # ------------------------------------------------------------------ heartbeats, losses
 
     def heartbeat(self, rank: Rank, message: TrainerHeartbeat, now: float) -> None:
-        """Renew a lease and take over progress and results. One that was lost too soon is back with it."""
+        """Renew a trainer's lease and store its progress and results. A trainer that was lost too soon returns."""
         trainer = self.member(rank, message.run, message.incarnation)
         trainer.seen_at = now
         trainer.round = message.round
         first = self.membership.starts.get(rank, (self.resume or 0) + 1)
-        if message.attempt == self.attempt and message.round >= first:  # before that it only says where it begins
+        if message.attempt == self.attempt and message.round >= first:  # an earlier round is only its starting point
             self.pulled = max(self.pulled, message.round)
             self.has_trained = True
         trainer.results = dict(message.results)
@@ -320,17 +321,17 @@ class Run:
             self._revive(trainer)
 
     def _may_return(self, trainer: TrainerMember) -> bool:
-        """Whether a life that was lost has its place back once it is heard: nobody has gone on without it."""
+        """Return whether the run has not gone on without a lost trainer, so that it may return."""
         return trainer.is_awaited or trainer.declaration is None or self.plan is None
 
     def _revive(self, trainer: TrainerMember) -> None:
         trainer.revive()
         if self.membership.members.get(trainer.rank) != trainer.incarnation:
-            self.number += 1  # the pservers do not count on this life yet
+            self.number += 1  # the pservers have not installed this incarnation
         self._go_on_without_the_lost()
 
     def _go_on_without_the_lost(self) -> None:
-        """Under `continue` nobody is awaited any more once there are enough again."""
+        """Stop waiting for lost trainers under the policy `continue`, if enough are present."""
         here = sum(trainer.state == "declared" for trainer in self.trainers.values())
         if self.plan is None or self.defaults.on_trainer_loss != "continue" or here < self.defaults.min_trainers:
             return
@@ -340,15 +341,15 @@ class Run:
                 self.number += 1
 
     def lose(self, trainer: TrainerMember, failure: GradpostError, now: float) -> None:
-        """A trainer is gone, or counts as gone: what follows is the policy's."""
+        """Apply the loss policy to a trainer that is gone, or counts as gone."""
         self.number += 1
         state: Literal["failed", "lost"] = "failed" if trainer.state == "failed" else "lost"
         if self.plan is None:
-            trainer.lose(state, failure.detail, now, is_awaited=False)  # the run has not begun: its place is free again
+            trainer.lose(state, failure.detail, now, is_awaited=False)  # so the rank is free again
             return
         policy = self.defaults.on_trainer_loss
         enough = len(self.members) - trainer.is_here >= self.defaults.min_trainers
-        is_newcomer = trainer.is_awaited and trainer.declaration is None  # another one may come in its place
+        is_newcomer = trainer.is_awaited and trainer.declaration is None  # another process may take its rank
         is_awaited = is_newcomer or policy == "wait" or (policy == "continue" and not enough)
         trainer.lose(state, failure.detail, now, is_awaited=is_awaited and not self.is_over)
         if policy == "fail" and not is_newcomer:
@@ -356,12 +357,12 @@ class Run:
         self._end_if_deserted(now)
 
     def leave(self, rank: Rank, message: Leave, now: float) -> None:
-        """Take a trainer out: nothing waits for one that is done; one that failed is lost.
+        """Remove a trainer that is done, or apply the loss policy to one that failed.
 
-        `failed` after `done` comes from what started its process and has seen the exit code.
+        `failed` after `done` is sent by the launcher of the process, which has seen its exit code.
         """
         trainer = self.member(rank, message.run, message.incarnation)
-        returns_for_the_end = trainer.is_awaited and message.outcome == "done"  # it was lost, and has completed all
+        returns_for_the_end = trainer.is_awaited and message.outcome == "done"  # it was lost after its last round
         has_failed_after_all = trainer.state == "done" and message.outcome == "failed" and not self.is_over
         if not (trainer.is_here or returns_for_the_end or has_failed_after_all):
             return
@@ -389,7 +390,7 @@ class Run:
             self.number += 1
 
     def expire(self, now: float, lease_seconds: float) -> None:
-        """Trainers whose lease has run out are lost; those who did not come back in time end the run."""
+        """Mark trainers with an expired lease as lost, and fail the run for those that did not return in time."""
         for trainer in list(self.trainers.values()):
             age = now - trainer.seen_at
             if trainer.is_here and age > lease_seconds:
@@ -408,7 +409,7 @@ class Run:
         self._expire_declarations(now)
 
     def evict(self, rank: Rank, now: float) -> None:
-        """The others go on without this trainer; another life of it may join. Raises NotFound, `cannot_evict`."""
+        """Continue without a trainer. Another incarnation may join. Raises NotFound, Conflict (`cannot_evict`)."""
         trainer = self.trainers.get(rank)
         if trainer is None or not (trainer.is_here or trainer.is_awaited):
             raise NotFound(f"no trainer {rank} takes part", members=sorted(self.members))
@@ -423,9 +424,9 @@ class Run:
         self.number += 1
 
     def mark_stuck(self, ranks: list[Rank], failure: GradpostError, now: float) -> None:
-        """Others have waited for these for the round time-out: they count as lost, though they live.
+        """Mark trainers as lost that others waited for until the round time-out, although they are alive.
 
-        Not a life that the pservers do not count on yet: it is its predecessor that is missing.
+        An incarnation that the pservers have not installed is skipped, since its predecessor is the missing one.
         """
         for rank in ranks:
             if rank in self.members and self.members[rank] == self.membership.members.get(rank):
@@ -437,13 +438,13 @@ class Run:
             self.lose(trainer, failure, now)
 
     def revive_stuck(self, missing: set[Rank]) -> None:
-        """Those who are not missing any more go on, if nobody has taken their place."""
+        """Restore stuck trainers that are no longer missing, unless their ranks were taken."""
         for trainer in self.awaited:
             if trainer.is_stuck and trainer.declaration is not None and trainer.rank not in missing:
                 self._revive(trainer)
 
     def _expire_declarations(self, now: float) -> None:
-        """Those who have joined, and live, must say what they train once somebody waits for them."""
+        """Give up trainers that joined but did not declare a model within the round time-out."""
         limit = self.defaults.round_timeout_seconds
         owed = f"joined, but did not declare a model within the round time-out of {limit:g} s"
         if self.plan is not None:
@@ -462,32 +463,32 @@ class Run:
             self.fail(RoundTimeout(f"{names} {owed}", missing=self.missing_ranks), now)
 
     def find_departed_after(self, round_: Round) -> list[Rank]:
-        """Who has left with later rounds, in which it had a part that it will not have again.
+        """Return the trainers that left after completing rounds which a rollback to `round_` discards.
 
-        Nobody in asynchronous modes, nor under `continue`, where rounds are made by those who are there.
+        The list is empty in asynchronous modes, and under `continue`, where the remaining trainers make up a round.
         """
         if self.defaults.consistency.is_async or self.defaults.on_trainer_loss == "continue":
             return []
         return sorted(t.rank for t in self.trainers.values() if t.state == "done" and t.round > round_)
 
     def find_rollback_obstacle(self, round_: Round) -> str:
-        """Return why the trainers cannot go back to a round; an empty text if they can."""
+        """Return why the run cannot be rolled back to a round; an empty text if it can."""
         gone = self.find_departed_after(round_)
-        return f"{name_ranks(gone)} cannot take the rounds after {round_} again, being done" if gone else ""
+        return f"the rounds after {round_} cannot be repeated, because {name_ranks(gone)} left" if gone else ""
 
     def fail_for_lost_rounds(self, done: list[Rank], since: Round, newest: Round, now: float) -> None:
-        """Fail the run, which may be finished: rounds are lost that these trainers, being done, cannot take again."""
+        """Fail the run, even if it finished: rounds are lost that the trainers in `done` cannot repeat."""
         if self.state == "finished":
             self.state = "training"
-        text = f"rounds {since + 1} to {newest} are lost, and {name_ranks(done)} cannot take them again, being done"
-        self.fail(Ended(f"{text}; resume the run to train them once more", code="pserver_lost"), now)
+        text = f"rounds {since + 1} to {newest} are lost and cannot be repeated, because {name_ranks(done)} left"
+        self.fail(Ended(f"{text}; resume the run to train them again", code="pserver_lost"), now)
 
     def refuse_rollback(self, reason: str) -> None:
-        """Stay where the run is: a rollback that an administrator has asked for does not come about."""
+        """Give up a rollback that an administrator requested."""
         self.rollback_to, self.rollback_refusal = None, reason
 
     def fail(self, failure: GradpostError, now: float) -> None:
-        """End the run; the first failure stands."""
+        """Fail the run. The first failure is kept."""
         if not self.is_over:
             self.state, self.failure, self.ended_at = "failed", failure, now
             self.number += 1

@@ -1,4 +1,4 @@
-"""One trainer of a run, from joining to its end. Pure: the caller brings the clock."""
+"""A trainer of a run, from joining to its end. Pure: the caller passes the time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def name_ranks(ranks: Iterable[Rank]) -> str:
 
 @dataclass(slots=True)
 class TrainerMember:
-    """The newest life of a rank: living or gone."""
+    """The newest incarnation of a rank, present or gone."""
 
     rank: Rank
     incarnation: Incarnation
@@ -39,33 +39,33 @@ class TrainerMember:
     round: Round = 0
     results: dict[str, float] = field(default_factory=dict)
     gone_at: float = 0.0  # when it was lost or failed
-    why: str = ""  # the same in words
-    is_awaited: bool = False  # nobody goes on without it: it, or another life of its rank, is to come back
+    why: str = ""  # the reason in words
+    is_awaited: bool = False  # the run waits for this rank, whichever process takes it
     is_resumed: bool = False  # awaited since the run was resumed, so that all begin together
-    has_chosen: bool = False  # its rank, with RANK
+    has_chosen: bool = False  # its rank was set with RANK
     software: Software | None = None
     links: Mapping[PserverIndex, Link] = field(default_factory=dict)
-    unreachable: Mapping[PserverIndex, float] = field(default_factory=dict)  # for how many seconds
-    cut_off_at: float = -math.inf  # when it last reported the present life of a pserver as unreachable
-    waiting_seconds: float = 0.0  # strategy ring: for the others, in its next round
-    is_done: bool = False  # strategy ring: it has no batches left, and accompanies the others
-    is_stuck: bool = False  # lost although it lives: it does not progress
+    unreachable: Mapping[PserverIndex, float] = field(default_factory=dict)  # seconds
+    cut_off_at: float = -math.inf  # when it last reported the current incarnation of a pserver as unreachable
+    waiting_seconds: float = 0.0  # strategy ring: how long it waits in its next round
+    is_done: bool = False  # strategy ring: it has no batches left
+    is_stuck: bool = False  # lost although it is alive, because it does not progress
 
     @property
     def is_here(self) -> bool:
-        """Whether it holds its rank."""
+        """True if the trainer holds its rank."""
         return self.state in ("joined", "declared")
 
     @property
     def was_evicted(self) -> bool:
-        """Whether it is gone because somebody wanted it."""
+        """True if an administrator evicted the trainer."""
         return self.state == "lost" and self.why.endswith(EVICTED)
 
     def lose(self, state: Literal["failed", "lost"], why: str, now: float, *, is_awaited: bool) -> None:
-        """It is gone."""
+        """Mark the trainer as gone."""
         self.state, self.why, self.gone_at, self.is_awaited = state, why, now, is_awaited
 
     def revive(self) -> None:
-        """It was lost too soon: nobody has taken its place yet. It is awaited until the pservers count on it."""
+        """Undo the loss of a trainer. It stays awaited until the pservers have installed it."""
         self.state = "joined" if self.declaration is None else "declared"
         self.is_stuck = False

@@ -6,20 +6,18 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM
 from typing import Any
 
 import httpx
-import torch
 
 from ps_protocol.messages import PserverState
 from trainer_client.testing import Child, LocalCluster
 
-from .fault_script import digest_of, loss_of, make_model
-
-SCRIPT = Path(__file__).with_name("fault_script.py")
+SCRIPT = Path(__file__).with_name("training_script.py")
+ROOT = SCRIPT.parents[2]
 ROUND_SECONDS = 0.02
 
 
@@ -32,14 +30,16 @@ class FaultyRun:
         *,
         trainers: int = 2,
         pservers: int = 2,
-        nan_at: str = "",
+        trouble: str = "",
+        kind: str = "regression",
         script: Path = SCRIPT,
         environment: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> None:
         self.rounds = rounds
         self.script = script
-        self.nan_at = nan_at
+        self.trouble = trouble
+        self.kind = kind
         self.environment = environment or {}  # of the trainers
         self.prefix: dict[int, list[str]] = {}  # of the command of a rank
         self.lines: list[str] = []
@@ -68,16 +68,9 @@ class FaultyRun:
             error.add_note("\n".join(self.lines[-60:]))
 
     def start_trainer(self, rank: int) -> Child:
-        command = [
-            *self.prefix.get(rank, []),
-            sys.executable,
-            str(self.script),
-            str(self.rounds),
-            str(ROUND_SECONDS),
-            self.nan_at,
-        ]
-        root = str(SCRIPT.parent.parent.parent)
-        return self.cluster.start_trainer(rank, command, {"PYTHONPATH": root, **self.environment})
+        arguments = [str(self.script), str(self.rounds), str(ROUND_SECONDS), self.trouble, self.kind]
+        command = [*self.prefix.get(rank, []), sys.executable, *arguments]
+        return self.cluster.start_trainer(rank, command, {"PYTHONPATH": str(ROOT), **self.environment})
 
     def round_of(self, rank: int) -> int:
         with self._progress:
@@ -123,6 +116,25 @@ class FaultyRun:
         child.signal(SIGKILL)
         child.wait(10)
 
+    def restart_pserver(self, index: int, **environment: str) -> None:
+        """Kill it and start it again."""
+        self.kill(self.cluster.pservers[index])
+        self.cluster.start_pserver(index, **environment)
+
+    def restart_trainer(self, rank: int) -> None:
+        """Kill it and start it again."""
+        self.kill(self.cluster.trainers[rank])
+        self.start_trainer(rank)
+
+    def restart_coordinator(self, **environment: str) -> None:
+        """Kill it and start it again."""
+        self.kill(self.cluster.coordinator)
+        self.cluster.restart_coordinator(**environment)
+
+    def roll_back(self, round_: int) -> None:
+        answer = httpx.post(f"{self.cluster.address}/v1/rollback", json={"round": round_}, timeout=30)
+        assert answer.is_success, answer.text
+
     def restart_gracefully(self, pserver: int) -> None:
         """SIGTERM, which it obeys with exit code 0, and another life."""
         child = self.cluster.pservers[pserver]
@@ -157,23 +169,3 @@ def wait_for_state(cluster: LocalCluster, condition: Callable[[PserverState], bo
     while not condition(state := cluster.pserver_state(0)):
         assert time.monotonic() < deadline, state
         time.sleep(0.05)
-
-
-def expected_result(rounds: int, trainers: int = 2, *, skipped: Collection[int] = ()) -> str:
-    """The same in one process with torch.optim: gradients averaged in rank order in float32, some rounds skipped."""
-    model = make_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
-    for round_ in range(1, rounds + 1):
-        gradients = []
-        for rank in range(trainers):
-            model.zero_grad()
-            loss_of(model, rank, round_).backward()
-            gradients.append([p.grad for p in model.parameters()])
-        for parameter, *parts in zip(model.parameters(), *gradients, strict=True):
-            total = parts[0]
-            for part in parts[1:]:
-                total = total + part
-            parameter.grad = total * (1 / trainers)
-        if round_ not in skipped:
-            optimizer.step()
-    return f"{digest_of(model)} {rounds}"

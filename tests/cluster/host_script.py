@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ps_protocol.errors import BadModel, GradpostError, ModelMismatch, NonFiniteGradient
-from tests.cluster.parity_model import make_optimizer, make_parameters, set_gradients
-from tests.cluster.test_overlap import OPTIMIZERS, STEPS, Net, loss_of, values
+from tests.cluster.training import (
+    NET_STEPS,
+    Net,
+    Parameters,
+    Wait,
+    make_optimizer,
+    make_parameters,
+    net_loss,
+    set_gradients,
+    start_everywhere,
+    step_with,
+    train_net,
+    train_remotely,
+    values,
+)
 from trainer_client import GradScaler, RemoteOptimizer, Session, connect
 from trainer_client.host.leader import LeaderSteps
 
@@ -28,39 +41,16 @@ LOCAL_STEPS = 3
 
 
 def late(session: Session, **arguments: Any) -> dict[str, Tensor]:
-    model = Net(seed=session.rank)
-    optimizer = RemoteOptimizer(OPTIMIZERS["AdamW"](model.parameters()), model=model, **arguments)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, step, session.rank).backward()
-        optimizer.step()
-        assert optimizer.round == session.round == step + 1
+    found = train_net(session, **arguments)
+    assert session.round == NET_STEPS
     if session.host is None or session.host.is_leader:  # to the others it may be that of the next run already
-        assert optimizer.summary().rounds == STEPS
+        assert session.summary().rounds == NET_STEPS
     assert session.mode == "sync"
-    return values(model)
+    return found
 
 
 def early(session: Session) -> dict[str, Tensor]:
     return late(session, overlap=True)
-
-
-class Wait(torch.autograd.Function):
-    """In backward, until the condition holds."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, has_come: Callable[[], bool]) -> Tensor:
-        ctx.has_come = has_come
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        pause = threading.Event()
-        for _ in range(2000):
-            if ctx.has_come():
-                return gradient * 2, None
-            pause.wait(0.01)
-        raise AssertionError("no bucket has left while backward was running")
 
 
 def streaming(session: Session) -> dict[str, Tensor]:
@@ -94,17 +84,13 @@ def clipped(session: Session) -> dict[str, Tensor]:
 
 
 def unequal(session: Session) -> dict[str, Tensor]:
-    """Sets of gradients of its own in each process; `bias` has none anywhere in some steps."""
-    parameters = make_parameters(seed=session.rank)
-    optimizer = RemoteOptimizer(make_optimizer("AdamW", parameters, local=False))
-    for step in range(6):
-        set_unequal_gradients(parameters, step, session.rank)
-        optimizer.step()
-    return {name: parameter.detach() for name, parameter in parameters.items()}
+    """Train with sets of gradients of its own in each process; `bias` has none anywhere in some steps."""
+    return train_remotely(
+        "AdamW", session, contributor=session.rank, before_step=partial(drop_gradients, rank=session.rank), steps=6
+    )
 
 
-def set_unequal_gradients(parameters: dict[str, nn.Parameter], step: int, rank: int) -> None:
-    set_gradients(parameters, step, rank)
+def drop_gradients(step: int, parameters: Parameters, rank: int) -> None:
     if rank == step % 4:
         parameters["wide"].grad = None
     if rank != 3:
@@ -120,7 +106,7 @@ def overflowed(session: Session) -> dict[str, Tensor]:
     for step in range(4):
         optimizer.zero_grad()
         factor = 1e38 if session.rank == 3 and step == 2 else 1.0
-        scaler.scale((model(torch.ones(1, 4)) * factor).sum()).backward()  # type: ignore[no-untyped-call]
+        scaler.scale((model(torch.ones(1, 4)) * factor).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
         biases.append(model.bias.detach().clone())
@@ -157,15 +143,13 @@ def kept(session: Session) -> dict[str, Tensor]:
     optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0, momentum=0.5))
     optimizer.load_state_dict(optimizer.state_dict())
     for _ in range(2):
-        weight.grad = torch.ones(3)
-        optimizer.step()
+        step_with(optimizer, weight)
     saved = optimizer.state_dict()
     assert (saved["state"] != {}) == (session.rank % 2 == 0)
     if session.rank == 0:  # which has the lowest rank's
         saved["state"][0]["momentum_buffer"].zero_()
     optimizer.load_state_dict(saved)
-    weight.grad = torch.ones(3)
-    optimizer.step()
+    step_with(optimizer, weight)
     return {"weight": weight.detach()}
 
 
@@ -176,26 +160,14 @@ def sharing(session: Session) -> dict[str, Tensor]:
     optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0))
     total = torch.ones(1)
     for _ in range(3):
-        weight.grad = torch.full((3,), float(session.rank))
-        optimizer.step()
+        step_with(optimizer, weight, value=float(session.rank))
         dist.all_reduce(total)
     dist.destroy_process_group()
     return {"weight": weight.detach(), "total": total}
 
 
 def start(session: Session) -> dict[str, Tensor]:
-    """Everything that a model consists of, in all kinds of dtypes, differs before."""
-    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, 2))
-    model[3].requires_grad_(False)
-    model.to(memory_format=torch.channels_last)
-    model.register_buffer("flags", torch.tensor([session.rank == 0, True]))
-    model.register_buffer("brief", torch.full((), float(session.rank), dtype=torch.bfloat16))
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            if tensor.dtype != torch.bool:
-                tensor.fill_(session.rank + 5)
-    RemoteOptimizer(torch.optim.SGD(model[:2].parameters(), lr=0.1), model=model)
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return start_everywhere(session)
 
 
 def local(session: Session) -> dict[str, Tensor]:
@@ -205,7 +177,7 @@ def local(session: Session) -> dict[str, Tensor]:
     optimizer = RemoteOptimizer(inner, model=model, local_steps=LOCAL_STEPS)
     for step in range(2 * LOCAL_STEPS):
         optimizer.zero_grad()
-        loss_of(model, step, session.rank).backward()
+        net_loss(model, step, session.rank).backward()
         optimizer.step()
     assert optimizer.round == 2
     return values(model)
@@ -238,11 +210,11 @@ def broken_off(session: Session) -> dict[str, Tensor]:
     pull, errors = session.client.pull, []
 
     async def fail(*_: Any, **__: Any) -> Any:
-        session.client.pull = pull  # type: ignore[method-assign]
+        session.client.pull = pull
         raise GradpostError("an unexpected error")
 
     if session.rank == 2:
-        session.client.pull = fail  # type: ignore[method-assign]
+        session.client.pull = fail
     for gradient in (1.0, 2.0, 1.0) if session.rank >= 2 else (1.0,):
         weight.grad = torch.full((4,), gradient)
         try:
@@ -286,15 +258,7 @@ def different(session: Session) -> dict[str, Tensor]:
 
 
 def delayed(session: Session) -> dict[str, Tensor]:
-    """For a run with `max_delay`, of whose steps some are on their way until they are waited for."""
-    parameters = make_parameters(seed=session.rank)
-    optimizer = RemoteOptimizer(make_optimizer("AdamW", parameters, local=False))
-    for step in range(6):
-        set_gradients(parameters, step, session.rank)
-        optimizer.step()
-    optimizer.synchronize()
-    assert optimizer.round == 6
-    return {name: parameter.detach() for name, parameter in parameters.items()}
+    return train_remotely("AdamW", session, contributor=session.rank, steps=6)
 
 
 def play(environment: Mapping[str, str], folder: Path, names: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from .parity_model import assert_identical
+from .training import assert_identical
 from .up_support import ROOT, SECONDS, RunningUp, clean_environment
 
 pytestmark = [
@@ -28,7 +28,11 @@ pytestmark = [
 ]
 
 PROCESS = Path(__file__).with_name("example_process.py")
+
+
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
 EPOCHS, STEPS = 8, 8 * 23
 
 
@@ -49,7 +53,11 @@ class Run(NamedTuple):
 
 
 HUGGING_FACE = Example(ROOT / "examples" / "huggingface_trainer.py", 16)
+
+
 LIGHTNING = Example(ROOT / "examples" / "lightning_module.py", 32)
+
+
 BY_NAME: dict[str, Any] = {"indirect": True, "scope": "module", "ids": ["huggingface", "lightning"]}
 
 

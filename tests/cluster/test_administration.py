@@ -10,43 +10,14 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from .conftest import Carrier
-from .fault_script import digest_of, loss_of, make_model
 from .faulty_run import FaultyRun
+from .training import Oracle
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
 ROUNDS = 160
-RATE = 0.01
-
-
-class Oracle:
-    """torch.optim in this process, to which the same is done at the same rounds."""
-
-    def __init__(self) -> None:
-        self.rates: dict[int, float | None] = {}  # by the round from which it counts
-        self.frozen: dict[int, set[str]] = {}
-
-    def digest(self, rounds: int = ROUNDS) -> str:
-        model = make_model()
-        optimizer = torch.optim.Adam(model.parameters(), lr=RATE, fused=True)
-        named = dict(model.named_parameters())
-        frozen: set[str] = set()
-        for round_ in range(1, rounds + 1):
-            gradients = []
-            for rank in range(2):
-                model.zero_grad()
-                loss_of(model, rank, round_).backward()
-                gradients.append([p.grad for p in model.parameters()])
-            frozen = self.frozen.get(round_, frozen)
-            if round_ in self.rates:
-                optimizer.param_groups[0]["lr"] = RATE if self.rates[round_] is None else self.rates[round_]
-            for (name, parameter), one, other in zip(named.items(), *gradients, strict=True):
-                parameter.grad = None if name in frozen else (one + other) * 0.5
-            optimizer.step()
-        return f"{digest_of(model)} {rounds}"
 
 
 class Administrator:
@@ -83,19 +54,17 @@ def test_rates_and_frozen_parameters_count_from_the_named_round_on(run: FaultyRu
     stuck = admin.ask("PUT", "/v1/controls/frozen/0.weight")
     oracle.frozen[stuck["round"]] = {"0.weight"}
     assert faster["round"] < stuck["round"]
-    run.kill(run.cluster.pservers[1])
-    run.cluster.start_pserver(1)
+    run.restart_pserver(1)
     other = admin.ask("PUT", "/v1/controls/frozen/2.weight")
     oracle.frozen[other["round"]] = {"0.weight", "2.weight"}
-    run.kill(run.cluster.coordinator)
-    run.cluster.restart_coordinator()
+    run.restart_coordinator()
     assert admin.ask("GET", "/v1/controls")["frozen"] == ["0.weight", "2.weight"]
     free = admin.ask("DELETE", "/v1/controls/frozen/0.weight")
     oracle.frozen[free["round"]] = {"2.weight"}
     usual = admin.ask("PUT", "/v1/controls/rate", json={"rate": None})
     oracle.rates[usual["round"]] = None
     assert usual["round"] < ROUNDS
-    assert run.results() == [oracle.digest()] * 2
+    assert run.results() == [oracle.result(ROUNDS)] * 2
     audit = admin.send("GET", "/v1/audit").json()
     done = [(entry["action"], entry["round"]) for entry in audit if entry["outcome"] == "done"]
     assert done == [
@@ -126,7 +95,7 @@ def test_a_paused_run_stands_still_and_nobody_is_late(carrier: Carrier) -> None:
         run.cluster.start_pserver(0)
         resumed = admin.ask("POST", "/v1/controls/resume")
         assert resumed["round"] == frozen["round"] == paused["round"]
-        assert run.results() == [oracle.digest(60)] * 2
+        assert run.results() == [oracle.result(60)] * 2
 
 
 @pytest.mark.extended
@@ -150,7 +119,7 @@ def test_all_go_back_to_a_checkpoint(run: FaultyRun) -> None:
     assert (back["attempt"], back["round"]) == (1, made["round"] + 1)
     audit = admin.send("GET", "/v1/audit").json()
     oracle.rates[audit[1]["round"]] = 0.02
-    assert run.results() == [oracle.digest()] * 2
+    assert run.results() == [oracle.result(ROUNDS)] * 2
 
 
 @pytest.mark.extended
@@ -167,6 +136,16 @@ def test_a_trainer_that_is_evicted_is_refused_and_may_come_again(carrier: Carrie
         assert admin.refused("POST", "/v1/trainers/0/evict") == (409, "cannot_evict")
         run.start_trainer(2)
         run.wait_for_round(run.round_of(0) + 5, 2)
+
+
+@pytest.fixture(scope="module")
+def still(carrier: Carrier) -> Iterator[FaultyRun]:
+    """One that trains for long."""
+    with FaultyRun(100_000, **carrier, pservers=1) as run:
+        run.wait_for_round(2)
+        yield run
+        for trainer in run.cluster.trainers:
+            trainer.signal(SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -190,16 +169,6 @@ def test_what_makes_no_sense_changes_nothing(
     assert "done" not in {entry["outcome"] for entry in admin.send("GET", "/v1/audit").json()}
 
 
-@pytest.fixture(scope="module")
-def still(carrier: Carrier) -> Iterator[FaultyRun]:
-    """One that trains for long."""
-    with FaultyRun(100_000, **carrier, pservers=1) as run:
-        run.wait_for_round(2)
-        yield run
-        for trainer in run.cluster.trainers:
-            trainer.signal(SIGKILL)
-
-
 @pytest.mark.extended
 def test_asynchronous_runs_can_be_paused_and_their_rates_set(carrier: Carrier) -> None:
     with FaultyRun(300, **carrier, mode="async", durability="log") as run:
@@ -209,8 +178,7 @@ def test_asynchronous_runs_can_be_paused_and_their_rates_set(carrier: Carrier) -
         admin.ask("PUT", "/v1/controls/rate", json={"rate": 0.0})
         admin.ask("POST", "/v1/controls/pause")
         before = admin.ask("GET", "/v1/parameters/0.bias", params={"format": "json"})
-        run.kill(run.cluster.pservers[0])
-        run.cluster.start_pserver(0)
+        run.restart_pserver(0)
         admin.ask("POST", "/v1/controls/resume")
         run.wait_for_round(run.round_of(0) + 20)
         after = admin.ask("GET", "/v1/parameters/0.bias", params={"format": "json"})

@@ -1,12 +1,13 @@
-"""Memory of the trainer's hot path is made once: no step after the first ones is given any large piece of it.
+"""Memory: no step of a trainer is given a large piece of it, nor does a coordinator keep any for clients that leave.
 
-Over HTTP/2; over HTTP/1.1 the blocks of a bucket are joined for every push. So it is with `topk`, whose choice is
-torch's own and takes memory.
+Of trainers over HTTP/2; over HTTP/1.1 the blocks of a bucket are joined for every push. `topk` is left out: its choice
+is torch's own and takes memory.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import statistics
 import sys
 from collections.abc import Callable
@@ -22,12 +23,13 @@ from .torchrun import start_hosts
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.overlap,
     pytest.mark.extended,
     pytest.mark.skipif(sys.platform != "linux", reason="counts the page faults of allocations by glibc"),
 ]
 
-SCRIPT = Path(__file__).with_name("allocation_script.py")
+ALLOCATION_SCRIPT = Path(__file__).with_name("allocation_script.py")
+
+
 # From here on glibc takes every piece from the kernel anew, unless it has as much, and gives it back when it is freed;
 # smaller ones, such as those in which gradients are quantised, it keeps.
 LARGE_BYTES = 4 * ELEMENTS // 2 - 4096
@@ -46,36 +48,50 @@ KINDS: list[dict[str, Any]] = [
     {"channels_last": True, "overlap": True, "overlap_pulls": True},
     {"channels_last": True, "local_steps": 2},
 ]
-IN_HOSTS: list[dict[str, Any]] = [{}, {"overlap": True}, {"channels_last": True}]
+
+
 IN_A_RING: list[dict[str, Any]] = [
     {},
     {"overlap": True, "accumulate_steps": 2},
     {"overlap": True, "max_grad_norm": 1.0},
     {"channels_last": True},
 ]
+RING = {"pservers": 0, "strategy": "ring"}
 
 
-Run = Callable[[LocalCluster, list[str], dict[str, str]], list[int]]
+def run_hosts(cluster: LocalCluster, command: list[str], *, env: dict[str, str]) -> list[int]:
+    return [host.wait(100) for host in start_hosts(cluster, command, **env)]
 
 
-def run_trainers(cluster: LocalCluster, command: list[str], environment: dict[str, str]) -> list[int]:
-    return cluster.run_trainers(command, env=environment)
+def per_pair(counts: list[int]) -> float:
+    """Return the median of two steps: with local steps every second one pushes, and the kernel takes pages back."""
+    return statistics.median(map(sum, zip(counts[::2], counts[1::2], strict=True)))
 
 
-def run_hosts(cluster: LocalCluster, command: list[str], environment: dict[str, str]) -> list[int]:
-    return [host.wait(100) for host in start_hosts(cluster, command, **environment)]
-
-
-def check(
-    kinds: list[dict[str, Any]],
-    *,
-    run: Run = run_trainers,
-    num_processes: int = 2,
-    has_gloo: bool = False,
-    **settings: Any,
+@pytest.mark.overlap
+@pytest.mark.parametrize(
+    ("kinds", "settings", "run", "num_processes"),
+    [
+        (KINDS, {"local_transport": False}, LocalCluster.run_trainers, 2),
+        pytest.param(IN_A_RING, RING, LocalCluster.run_trainers, 2, marks=pytest.mark.ring),
+        pytest.param(
+            [{}, {"overlap": True}, {"channels_last": True}],
+            {},
+            run_hosts,
+            4,
+            marks=[pytest.mark.soak, pytest.mark.hosts],
+        ),
+        pytest.param([{}], {"max_delay": 1}, LocalCluster.run_trainers, 2, marks=pytest.mark.soak),
+        ([{"channels_last": True}], {"max_delay": 1}, LocalCluster.run_trainers, 2),
+    ],
+    ids=["pservers", "ring", "hosts", "delay", "delay, channels last"],
+)
+def test_no_step_makes_a_large_buffer(
+    kinds: list[dict[str, Any]], settings: dict[str, Any], run: Callable[..., list[int]], num_processes: int
 ) -> None:
     """No process takes a large piece of memory in a step; gloo does, in its own threads."""
     found: dict[str, dict[int, tuple[list[int], list[int]]]] = {}
+    has_gloo = settings == RING or run is run_hosts
 
     def read(name: str, line: str) -> None:
         if name.startswith("trainer") and line.startswith("[{"):  # not a warning of torch
@@ -84,7 +100,7 @@ def check(
 
     with LocalCluster(**{"pservers": 2, "trainers": 2, "lease_seconds": 5, "on_line": read, **settings}) as cluster:
         environment = {"MALLOC_MMAP_THRESHOLD_": str(LARGE_BYTES), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
-        codes = run(cluster, [sys.executable, str(SCRIPT), json.dumps(kinds)], environment)
+        codes = run(cluster, [sys.executable, str(ALLOCATION_SCRIPT), json.dumps(kinds)], env=environment)
         assert codes == [0, 0], "\n".join(cluster.output)
     assert list(found) == [str(kind) for kind in kinds]
     for kind, processes in found.items():
@@ -95,26 +111,36 @@ def check(
             assert has_gloo or per_pair(fresh) < LARGE_BYTES, (kind, rank, fresh)
 
 
-def per_pair(counts: list[int]) -> float:
-    """Of two steps, as a rule: with local steps only every second one pushes, and the kernel takes pages back, too."""
-    return statistics.median(map(sum, zip(counts[::2], counts[1::2], strict=True)))
+# ---------------------------------------------------------------------- the coordinator
 
 
-def test_no_step_makes_a_large_buffer() -> None:
-    check(KINDS, local_transport=False)
+def resident_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"process {pid} has no resident memory")
 
 
-@pytest.mark.ring
-def test_nor_does_a_ring() -> None:
-    check(IN_A_RING, has_gloo=True, pservers=0, strategy="ring")
+def ask(port: int) -> socket.socket:
+    """Ask for the chart library, 4.8 MB, with a receive buffer of 4 KiB."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.settimeout(30)
+    sock.connect(("127.0.0.1", port))
+    sock.sendall(b"GET /dashboard/plotly.min.js HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    return sock
 
 
-@pytest.mark.soak
-@pytest.mark.hosts
-def test_nor_do_hosts_of_several_processes() -> None:
-    check(IN_HOSTS, run=run_hosts, num_processes=4, has_gloo=True)
-
-
-@pytest.mark.parametrize("kind", [pytest.param({}, marks=pytest.mark.soak), {"channels_last": True}], ids=str)
-def test_nor_with_steps_that_are_delayed(kind: dict[str, Any]) -> None:
-    check([kind], max_delay=1)
+@pytest.mark.alone
+def test_clients_that_read_one_byte_and_leave_take_no_memory() -> None:
+    with LocalCluster(pservers=0, trainers=1, strategy="ring") as cluster:
+        port, pid = int(cluster.address.rpartition(":")[2]), cluster.coordinator.pid
+        with ask(port) as first:
+            assert first.recv(1) == b"H"
+        before = resident_bytes(pid)  # the library has been read and zipped
+        for _ in range(150):
+            socks = [ask(port) for _ in range(20)]
+            for sock in socks:
+                assert sock.recv(1) == b"H"
+                sock.close()
+        assert resident_bytes(pid) - before < 100 * 1024 * 1024

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import pairwise, product
+from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 
 import httpx
@@ -19,7 +22,6 @@ from safetensors.torch import load
 from torch import Tensor, nn
 
 from ps_protocol.errors import NonFiniteGradient
-from ps_protocol.optimizers import check_optimizer
 from ps_protocol.vocabulary import ParameterSpec
 from trainer_client import ParameterClient, RemoteOptimizer, Session
 from trainer_client.pushing.buckets import Bucket
@@ -27,52 +29,42 @@ from trainer_client.testing import LocalCluster
 
 from ..raising import raises_code
 from ..soaking import parametrize_sampled
-from .conftest import Carrier
-from .parity_model import run_trainers
+from .conftest import Carrier, StartCluster
+from .faulty_run import FaultyRun, wait_for_state
+from .training import NUMBERS, SGD, run_all, run_trainers, step_with, wrap_weight
 
-pytestmark = pytest.mark.cluster
-
-SGD = check_optimizer("SGD", [{"nesterov": False, "maximize": False}])
-NUMBERS = [{"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
-@contextmanager
-def cluster_of(
-    trainers: int, carrier: Carrier, *, pservers: int = 1, mode: str = "async", **settings: Any
-) -> Iterator[str]:
-    with LocalCluster(pservers=pservers, trainers=trainers, **carrier, mode=mode, **settings) as cluster:
-        yield cluster.address
-
-
-# ---------------------------------------------------------------------- no pollution
+async def join_run(client: ParameterClient, specs: Sequence[ParameterSpec], value: float = 0.0) -> None:
+    """Declare the model and upload the initial values, if this client is the uploader."""
+    await client.declare(specs, SGD)
+    if client.uploader == client.joined.rank:
+        await client.send_initial({spec.name: torch.full(spec.shape, value) for spec in specs})
+    await client.get(0)
 
 
 @pytest.mark.asyncio
 @parametrize_sampled("pushes", [300, 2000], [300])
-async def test_many_trainers_hammer_the_same_block(carrier: Carrier, pushes: int) -> None:
+async def test_many_trainers_push_to_the_same_block(shared_cluster: StartCluster, pushes: int) -> None:
     """With SGD of rate 1 and integers the value is the exact sum: every gradient was applied, and applied once."""
     num_trainers = 4
-    specs = [ParameterSpec("w", (10,))]
 
     async def train(address: str, rank: int) -> Tensor:
         async with ParameterClient(address, rank=rank) as client:
-            await client.declare(specs, SGD)
-            if client.uploader == rank:
-                await client.send_initial({"w": torch.zeros(10)})
-            await client.get(0)
+            await join_run(client, [ParameterSpec("w", (10,))])
             for step in range(1, pushes + 1):
-                gradient = torch.arange(10.0) + rank * step % 7
-                await client.send(step, {"w": gradient}, NUMBERS)
+                await client.send(step, {"w": torch.arange(10.0) + rank * step % 7}, NUMBERS)
             return (await client.get(pushes))["w"]
 
-    settings = {"wait_for_apply": True, "max_delay": pushes, "max_queued": 4}
-    with cluster_of(num_trainers, carrier, **settings) as address:
-        results = await asyncio.gather(*(train(address, rank) for rank in range(num_trainers)))
+    settings = {"mode": "async", "wait_for_apply": True, "max_delay": pushes, "max_queued": 4}
+    cluster = shared_cluster(pservers=1, trainers=num_trainers, **settings)
+    results = await asyncio.gather(*(train(cluster.address, rank) for rank in range(num_trainers)))
     expected = -sum(
         pushes * torch.arange(10.0) + sum(rank * step % 7 for step in range(1, pushes + 1))
         for rank in range(num_trainers)
     )
-    assert torch.equal(min(results, key=lambda values: values.sum().item()), expected)  # who came last saw everything
+    assert torch.equal(min(results, key=lambda values: values.sum().item()), expected)  # the last one saw everything
 
 
 # ---------------------------------------------------------------------- what a get may see
@@ -121,16 +113,14 @@ async def watch(address: str, seconds: float, *, until_torn: bool) -> tuple[int,
 @pytest.mark.asyncio
 @pytest.mark.parametrize("consistency", [pytest.param("none", marks=pytest.mark.soak), "block", "shard"])
 @pytest.mark.extended
-async def test_torn_reads(carrier: Carrier, consistency: str) -> None:
-    with cluster_of(2, carrier, read_consistency=consistency, max_delay=1_000_000, max_queued=2) as address:
-        until_torn = consistency == "none"  # else the setting would mean nothing
-        versions, torn_blocks, torn_shards = await watch(address, seconds=2, until_torn=until_torn)
-    print(f"{consistency}: {versions} versions, {torn_blocks} torn blocks, {torn_shards} torn shards")
+async def test_torn_reads(shared_cluster: StartCluster, consistency: str) -> None:
+    settings = {"mode": "async", "read_consistency": consistency, "max_delay": 1_000_000, "max_queued": 2}
+    cluster = shared_cluster(pservers=1, **settings)
+    until_torn = consistency == "none"  # else the setting would mean nothing
+    versions, torn_blocks, torn_shards = await watch(cluster.address, seconds=2, until_torn=until_torn)
     assert versions >= 3
-    if consistency != "none":
-        assert torn_blocks == 0
-    if consistency == "shard":
-        assert torn_shards == 0
+    assert torn_blocks == 0 or consistency == "none"
+    assert torn_shards == 0 or consistency != "shard"
 
 
 # ---------------------------------------------------------------------- the bounds hold, and are reached
@@ -164,11 +154,10 @@ def play(address: str, num_trainers: int, steps: int, seed: int) -> list[list[li
     ("bound", "delay"),
     [pytest.param(0, 0, marks=pytest.mark.soak), (2, 0), pytest.param(2, 3, marks=pytest.mark.extended)],
 )
-def test_max_staleness_is_never_exceeded_and_is_reached(carrier: Carrier, bound: int, delay: int) -> None:
+def test_max_staleness_is_never_exceeded_and_is_reached(shared_cluster: StartCluster, bound: int, delay: int) -> None:
     steps = 40
     settings = {"mode": "ssp", "max_staleness": bound, "max_delay": delay, "min_block_size": 10}
-    with cluster_of(3, carrier, pservers=2, **settings) as address:
-        played = play(address, 3, steps, seed=bound)
+    played = play(shared_cluster(trainers=3, **settings).address, 3, steps, seed=bound)
     leads = [step - min(held) for trainer in played for step, held in enumerate(trainer)]
     if delay:
         assert bound < max(leads) <= bound + delay  # a step may begin so much ahead of the get that it starts on
@@ -180,164 +169,309 @@ def test_max_staleness_is_never_exceeded_and_is_reached(carrier: Carrier, bound:
 
 @parametrize_sampled(("delay", "mode"), product((0, 1, 3), ("sync", "async")), [(1, "sync"), (3, "async")])
 @pytest.mark.extended
-def test_max_delay_is_never_exceeded_and_is_reached(carrier: Carrier, mode: str, delay: int) -> None:
-    with cluster_of(2, carrier, pservers=2, mode=mode, max_delay=delay, min_block_size=10) as address:
-        played = play(address, 2, 30, seed=delay)
+def test_max_delay_is_never_exceeded_and_is_reached(shared_cluster: StartCluster, mode: str, delay: int) -> None:
+    cluster = shared_cluster(mode=mode, max_delay=delay, min_block_size=10)
+    played = play(cluster.address, 2, 30, seed=delay)
     for rank, trainer in enumerate(played):
         own = [held[rank] for held in trainer]
         assert max(step - count for step, count in enumerate(own)) == delay
         assert all(new >= old for old, new in pairwise(own))
 
 
-def test_a_run_with_delay_takes_every_step(carrier: Carrier) -> None:
-    """What is on its way when the script ends is waited for."""
-
+def test_a_run_with_delay_takes_every_step(shared_cluster: StartCluster) -> None:
     def train(session: Session) -> float:
-        weight = nn.Parameter(torch.zeros(100))
-        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
+        weight, optimizer = wrap_weight(session, 100)
         for _ in range(10):
-            weight.grad = torch.ones(100)
-            optimizer.step()
+            step_with(optimizer, weight)
         optimizer.synchronize()
         return weight[0].item()
 
-    with cluster_of(2, carrier, pservers=2, mode="sync", max_delay=3, min_block_size=10) as address:
-        assert run_trainers(address, [train, train]) == [-10.0, -10.0]
+    assert run_all(shared_cluster(max_delay=3, min_block_size=10), train) == [-10.0, -10.0]
 
 
 # ---------------------------------------------------------------------- looking inside
 
 
 @pytest.mark.extended
-def test_live_parameters_are_served_although_pservers_have_no_version_in_common(carrier: Carrier) -> None:
-    stop = threading.Event()
+def test_live_parameters_are_served_although_pservers_have_no_version_in_common(shared_cluster: StartCluster) -> None:
+    cluster, stop = shared_cluster(mode="async", min_block_size=10), threading.Event()
 
     def train(session: Session) -> None:
-        weight = nn.Parameter(torch.zeros(100))
-        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
+        weight, optimizer = wrap_weight(session, 100)
         while not stop.is_set():
-            weight.grad = torch.ones(100)
-            optimizer.step()
+            step_with(optimizer, weight)
 
-    def look(address: str) -> list[float]:
+    def look() -> list[float]:
         seen: list[float] = []
         try:
             while len(seen) < 5:
-                response = httpx.get(f"{address}/v1/parameters/weight")
+                response = httpx.get(f"{cluster.address}/v1/parameters/weight")
                 if response.status_code == 200:
                     seen.append(load(response.content)["weight"][0].item())
         finally:
             stop.set()
         return seen
 
-    with cluster_of(2, carrier, pservers=2, min_block_size=10) as address, ThreadPoolExecutor(1) as other:
-        looking = other.submit(look, address)
-        run_trainers(address, [train, train])
+    with ThreadPoolExecutor(1) as other:
+        looking = other.submit(look)
+        run_all(cluster, train)
         seen = looking.result(30)
     assert seen == sorted(seen, reverse=True)
 
 
-# ---------------------------------------------------------------------- one mode for all
+# ---------------------------------------------------------------------- refusals and failures
 
 
-def test_a_trainer_that_was_started_for_another_mode_is_told_the_difference(carrier: Carrier) -> None:
-    with cluster_of(1, carrier, mode="ssp", max_staleness=3) as address:
-        for expected in ({"mode": "sync"}, {"mode": "ssp", "max_staleness": 5}):
-            with raises_code("mode_mismatch") as refused:
-                Session(coordinator=address, **expected)
-            wrong = {name: value for name, value in expected.items() if value != "ssp"}
-            assert refused.value.facts["actual"] == wrong
-            served = {"mode": "ssp", "max_staleness": 3}
-            assert refused.value.facts["expected"] == {name: served[name] for name in wrong}
-        Session(coordinator=address, mode="ssp", max_staleness=3).close()
-
-
-# ---------------------------------------------------------------------- a step that fails
+@pytest.mark.parametrize(
+    ("expected", "wrong"),
+    [({"mode": "sync"}, {"mode": "sync"}), ({"mode": "ssp", "max_staleness": 5}, {"max_staleness": 5})],
+    ids=str,
+)
+def test_a_trainer_that_expects_another_mode_gets_the_difference(
+    shared_cluster: StartCluster, expected: dict[str, Any], wrong: dict[str, Any]
+) -> None:
+    served = {"mode": "ssp", "max_staleness": 3}
+    cluster = shared_cluster(pservers=1, trainers=1, **served)
+    with raises_code("mode_mismatch") as refused:
+        Session(coordinator=cluster.address, **expected)
+    assert refused.value.facts["actual"] == wrong
+    assert refused.value.facts["expected"] == {name: served[name] for name in wrong}
+    Session(coordinator=cluster.address, **served).close()
 
 
 @pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.extended
-def test_a_step_that_could_not_begin_or_is_refused_holds_nobody_up(
-    carrier: Carrier, delay: int, monkeypatch: pytest.MonkeyPatch
+def test_a_step_that_could_not_begin_or_is_refused_holds_no_trainer_up(
+    shared_cluster: StartCluster, delay: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
     def train(session: Session) -> float:
-        weight = nn.Parameter(torch.zeros(100))
-        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
-
-        def step(gradient: float) -> None:
-            weight.grad = torch.full((100,), gradient)
-            optimizer.step()
-
-        step(1.0)
+        weight, optimizer = wrap_weight(session, 100)
+        step_with(optimizer, weight)
         if delay == 0:  # else the script would have to be started again
             with monkeypatch.context() as patch:
-                patch.setattr(Bucket, "fill", interrupted)
+                patch.setattr(Bucket, "fill", interrupt)
                 with pytest.raises(KeyboardInterrupt):
-                    step(2.0)
+                    step_with(optimizer, weight, value=2.0)
             optimizer.synchronize()  # finishes it
-        with pytest.raises(NonFiniteGradient):  # noqa: PT012 - with a delay it is a later step that hears of it
-            for gradient in (float("nan"), 10.0, 20.0):
-                step(gradient)
+        with pytest.raises(NonFiniteGradient):  # noqa: PT012 - with a delay a later step raises it
+            for gradient in (math.nan, 10.0, 20.0):
+                step_with(optimizer, weight, value=gradient)
             optimizer.synchronize()
         for _ in range(4):
-            step(1.0)
+            step_with(optimizer, weight)
         optimizer.synchronize()
         return weight[0].item()
 
-    with cluster_of(1, carrier, mode="sync", max_delay=delay) as address:
-        assert run_trainers(address, [train]) == [-5.0 if delay else -7.0]
-
-
-def interrupted(*_: object, **__: object) -> None:
-    raise KeyboardInterrupt
+    cluster = shared_cluster(pservers=1, trainers=1, max_delay=delay)
+    assert run_all(cluster, train) == [-5.0 if delay else -7.0]
 
 
 @pytest.mark.asyncio
 @pytest.mark.extended
-async def test_who_leaves_after_a_step_that_is_queued_everywhere_fails_nobody(carrier: Carrier) -> None:
-    with cluster_of(1, carrier) as address:
-        client = ParameterClient(address, rank=0, world_size=1)
-        await client.join()
-        await client.declare([ParameterSpec("w", (4,), "F32", 0)], SGD)
-        await client.send_initial({"w": torch.zeros(4)})
-        await client.get(0)
+async def test_a_trainer_may_leave_after_a_step_that_is_queued_everywhere(shared_cluster: StartCluster) -> None:
+    cluster = shared_cluster(pservers=1, trainers=1, mode="async")
+    async with ParameterClient(cluster.address, rank=0, world_size=1) as client:
+        await join_run(client, [ParameterSpec("w", (4,))])
         await client.send(1, {"w": torch.ones(4)}, NUMBERS)
-        await client.leave()
-        async with httpx.AsyncClient() as http:
-            status = (await http.get(f"{address}/v1/status")).json()
-        assert status["state"] == "finished", status
+    assert cluster.status().state == "finished"
 
 
 @pytest.mark.asyncio
 @pytest.mark.extended
-async def test_a_change_does_not_wait_until_no_push_waits_for_the_log(carrier: Carrier) -> None:
+async def test_a_change_does_not_wait_until_no_push_waits_for_the_log(shared_cluster: StartCluster) -> None:
     """Eight trainers push 8 MB as fast as they can, so that at the end of each fsync other pushes wait."""
     num_trainers, spec = 8, ParameterSpec("w", (2_000_000,))
+    cluster = shared_cluster(pservers=1, trainers=num_trainers, mode="async", durability="fsync")
     begun, stop = asyncio.Semaphore(0), asyncio.Event()
 
-    async def train(address: str, rank: int) -> None:
-        gradient = torch.ones(spec.shape)
-        async with ParameterClient(address, rank=rank) as client:
-            await client.declare([spec], SGD)
-            if client.uploader == rank:
-                await client.send_initial({"w": torch.zeros(spec.shape)})
-            await client.get(0)
+    async def train(rank: int) -> None:
+        async with ParameterClient(cluster.address, rank=rank) as client:
+            await join_run(client, [spec])
             step = 0
             while not stop.is_set():
                 step += 1
-                await client.send(step, {"w": gradient}, NUMBERS)
+                await client.send(step, {"w": torch.ones(spec.shape)}, NUMBERS)
                 await client.get(step)
                 begun.release()
 
-    with cluster_of(num_trainers, carrier, durability="fsync") as address:
-        trainers = [asyncio.create_task(train(address, rank)) for rank in range(num_trainers)]
-        async with httpx.AsyncClient(base_url=address, timeout=30) as http, asyncio.timeout(120):
-            for _ in range(3 * num_trainers):
-                await begun.acquire()
-            for number in range(1, 5):
-                began = time.monotonic()
-                answer = await http.put("/v1/controls/rate", json={"rate": 1e-6 * number})
-                assert answer.status_code == 200, answer.text
-                assert time.monotonic() - began < 5
-            stop.set()
-            await asyncio.gather(*trainers)
+    trainers = [asyncio.create_task(train(rank)) for rank in range(num_trainers)]
+    async with httpx.AsyncClient(base_url=cluster.address, timeout=30) as http, asyncio.timeout(120):
+        for _ in range(3 * num_trainers):
+            await begun.acquire()
+        for number in range(1, 5):
+            began = time.monotonic()
+            answer = await http.put("/v1/controls/rate", json={"rate": 1e-6 * number})
+            assert answer.status_code == 200, answer.text
+            assert time.monotonic() - began < 5
+        stop.set()
+        await asyncio.gather(*trainers)
+
+
+# ---------------------------------------------------------------------- processes that die
+
+ROUNDS = 150
+
+
+def counting(rounds: int = ROUNDS, **settings: Any) -> FaultyRun:
+    """Begin a run in which a get waits for the trainer's own updates only, so that trainers drift apart."""
+    return FaultyRun(
+        rounds, kind="counting", **{"mode": "async", "durability": "log", "min_block_size": 64, **settings}
+    )
+
+
+def assert_all_applied(run: FaultyRun) -> None:
+    """Each trainer has seen all of its own contributions; and who was last, those of everybody.
+
+    The first to end may see the others' steps half, or not all.
+    """
+    seen, steps = zip(*(result.split() for result in run.results(90)), strict=True)
+    assert min(map(int, steps)) >= ROUNDS
+    assert ",".join(steps) in seen
+    for rank, counts in enumerate(seen):
+        assert counts.split(",")[rank] == steps[rank]
+
+
+def kill_between_checkpoints(run: FaultyRun, state: Path) -> None:
+    """Some steps after the first checkpoint pserver 1 dies; the next one would have been far away."""
+    run.wait_for(lambda: any(state.glob("checkpoints/*/*/manifest.json")), "a checkpoint")
+    run.wait_for_round(run.round_of(0) + 5)
+    run.kill(run.cluster.pservers[1])
+
+
+@pytest.mark.extended
+def test_each_role_dies_once(carrier: Carrier) -> None:
+    with counting(**carrier, checkpoint_rounds=40) as run:
+        run.wait_for_round(20)
+        run.restart_pserver(1)
+        run.wait_for_round(run.round_of(0) + 30)
+        run.restart_trainer(1)
+        run.kill(run.cluster.coordinator)
+        run.wait_for_round(run.round_of(0) + 10)
+        run.cluster.restart_coordinator()
+        assert_all_applied(run)
+        begun = [int(line.split()[-1]) for line in run.lines if line.startswith("[trainer 1] begin")]
+        assert begun[1] >= 30
+
+
+@pytest.mark.extended
+@parametrize_sampled(
+    "name", ["log.append.before", "log.append.after", "apply.before", "apply.after"], sample=["apply.before"]
+)
+def test_a_pserver_dies_at_each_point_and_nothing_is_lost(name: str) -> None:
+    with counting(mode="ssp", max_staleness=2) as run:
+        run.wait_for_round(3)
+        run.restart_pserver(1, GRADPOST_FAILPOINTS=f"{name}=kill@40")
+        run.cluster.pservers[1].wait(40)
+        run.cluster.start_pserver(1)
+        assert_all_applied(run)
+
+
+@pytest.mark.extended
+@parametrize_sampled(
+    "name", ["checkpoint.rename", "checkpoint.shard", "freeze.after", "install.before"], sample=["checkpoint.shard"]
+)
+def test_a_pserver_dies_in_a_checkpoint_or_a_change_and_nothing_is_lost(name: str) -> None:
+    with counting(checkpoint_rounds=15) as run:
+        run.wait_for_round(3)
+        run.restart_pserver(1, GRADPOST_FAILPOINTS=f"{name}=kill@2")
+        run.wait_for_rounds_or_death(3, run.cluster.pservers[1])
+        run.restart_trainer(1)
+        run.cluster.pservers[1].wait(40)
+        run.cluster.start_pserver(1)
+        assert_all_applied(run)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"max_delay": 2},
+        pytest.param({"mode": "ssp", "max_staleness": 0, "read_consistency": "shard"}, marks=pytest.mark.soak),
+        pytest.param({"compensation": "dc"}, marks=pytest.mark.soak),
+        pytest.param({"wait_for_apply": False}, marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
+def test_nothing_is_lost_under_other_rules(rules: dict[str, Any]) -> None:
+    with counting(checkpoint_rounds=25, **rules) as run:
+        for index in (0, 1):
+            run.wait_for_round(20 + 50 * index)
+            run.restart_pserver(index)
+        if rules.get("wait_for_apply", True):
+            assert_all_applied(run)
+        else:
+            run.results(90)
+            assert {run.cluster.pserver_state(index).round for index in (0, 1)} == {2 * ROUNDS}
+
+
+@pytest.mark.extended
+def test_a_rolling_restart_loses_nothing_even_without_a_log() -> None:
+    with counting(durability="none") as run:
+        for index in (0, 1):
+            run.wait_for_round(20 + 50 * index)
+            run.restart_gracefully(index)
+        assert_all_applied(run)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("durability", ["none", "log"])
+def test_a_pserver_without_a_log_goes_on_from_its_checkpoint_and_logs_the_loss(tmp_path: Path, durability: str) -> None:
+    """Under `log` the pserver has lost its disk."""
+    with counting(durability=durability, state_dir=tmp_path, checkpoint_rounds=60) as run:
+        kill_between_checkpoints(run, tmp_path)
+        if durability == "log":
+            shutil.rmtree(tmp_path / "pserver-1")
+        run.cluster.start_pserver(1)
+        results = [result.split()[0] for result in run.results(90)]
+        lost = run.wait_for_line("steps that an earlier incarnation of this pserver acknowledged are lost")
+        assert "[pserver 1]" in lost
+        assert all("/" in result for result in results)  # pserver 0 has all of them
+        assert run.cluster.pserver_state(0).round == 2 * ROUNDS
+
+
+@pytest.mark.asyncio
+@pytest.mark.extended
+@parametrize_sampled("policy", ["fail", "continue"], ["fail"])
+async def test_no_trainer_is_blamed_for_a_pserver_that_is_away_longer_than_the_round_time_out(policy: str) -> None:
+    """Trainer 1 cannot get step 1 from pserver 1, so at pserver 0 trainer 0 waits in vain for step 2 of trainer 1."""
+    specs = [ParameterSpec(name, (10,)) for name in "ab"]
+    gradient = {spec.name: torch.ones(spec.shape) for spec in specs}
+    rules = {"mode": "ssp", "max_staleness": 0, "durability": "log", "on_trainer_loss": policy}
+    with LocalCluster(pservers=2, trainers=2, lease_seconds=2, round_timeout_seconds=3, **rules) as cluster:
+
+        async def begin(client: ParameterClient, rank: int) -> None:
+            await join_run(client, specs)
+            await client.send(1, gradient, NUMBERS)
+
+        async def go_on(client: ParameterClient) -> dict[str, Tensor]:
+            await client.get(1)
+            await client.send(2, gradient, NUMBERS)
+            return await client.get(2)
+
+        async with ParameterClient(cluster.address, rank=0) as first, ParameterClient(cluster.address, rank=1) as other:
+            await asyncio.gather(begin(first, 0), begin(other, 1))
+            ahead = asyncio.create_task(go_on(first))
+            await asyncio.to_thread(wait_for_state, cluster, lambda state: state.missing == (1,))
+            cluster.pservers[1].signal(SIGKILL)
+            behind = asyncio.create_task(go_on(other))
+            await asyncio.to_thread(wait_for_state, cluster, lambda state: state.waiting_seconds > 5)
+            cluster.start_pserver(1)
+            for values in await asyncio.gather(ahead, behind):
+                assert all(torch.equal(values[spec.name], torch.full((10,), -4.0)) for spec in specs)
+
+
+@pytest.mark.extended
+def test_who_comes_back_under_continue_need_not_catch_up() -> None:
+    with counting(1000, mode="ssp", max_staleness=3, on_trainer_loss="continue", lease_seconds=1) as run:
+        run.wait_for_round(10, rank=1)
+        run.kill(run.cluster.trainers[1])
+        run.wait_for_round(run.round_of(1) + 40)  # beyond the bound: nobody waits for it any more
+        run.start_trainer(1)
+        run.wait_for_line("[trainer 1] begin", 2)
+        before = run.round_of(0)
+        assert run.round_of(1) >= 45
+        run.wait_for_round(before + 50)
+        assert abs(run.round_of(0) - run.round_of(1)) <= 3 + 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,32 +14,26 @@ from ps_protocol.errors import BadModel
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
-from .conftest import Carrier
-from .parity_model import run_trainers
+from .conftest import StartCluster
+from .training import assert_close, run_all, seeded
 
 pytestmark = pytest.mark.cluster
 
 STEPS = 4
 ROUNDING = 1e-6
-KINDS: list[dict[str, Any]] = [{}, {"overlap": True}, {"push_type": "topk"}, {"max_grad_norm": 1e-3}]
 LOCAL = "1.num_batches_tracked"
 
 
 @pytest.fixture(scope="module")
-def cluster(carrier: Carrier) -> Iterator[LocalCluster]:
-    with LocalCluster(
-        pservers=2, trainers=2, **carrier, min_block_size=2, lease_seconds=5, on_trainer_loss="fail"
-    ) as cluster:
-        yield cluster
+def cluster(shared_cluster: StartCluster) -> LocalCluster:
+    return shared_cluster(min_block_size=2, on_trainer_loss="fail")
 
 
 def make_model() -> nn.Sequential:
-    generator = torch.Generator().manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.uniform_(-1, 1, generator=generator)
-    return model
+    return seeded(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)), 1, 1.0)
+
+
+KINDS: list[dict[str, Any]] = [{}, {"overlap": True}, {"push_type": "topk"}, {"max_grad_norm": 1e-3}]
 
 
 def compute(model: nn.Module, step: int, rank: int) -> None:
@@ -52,26 +45,20 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def average(models: list[nn.Module]) -> None:
-    for name, _ in models[0].named_buffers():
-        if name != LOCAL:
-            every = [dict(model.named_buffers())[name] for model in models]
-            mean = torch.stack(every).mean(0)
-            for one in every:
-                one.copy_(mean)
-
-
-def expected() -> list[list[dict[str, Tensor]]]:
-    """By trainer and step; the weights stand still."""
-    models: list[nn.Module] = [make_model() for _ in range(2)]
-    found: list[list[dict[str, Tensor]]] = [[], []]
+def assert_as_expected(found: list[list[dict[str, Tensor]]]) -> None:
+    """Compare with models in one process, whose buffers are averaged after each step; the weights stand still."""
+    models = [make_model() for _ in range(2)]
     for step in range(STEPS):
         for rank, model in enumerate(models):
             compute(model, step, rank)
-        average(models)
+        for name, _ in models[0].named_buffers():
+            if name != LOCAL:
+                every = [dict(model.named_buffers())[name] for model in models]
+                mean = torch.stack(every).mean(0)
+                for one in every:
+                    one.copy_(mean)
         for rank, model in enumerate(models):
-            found[rank].append(buffers_of(model))
-    return found
+            assert_close(found[rank][step], buffers_of(model), ROUNDING, ROUNDING)
 
 
 def train(session: Session, **arguments: Any) -> list[dict[str, Tensor]]:
@@ -86,22 +73,14 @@ def train(session: Session, **arguments: Any) -> list[dict[str, Tensor]]:
     return found
 
 
-def assert_as_expected(found: list[list[dict[str, Tensor]]]) -> None:
-    for rank, steps in enumerate(expected()):
-        for step, buffers in enumerate(steps):
-            for name, buffer in buffers.items():
-                torch.testing.assert_close(found[rank][step][name], buffer, rtol=ROUNDING, atol=ROUNDING)
-
-
 @pytest.mark.parametrize("arguments", KINDS, ids=str)
 def test_buffers_become_their_mean_in_every_step(cluster: LocalCluster, arguments: dict[str, Any]) -> None:
-    assert_as_expected(run_trainers(cluster.address, [partial(train, **arguments)] * 2, bucket_bytes=50))
+    assert_as_expected(run_all(cluster, partial(train, **arguments), bucket_bytes=50))
 
 
 @pytest.mark.ring
-def test_so_they_are_in_a_ring() -> None:
-    with LocalCluster(pservers=0, trainers=2, strategy="ring", lease_seconds=5) as ring:
-        assert_as_expected(run_trainers(ring.address, [train, train]))
+def test_they_become_their_mean_in_a_ring(ring: LocalCluster) -> None:
+    assert_as_expected(run_all(ring, train))
 
 
 def test_the_state_of_an_optimizer_leaves_them_out(cluster: LocalCluster) -> None:
@@ -113,7 +92,7 @@ def test_the_state_of_an_optimizer_leaves_them_out(cluster: LocalCluster) -> Non
         return optimizer.state_dict()
 
     fresh = torch.optim.Adam(make_model().parameters())
-    for saved in run_trainers(cluster.address, [work, work]):
+    for saved in run_all(cluster, work):
         assert list(saved["state"]) == saved["param_groups"][0]["params"]
         fresh.load_state_dict(saved)
 
@@ -123,17 +102,14 @@ def test_they_are_no_part_of_the_norm_and_not_clipped(cluster: LocalCluster) -> 
     def work(session: Session) -> tuple[float | None, float]:
         model = make_model()
         optimizer = RemoteOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.0),
-            model=model,
-            session=session,
-            max_grad_norm=0.5,
+            torch.optim.SGD(model.parameters(), lr=0.0), model=model, session=session, max_grad_norm=0.5
         )
         compute(model, 0, 0)
         own = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).norm().item()
         optimizer.step()
         return optimizer.grad_norm, own
 
-    for norm, own in run_trainers(cluster.address, [work, work]):
+    for norm, own in run_all(cluster, work):
         assert norm == pytest.approx(own)
 
 
@@ -154,7 +130,7 @@ def mean_of_the_exported(cluster: LocalCluster, **arguments: Any) -> float:
         session.report(done=1)
         exported.append(load(b"".join(cluster.view.model())))
 
-    run_trainers(cluster.address, [work, work])
+    run_all(cluster, work)
     return exported[-1]["0.running_mean"].item()
 
 
@@ -170,17 +146,15 @@ def test_a_model_that_is_read_has_statistics_of_its_weights(cluster: LocalCluste
     [{"max_delay": 2}, {"mode": "async", "compensation": "dc"}, {"mode": "ssp", "max_staleness": 1}],
     ids=str,
 )
-def test_such_a_model_comes_of_every_mode(carrier: Carrier, settings: dict[str, Any]) -> None:
-    with LocalCluster(pservers=2, trainers=2, **carrier, lease_seconds=5, **settings) as cluster:
-        # In asynchronous modes the last steps may be those of one trainer.
-        assert 0.9 < mean_of_the_exported(cluster) < 3.1
+def test_such_a_model_comes_of_every_mode(shared_cluster: StartCluster, settings: dict[str, Any]) -> None:
+    # In asynchronous modes the last steps may be those of one trainer.
+    assert 0.9 < mean_of_the_exported(shared_cluster(**settings)) < 3.1
 
 
-def test_a_skipped_round_leaves_the_means_of_the_round_before(carrier: Carrier) -> None:
+def test_a_skipped_round_leaves_the_means_of_the_round_before(shared_cluster: StartCluster) -> None:
     def work(session: Session) -> list[dict[str, Tensor]]:
-        model = make_model()
+        model, found = make_model(), []
         optimizer = RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model=model, session=session)
-        found = []
         for step in range(3):
             optimizer.zero_grad()
             compute(model, step, session.rank)
@@ -190,13 +164,11 @@ def test_a_skipped_round_leaves_the_means_of_the_round_before(carrier: Carrier) 
             found.append({name: buffer for name, buffer in buffers_of(model).items() if name != LOCAL})
         return found
 
-    with LocalCluster(
-        pservers=2, trainers=2, **carrier, nonfinite="skip_round", on_trainer_loss="fail", lease_seconds=5
-    ) as cluster:
-        for first, skipped, third in run_trainers(cluster.address, [work, work]):
-            for name in first:
-                assert torch.equal(skipped[name], first[name])
-                assert not torch.equal(third[name], first[name])
+    cluster = shared_cluster(nonfinite="skip_round", on_trainer_loss="fail")
+    for first, skipped, third in run_all(cluster, work):
+        for name in first:
+            assert torch.equal(skipped[name], first[name])
+            assert not torch.equal(third[name], first[name])
 
 
 def test_buffers_that_are_replaced_infinite_or_of_16_bits(cluster: LocalCluster) -> None:
@@ -213,7 +185,7 @@ def test_buffers_that_are_replaced_infinite_or_of_16_bits(cluster: LocalCluster)
             optimizer.step()
         return [model.level, model.mask, model.short]
 
-    for level, mask, short in run_trainers(cluster.address, [work, work]):
+    for level, mask, short in run_all(cluster, work):
         assert level.tolist() == [1.5 + 1.5 + 0.5] * 3  # the one that is not a number counts as it was before
         assert mask.tolist() == [[0, -torch.inf], [0, 0]]
         assert short.tolist() == [1.5, 1.5]
@@ -227,4 +199,4 @@ def test_a_buffer_that_becomes_another_one_is_refused(cluster: LocalCluster) -> 
         with pytest.raises(BadModel, match=r"1\.running_mean.*has become another one"):
             optimizer.step()
 
-    run_trainers(cluster.address, [work, work])
+    run_all(cluster, work)

@@ -13,10 +13,12 @@ import pytest
 
 import gradpost
 
-from .test_slow_places import size_of
+from .test_disks import size_of
 from .up_support import ROOT, RunningUp
 
 SCRIPT = ROOT / "examples" / "digits.py"
+
+
 STEPS = 8 * 23
 
 
@@ -40,7 +42,6 @@ def disk_use(folder: Path) -> int:
     ],
 )
 def test_two_trainers_learn_the_digits(tmp_path: Path, flags: str, local_steps: int, rounds: int) -> None:
-    """The same script in all modes."""
     arguments = ("--json", *flags.split(), "--", "python", SCRIPT)
     settings = {"GRADPOST_LOCAL_STEPS": str(local_steps)}
     largest = 0

@@ -1,27 +1,34 @@
-"""The end of a run, while something dies: who is done says so, and what is lost then is not passed over in silence."""
+"""Processes die around the end of a run, or when it is resumed: nothing is lost, and what is lost is an error."""
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
+import subprocess
 import sys
-import textwrap
-import threading
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from ps_protocol.errors import ContributionConflict, NonFiniteGradient
 from services.pserver.durable.records import Record, read_records
 from services.pserver.durable.update_log import Update, list_segments
-from trainer_client.testing import LocalCluster
+from trainer_client import RemoteOptimizer, Session
+from trainer_client.testing.local_cluster import find_our_packages
 
+from ..soaking import parametrize_sampled
+from .conftest import StartCluster
 from .faulty_run import SCRIPT, FaultyRun
+from .training import expected_result
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(180)]
 
-COUNTING = SCRIPT.with_name("counting_script.py")
+FIRST_ROUNDS = 20
 
 
 def lose_the_log_after(round_: int, state_dir: Path) -> None:
@@ -36,64 +43,21 @@ def lose_the_log_after(round_: int, state_dir: Path) -> None:
         os.truncate(segment.path, ends[round_])
 
 
-class Lines:
-    """What a cluster has printed; to be its `on_line`."""
-
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-        self._more = threading.Condition()
-
-    def __call__(self, name: str, line: str) -> None:
-        with self._more:
-            self._lines.append(line)
-            self._more.notify_all()
-
-    def wait_for(self, text: str) -> None:
-        with self._more:
-            found = self._more.wait_for(lambda: any(text in line for line in self._lines), 30)
-            assert found, f"waited in vain for {text!r}: {self._lines[-20:]}"
-
-
-def run_script(folder: Path, script: str, **settings: Any) -> LocalCluster:
-    """A cluster, not started yet, for a script that is written to the folder."""
-    (folder / "script.py").write_text(textwrap.dedent(script))
-    return LocalCluster(pservers=1, lease_seconds=2, **settings)
-
-
-QUICK = """
-    import time, torch
-    from trainer_client import RemoteOptimizer
-    model = torch.nn.Linear(4, 4)
-    optimizer = RemoteOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1))
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-    print("trained", flush=True)
-    time.sleep(1.5)  # until the coordinator has been killed
-"""
-
-
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
-def test_a_script_that_ends_while_the_coordinator_is_away_is_not_lost(tmp_path: Path, host: str) -> None:
+def test_a_script_that_ends_while_the_coordinator_is_away_is_not_lost(host: str) -> None:
     """It leaves when the interpreter ends, where no thread of a pool looks up a name any more."""
-    lines = Lines()
-    with run_script(tmp_path, QUICK, trainers=1, rejoin_timeout_seconds=10, on_line=lines) as cluster:
-        address = cluster.address.replace("127.0.0.1", host)
-        child = cluster.start_trainer(
-            0, [sys.executable, str(tmp_path / "script.py")], {"GRADPOST_COORDINATOR": address}
-        )
-        lines.wait_for("trained")
-        cluster.coordinator.signal(SIGKILL)
-        cluster.coordinator.wait(10)
-        lines.wait_for("waiting for the coordinator")
-        cluster.restart_coordinator()
-        assert child.wait(30) == 0
-        assert cluster.summary().state == "finished"
+    with FaultyRun(60, trainers=1, pservers=1, rejoin_timeout_seconds=30) as run:
+        run.environment = {"GRADPOST_COORDINATOR": run.cluster.address.replace("127.0.0.1", host)}
+        run.restart_trainer(0)
+        run.wait_for_round(10)
+        run.kill(run.cluster.coordinator)
+        run.wait_for_line("waiting for the coordinator")
+        run.cluster.restart_coordinator()
+        assert run.results() == [expected_result(60, trainers=1)]
+        assert run.cluster.summary().state == "finished"
 
 
 def test_rounds_that_are_lost_when_somebody_is_done_end_the_run(tmp_path: Path) -> None:
-    """The others would train them again without its part, or not at all: wrong numbers, or older ones."""
     with FaultyRun(40, pservers=1, state_dir=str(tmp_path)) as run:
         run.cluster.trainers[1].signal(SIGKILL)
         run.rounds = 400
@@ -104,7 +68,7 @@ def test_rounds_that_are_lost_when_somebody_is_done_end_the_run(tmp_path: Path) 
         run.cluster.start_pserver(0)
         assert run.cluster.trainers[1].wait(60) == 1
         said = run.wait_for_line("Ended: rounds", of="trainer 1")
-        assert "trainer 0 cannot take them again, being done" in said
+        assert "cannot be repeated, because trainer 0 left" in said
 
 
 def test_a_finished_run_whose_last_rounds_are_lost_is_not_finished(tmp_path: Path) -> None:
@@ -120,7 +84,7 @@ def test_a_finished_run_whose_last_rounds_are_lost_is_not_finished(tmp_path: Pat
 
 def test_asynchronous_a_log_that_has_lost_its_end_is_gone_on_from(tmp_path: Path) -> None:
     settings = {"mode": "async", "durability": "log", "round_timeout_seconds": 5}
-    with FaultyRun(60, pservers=1, state_dir=str(tmp_path), script=COUNTING, **settings) as run:
+    with FaultyRun(60, pservers=1, state_dir=str(tmp_path), kind="counting", **settings) as run:
         run.wait_for_round(20)
         run.kill(run.cluster.pservers[0])
         lose_the_log_after(30, tmp_path)
@@ -130,87 +94,151 @@ def test_asynchronous_a_log_that_has_lost_its_end_is_gone_on_from(tmp_path: Path
         run.wait_for_line("steps that an earlier incarnation of this pserver acknowledged are lost")
 
 
-AMP = """
-    import torch
-    from trainer_client import RemoteOptimizer, connect
-    session = connect()
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 2)
-    optimizer = RemoteOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.5))
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for iteration in range(1, 7):
-        optimizer.zero_grad()
-        factor = 1e38 if session.rank == 1 and iteration == 3 else 1.0
-        scaler.scale((model(torch.ones(3, 4)) * factor).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert optimizer.round == iteration, "the trainers are in different rounds"
-    print("bias", model.bias.tolist(), flush=True)
-"""
+def test_after_a_refused_gradient_only_the_same_one_corrected_can_follow(shared_cluster: StartCluster) -> None:
+    cluster = shared_cluster(pservers=1, trainers=1, slice_parameters=False, on_trainer_loss="fail")
+    with Session(coordinator=cluster.address, rank=0, world_size=1) as session:
+        parameters = {name: nn.Parameter(torch.zeros(50_000)) for name in ("a", "b")}
+        local = torch.optim.SGD(parameters.items(), lr=1.0)
+        optimizer = RemoteOptimizer(local, session=session, bucket_bytes=4096)
 
-
-def test_an_overflow_of_one_trainers_gradscaler_skips_the_round_for_all(tmp_path: Path) -> None:
-    with run_script(tmp_path, AMP, trainers=2, nonfinite="skip_round") as cluster:
-        assert cluster.run_trainers([sys.executable, str(tmp_path / "script.py")], timeout=60) == [0, 0]
-        printed = {line.partition("bias ")[2] for line in cluster.output if "bias" in line}
-        skipped = [line for line in cluster.output if "round 3 was skipped on all pservers" in line]
-        assert len(printed) == 1
-        assert len(skipped) == 2
-    torch_bias = expected_amp_bias()
-    assert printed == {str(torch_bias)}
-
-
-def expected_amp_bias() -> list[float]:
-    """Five steps of the six, in one process."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for _ in range(5):
-        optimizer.zero_grad()
-        model(torch.ones(3, 4)).sum().backward()
-        optimizer.step()
-    bias: list[float] = model.bias.tolist()
-    return bias
-
-
-@pytest.mark.parametrize("policy", [pytest.param("reject", marks=pytest.mark.extended), "allow"])
-def test_unless_rounds_are_skipped_an_overflow_is_an_error_that_says_what_to_do(tmp_path: Path, policy: str) -> None:
-    with run_script(tmp_path, AMP, trainers=2, on_trainer_loss="fail", nonfinite=policy) as cluster:
-        assert cluster.run_trainers([sys.executable, str(tmp_path / "script.py")], timeout=60) == [1, 1]
-        assert any("NonFiniteGradient" in line and "it has to be skip_round" in line for line in cluster.output)
-
-
-REFUSED = """
-    import torch
-    from ps_protocol.errors import ContributionConflict, NonFiniteGradient
-    from trainer_client import RemoteOptimizer
-    parameters = [(name, torch.nn.Parameter(torch.zeros(50_000))) for name in ("a", "b")]
-    optimizer = RemoteOptimizer(torch.optim.SGD(parameters, lr=1.0), bucket_bytes=4096)
-
-    def step(a, b):
-        for (_, parameter), value in zip(parameters, (a, b)):
-            parameter.grad = torch.full_like(parameter, value)
-        try:
+        def step(a: float, b: float) -> None:
+            for parameter, value in zip(parameters.values(), (a, b), strict=True):
+                parameter.grad = torch.full_like(parameter, value)
             optimizer.step()
-        except (NonFiniteGradient, ContributionConflict) as error:
-            print("error", type(error).__name__, error, flush=True)
 
-    step(1.0, float("nan"))
-    step(1.0, 2.0)  # the same, mended
-    print("round", optimizer.round, flush=True)
-    for _ in range(5):  # the push of a may be cancelled when that of b is refused
-        step(1.0, float("nan"))
-    step(3.0, 2.0)
-"""
+        with pytest.raises(NonFiniteGradient):
+            step(1.0, math.nan)
+        step(1.0, 2.0)  # the same, corrected
+        assert optimizer.round == 1
+        for _ in range(5):  # the push of a may be cancelled when that of b is refused
+            with pytest.raises(NonFiniteGradient):
+                step(1.0, math.nan)
+        with pytest.raises(ContributionConflict, match=r"NaN or infinity in block 'b\.block0'.* has to end"):
+            step(3.0, 2.0)
 
 
-def test_after_a_refused_gradient_only_the_same_one_mended_can_follow(tmp_path: Path) -> None:
-    with run_script(tmp_path, REFUSED, trainers=1, nonfinite="reject", slice_parameters=False) as cluster:
-        cluster.run_trainers([sys.executable, str(tmp_path / "script.py")], timeout=60)
-        said = [line.partition("] ")[2] for line in cluster.output if "] error" in line or "] round" in line]
-    assert [line[:28].split()[:2] for line in said] == [
-        ["error", "NonFiniteGradient"], ["round", "1"], *[["error", "NonFiniteGradient"]] * 5,
-        ["error", "ContributionConflict"],
-    ]  # fmt: skip
-    assert "has to end" in said[-1]
-    assert "NaN or infinity in block 'b.block0'" in said[-1]
+# ---------------------------------------------------------------------- runs that are resumed
+
+
+def begin(folder: Path, **settings: Any) -> None:
+    with FaultyRun(FIRST_ROUNDS, pservers=1, state_dir=str(folder), **settings) as run:
+        run.results()
+        run.cluster.summary()  # answered when the last checkpoint is written
+
+
+def resumed(folder: Path, rounds: int = 60, pservers: int = 2, **settings: Any) -> FaultyRun:
+    """It cannot take over the disks of one pserver, and begins with the checkpoint."""
+    return FaultyRun(rounds, pservers=pservers, state_dir=str(folder), resume=True, **settings)
+
+
+@parametrize_sampled("is_told_again", [False, True], [True])
+def test_everybody_dies_before_the_checkpoint_is_installed(tmp_path: Path, is_told_again: bool) -> None:
+    begin(tmp_path)
+    with resumed(tmp_path, failpoints="open.before=kill") as run:
+        for pserver in run.cluster.pservers:
+            pserver.wait(60)
+        run.kill(run.cluster.coordinator)
+        # A supervisor starts it again with the environment that it had.
+        run.cluster.restart_coordinator(GRADPOST_FAILPOINTS="", GRADPOST_RESUME=str(is_told_again).lower())
+        for index in range(2):
+            run.cluster.start_pserver(index, GRADPOST_FAILPOINTS="")
+        assert run.results() == [expected_result(60)] * 2
+        assert "begin 20" in run.wait_for_line("begin 20")
+
+
+@parametrize_sampled("is_told_again", [False, True], [False])
+def test_the_coordinator_dies_when_the_run_begins_and_a_pserver_later(tmp_path: Path, is_told_again: bool) -> None:
+    begin(tmp_path)
+    with resumed(tmp_path, rounds=200) as run:
+        run.kill(run.cluster.coordinator)
+        again = {"GRADPOST_RESUME": str(is_told_again).lower()}
+        run.cluster.restart_coordinator(GRADPOST_FAILPOINTS="begin.before=kill", **again)
+        run.cluster.coordinator.wait(60)
+        run.cluster.restart_coordinator(**again)
+        run.wait_for_round(60)
+        run.restart_pserver(0)
+        assert run.results() == [expected_result(200)] * 2
+
+
+def test_who_was_done_is_not_awaited_by_a_coordinator_that_is_told_again_to_resume(tmp_path: Path) -> None:
+    begin(tmp_path)
+    with resumed(tmp_path, rounds=FIRST_ROUNDS + 10, pservers=1, rejoin_timeout_seconds=5) as run:
+        run.kill(run.cluster.trainers[0])
+        run.rounds = 400  # its next life has more to do than the other
+        run.start_trainer(0)
+        assert run.cluster.trainers[1].wait(60) == 0
+        run.restart_coordinator(GRADPOST_RESUME="true")
+        assert run.cluster.trainers[0].wait(60) == 0
+
+
+def test_whoever_comes_first_to_a_finished_run_waits_for_the_others(tmp_path: Path) -> None:
+    begin(tmp_path)
+    with resumed(tmp_path, pservers=1) as run:
+        run.kill(run.cluster.trainers[0])  # it has hardly begun
+        run.wait_for_line("trainer 1] begin 20")
+        run.start_trainer(0)
+        assert run.results() == [expected_result(60)] * 2
+
+
+def test_a_run_without_anything_to_go_back_to_ends(tmp_path: Path) -> None:
+    with FaultyRun(2000, pservers=1, state_dir=str(tmp_path)) as run:
+        run.wait_for_round(40)
+        run.kill(run.cluster.pservers[0])
+        shutil.rmtree(tmp_path / "pserver-0")
+        shutil.rmtree(tmp_path / "checkpoints")
+        run.cluster.start_pserver(0)
+        assert [child.wait(60) for child in run.cluster.trainers] == [1, 1]
+        run.wait_for_line("Ended: pservers [0] have lost their shards", of="trainer 0")
+
+
+def start_stranger(run: FaultyRun, rounds: int) -> subprocess.Popen[str]:
+    """A script that does not say which rank it has."""
+    return subprocess.Popen(
+        [sys.executable, "-u", str(SCRIPT), str(rounds)], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=find_our_packages(run.cluster.environment(), first=False),
+    )  # fmt: skip
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> list[str]:
+    lines = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if text in line:
+            return lines
+    raise AssertionError(f"{text!r} was not in {lines}")
+
+
+def test_a_script_that_waits_for_the_next_run_takes_nobodys_place(tmp_path: Path) -> None:
+    """It asks four times a second, and whoever trains says once a second that it lives."""
+    with FaultyRun(300, trainers=1, pservers=1, state_dir=str(tmp_path), lease_seconds=4) as run:
+        run.wait_for_round(5)
+        with start_stranger(run, 5) as stranger:
+            try:
+                read_until(stranger, "under way")
+                run.restart_coordinator(GRADPOST_RESUME="true")
+                assert run.results() == [expected_result(300, trainers=1)]
+                assert read_until(stranger, "result")[-1] == f"result {expected_result(5, trainers=1)}"
+                assert stranger.wait(20) == 0
+            finally:
+                stranger.kill()
+
+
+def rounds_of(folder: Path) -> list[int]:
+    """Checkpoints that are whole."""
+    return sorted(int(manifest.parent.name) for manifest in folder.glob("checkpoints/*/*/manifest.json"))
+
+
+def test_the_result_of_a_run_is_kept_though_its_pservers_die_while_they_write_it(tmp_path: Path) -> None:
+    """The scripts have been told that all is well, and the next run would begin by deleting the log."""
+    with FaultyRun(20, state_dir=str(tmp_path), failpoints="checkpoint.shard=kill@2") as run:
+        assert run.results() == [expected_result(20)] * 2
+        for index, pserver in enumerate(list(run.cluster.pservers)):
+            pserver.wait(30)
+            run.cluster.start_pserver(index, GRADPOST_FAILPOINTS="")
+        with start_stranger(run, 0) as stranger:  # it is to wait for this
+            try:
+                # On the disk, since the next run may begin as soon as they are there.
+                run.wait_for(lambda: rounds_of(tmp_path) == [0, 20], "the checkpoint of the last round")
+            finally:
+                stranger.kill()

@@ -6,17 +6,19 @@ import json
 import os
 import random
 import time
+from functools import partial
 from pathlib import Path
 from signal import SIGCONT, SIGSTOP
+from typing import Any
 
 import httpx
-import numpy as np  # noqa: F401 - DRAW and SEED use it
 import pytest
 import torch
 
 from ..soaking import parametrize_sampled
 from .conftest import Carrier
-from .faulty_run import FaultyRun, expected_result
+from .faulty_run import FaultyRun
+from .training import expected_result
 
 LEASE = 1.5
 
@@ -26,11 +28,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 def test_each_role_dies_once(carrier: Carrier) -> None:
     with FaultyRun(100, **carrier) as run:
         run.wait_for_round(10)
-        run.kill(run.cluster.pservers[1])
-        run.cluster.start_pserver(1)
+        run.restart_pserver(1)
         run.wait_for_round(30)
-        run.kill(run.cluster.trainers[1])
-        run.start_trainer(1)
+        run.restart_trainer(1)
         run.wait_for_round(50)
         run.kill(run.cluster.coordinator)
         run.wait_for_round(run.round_of(0) + 15)  # training goes on without it
@@ -43,6 +43,49 @@ def test_each_role_dies_once(carrier: Carrier) -> None:
         begun = [line for line in run.lines if line.startswith("[trainer 1] begin")]
         assert begun[0] == "[trainer 1] begin 0"
         assert int(begun[1].split()[-1]) >= 29
+
+
+EARLY = {"GRADPOST_OVERLAP": "true", "GRADPOST_BUCKET_BYTES": "500"}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("environment", "settings"),
+    [
+        pytest.param(EARLY, {}, marks=pytest.mark.overlap),
+        pytest.param({**EARLY, "GRADPOST_OVERLAP_PULLS": "true"}, {}, marks=pytest.mark.overlap),
+        # A limit that is never reached changes no bit, but all of the agreement takes place.
+        pytest.param({"GRADPOST_MAX_GRAD_NORM": "1e9"}, {}, marks=pytest.mark.clip),
+        ({}, {"http2": False}),
+    ],
+    ids=["overlap", "overlap of pulls", "clipping", "HTTP/1.1"],
+)
+def test_processes_may_die_whatever_the_trainers_use(
+    carrier: Carrier, environment: dict[str, str], settings: dict[str, Any]
+) -> None:
+    with FaultyRun(100, **carrier, environment=environment, **settings) as run:
+        run.wait_for_round(10)
+        run.restart_pserver(1)
+        run.wait_for_round(30)
+        run.restart_trainer(1)
+        run.wait_for_round(50)
+        run.restart_pserver(0)
+        assert run.results() == [expected_result(100)] * 2
+
+
+@pytest.mark.extended
+@pytest.mark.overlap
+@pytest.mark.parametrize("pulls", [pytest.param("false", marks=pytest.mark.soak), "true"])
+def test_the_run_may_go_back_in_the_middle_of_a_pass(carrier: Carrier, pulls: str) -> None:
+    """The gradient of a pass in which the run goes back is in no round."""
+    with FaultyRun(400, **carrier, environment={**EARLY, "GRADPOST_OVERLAP_PULLS": pulls}) as run:
+        for number, round_ in enumerate((15, 40, 65), start=1):
+            run.wait_for_round(round_)
+            made = run.make_checkpoint()
+            run.wait_for_round(made + 10)
+            run.roll_back(made)
+            run.wait_for_line("steps of this trainer are lost", number, of="trainer 0")
+        assert run.results() == [expected_result(400)] * 2
 
 
 RANDOM = """
@@ -60,7 +103,11 @@ for round_ in range(1, int(sys.argv[1]) + 1):
     time.sleep(0.02)
 print(f"result {{parameter.tolist()}}", flush=True)
 """
+
+
 SEED = "random.seed(0); np.random.seed(0); torch.manual_seed(0)"
+
+
 DRAW = "torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()])"
 
 
@@ -69,8 +116,7 @@ def test_a_scripts_random_numbers_do_not_depend_on_repeated_requests(tmp_path: P
     script.write_text(RANDOM.format(seed=SEED, draw=DRAW))
     with FaultyRun(30, trainers=1, pservers=1, script=script, durability="log") as run:
         run.wait_for_round(10)
-        run.kill(run.cluster.pservers[0])
-        run.cluster.start_pserver(0)
+        run.restart_pserver(0)
         [result] = run.results()
     exec(SEED)
     expected = torch.zeros(3)
@@ -82,23 +128,15 @@ def test_a_scripts_random_numbers_do_not_depend_on_repeated_requests(tmp_path: P
 @pytest.mark.extended
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(10))
-def test_everybody_dies_at_random_points(seed: int) -> None:
+def test_processes_die_at_random_points(seed: int) -> None:
     chance = random.Random(seed)
     with FaultyRun(160, checkpoint_rounds=7) as run:
+        restarts = [run.restart_coordinator]
+        restarts += [partial(restart, i) for restart in (run.restart_pserver, run.restart_trainer) for i in (0, 1)]
         for round_ in range(10, 140, 25):
             run.wait_for_round(round_)
-            victims = chance.sample(["coordinator", "pserver 0", "pserver 1", "trainer 0", "trainer 1"], 2)
-            for victim in victims:
-                role, _, number = victim.partition(" ")
-                if role == "coordinator":
-                    run.kill(run.cluster.coordinator)
-                    run.cluster.restart_coordinator()
-                elif role == "pserver":
-                    run.kill(run.cluster.pservers[int(number)])
-                    run.cluster.start_pserver(int(number))
-                else:
-                    run.kill(run.cluster.trainers[int(number)])
-                    run.start_trainer(int(number))
+            for restart in chance.sample(restarts, 2):
+                restart()
         assert run.results(90) == [expected_result(160)] * 2
 
 
@@ -229,12 +267,10 @@ def test_a_pserver_dies_at_each_point_and_nothing_is_lost(name: str, passage: in
     """It is frozen for its own return, and once more for that of a trainer, whose members are then installed."""
     with FaultyRun(80, checkpoint_rounds=5) as run:
         run.wait_for_round(3)
-        run.kill(run.cluster.pservers[1])
-        run.cluster.start_pserver(1, GRADPOST_FAILPOINTS=f"{name}=kill@{passage}")
+        run.restart_pserver(1, GRADPOST_FAILPOINTS=f"{name}=kill@{passage}")
         run.wait_for_rounds_or_death(3, run.cluster.pservers[1])
         if name.startswith(("freeze", "install")):
-            run.kill(run.cluster.trainers[1])
-            run.start_trainer(1)
+            run.restart_trainer(1)
         run.cluster.pservers[1].wait(40)
         run.cluster.start_pserver(1)
         assert run.results() == [expected_result(80)] * 2
@@ -249,12 +285,10 @@ def test_a_pserver_dies_at_each_point_and_nothing_is_lost(name: str, passage: in
 def test_the_coordinator_dies_at_each_point_and_nothing_is_lost(name: str) -> None:
     with FaultyRun(60, checkpoint_rounds=5) as run:
         run.wait_for_round(3)
-        run.kill(run.cluster.coordinator)
-        run.cluster.restart_coordinator(GRADPOST_FAILPOINTS=f"{name}=kill@2")
+        run.restart_coordinator(GRADPOST_FAILPOINTS=f"{name}=kill@2")
         run.wait_for_round(10)
         if name.startswith("decide"):
-            run.kill(run.cluster.trainers[1])
-            run.start_trainer(1)
+            run.restart_trainer(1)
         run.cluster.coordinator.wait(30)
         run.cluster.restart_coordinator()
         assert run.results() == [expected_result(60)] * 2
@@ -280,3 +314,70 @@ def test_a_paused_pserver_and_a_paused_trainer_go_on_where_they_were() -> None:
             run.wait_for_line("is silent" if child in run.cluster.pservers else "trainer 1 was lost")
             child.signal(SIGCONT)
         assert run.results() == [expected_result(80)] * 2
+
+
+# ---------------------------------------------------------------------- NaN and infinity
+
+
+@pytest.mark.extended
+def test_a_round_is_skipped_by_all_pservers_alike(carrier: Carrier) -> None:
+    with FaultyRun(40, **carrier, nonfinite="skip_round", trouble="1:20:nan", min_block_size=64) as run:
+        run.wait_for_round(21)
+        run.restart_pserver(1)
+        assert run.results() == [expected_result(40, skipped={20})] * 2
+        said = run.wait_for_line("round 20 was skipped on all pservers")
+        assert "NaN or infinity in gradients of trainer 1" in said
+        found = run.wait_for_line("NaN or infinity in a gradient")
+        assert '"trainer": 1' in found
+        assert '"round": 20' in found
+        assert len([line for line in run.lines if "round skipped" in line]) == 2
+
+
+@pytest.mark.extended
+def test_under_reject_the_trainer_fails_and_may_come_back(carrier: Carrier) -> None:
+    with FaultyRun(30, **carrier, trouble="1:10:nan") as run:
+        run.wait_for_line("NonFiniteGradient: trainer 1 pushed NaN or infinity in block '0.weight.block0' in round 10")
+        assert run.cluster.trainers[1].wait(30) == 1
+        run.trouble = ""
+        run.start_trainer(1)
+        assert run.results() == [expected_result(30)] * 2
+
+
+# ---------------------------------------------------------------------- two processes of one pserver
+
+
+@pytest.mark.extended
+def test_a_folder_that_is_in_use_is_refused() -> None:
+    with FaultyRun(80) as run:
+        run.wait_for_round(5)
+        first = run.cluster.pservers[1]
+        second = run.cluster.start_pserver(1)
+        run.cluster.pservers[1] = first
+        assert second.wait(30) == 1
+        assert "is in use by another process" in run.wait_for_line("is in use by another process")
+        assert run.results() == [expected_result(80)] * 2
+        assert not [line for line in run.lines if "Traceback" in line]
+
+
+@pytest.mark.extended
+def test_an_index_is_given_away_only_when_its_lease_has_ended_and_then_for_good(tmp_path: Path) -> None:
+    """The second process has nothing on its disk, so the run goes back to the newest checkpoint in the shared place."""
+    settings = {"checkpoints": tmp_path / "checkpoints", "checkpoint_rounds": 5, "lease_seconds": 1.5}
+    with FaultyRun(250, state_dir=tmp_path / "first", **settings) as run:
+        run.wait_for_round(5)
+        first = run.cluster.pservers[1]
+        address = run.cluster.status().pservers[1].address
+        try:
+            run.cluster.start_pserver(1, GRADPOST_STATE_DIR=str(tmp_path / "second"))
+            run.wait_for_line(f"a living pserver at {address} has index 1")
+            run.wait_for_round(run.round_of(0) + 5)
+            first.signal(SIGSTOP)
+            assert "the run is rolled back" in run.wait_for_line("the run is rolled back")
+            run.wait_for_round(run.round_of(0) + 5)
+            first.signal(SIGCONT)
+            run.wait_for_line("the coordinator does not know this pserver any more")
+            newer = run.cluster.status().pservers[1].address
+            run.wait_for_line(f"a living pserver at {newer} has index 1")
+            assert run.results() == [expected_result(250)] * 2
+        finally:
+            first.stop()

@@ -1,4 +1,4 @@
-"""What scripts do to models and optimizers between steps: it works as with torch.optim, or the script is told."""
+"""What scripts do to models and optimizers between steps: it works as with torch.optim, or the script gets an error."""
 
 from __future__ import annotations
 
@@ -19,117 +19,79 @@ from ps_protocol.errors import BadModel, ContributionConflict, Unreachable
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
-from .conftest import Carrier
-from .parity_model import run_trainers
+from .conftest import StartCluster
+from .training import run_all, step_with, wrap_weight
 from .up_support import wait_until
 
 pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")
-def cluster(carrier: Carrier) -> Iterator[LocalCluster]:
-    with LocalCluster(
-        pservers=2, trainers=1, **carrier, lease_seconds=2, min_block_size=4, on_trainer_loss="fail"
-    ) as cluster:
-        yield cluster
+def alone(shared_cluster: StartCluster) -> LocalCluster:
+    return shared_cluster(trainers=1, min_block_size=4, on_trainer_loss="fail")
 
 
 def sgd(session: Session, **parameters: nn.Parameter) -> RemoteOptimizer:
     return RemoteOptimizer(torch.optim.SGD([*parameters.items()], lr=1.0), session=session)
 
 
-def step(optimizer: RemoteOptimizer, *parameters: nn.Parameter) -> None:
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
+def test_a_parameter_may_be_given_other_memory(session: Session) -> None:
+    model = nn.Linear(3, 2, bias=False)
+    start = torch.arange(6.0).reshape(2, 3)
+    model.weight.data = start.clone()
+    optimizer = sgd(session, weight=model.weight)
+    model.weight.data = model.weight.data.clone()
+    step_with(optimizer, model.weight)
+    assert torch.equal(model.weight, start - 1)
+    model.to(torch.float64).to(torch.float32)
+    step_with(optimizer, model.weight)
+    assert torch.equal(model.weight, start - 2)
+    model.weight.data = model.weight.data.t().contiguous().t()  # no longer in the order of its elements
+    step_with(optimizer, model.weight)
+    assert torch.equal(model.weight, start - 3)
+    model.to(torch.float64)
+    with pytest.raises(BadModel, match="'weight' has become another one"):
+        step_with(optimizer, model.weight)
+
+
+def test_a_graph_from_before_the_step_cannot_be_used_after_it(session: Session) -> None:
+    weight = nn.Parameter(torch.ones(8))
+    optimizer = sgd(session, weight=weight)
+    loss = (weight * weight).sum()
+    loss.backward(retain_graph=True)
     optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
-def test_a_parameter_may_be_given_other_memory(cluster: LocalCluster) -> None:
-    def train(session: Session) -> None:
-        model = nn.Linear(3, 2, bias=False)
-        start = torch.arange(6.0).reshape(2, 3)
-        model.weight.data = start.clone()
-        optimizer = sgd(session, weight=model.weight)
-        model.weight.data = model.weight.data.clone()
-        step(optimizer, model.weight)
-        assert torch.equal(model.weight, start - 1)
-        model.to(torch.float64).to(torch.float32)
-        step(optimizer, model.weight)
-        assert torch.equal(model.weight, start - 2)
-        model.weight.data = model.weight.data.t().contiguous().t()  # no longer in the order of its elements
-        step(optimizer, model.weight)
-        assert torch.equal(model.weight, start - 3)
-        model.to(torch.float64)
-        with pytest.raises(BadModel, match="'weight' has become another one"):
-            step(optimizer, model.weight)
+def test_a_closure_is_called_once_and_its_loss_returned(session: Session) -> None:
+    weight = nn.Parameter(torch.ones(8))
+    optimizer = sgd(session, weight=weight)
+    calls = []
 
-    run_trainers(cluster.address, [train])
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = (weight * 2).sum()
+        loss.backward()
+        calls.append(loss.item())
+        return loss.item()
+
+    assert optimizer.step(closure) == 16.0
+    assert calls == [16.0]
+    assert weight[0].item() == -1.0
 
 
-def test_a_graph_from_before_the_step_cannot_be_used_after_it(cluster: LocalCluster) -> None:
-    def train(session: Session) -> None:
-        weight = nn.Parameter(torch.ones(8))
-        optimizer = sgd(session, weight=weight)
-        loss = (weight * weight).sum()
-        loss.backward(retain_graph=True)
-        optimizer.step()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-    run_trainers(cluster.address, [train])
+def test_flags_may_not_change(session: Session) -> None:
+    weight = nn.Parameter(torch.ones(8))
+    optimizer = sgd(session, weight=weight)
+    optimizer.param_groups[0]["maximize"] = True
+    with pytest.raises(BadModel, match="maximize of parameter group 0 was changed"):
+        step_with(optimizer, weight)
+    optimizer.param_groups[0]["maximize"] = False
+    step_with(optimizer, weight)
 
 
-def test_a_closure_is_called_once_and_its_loss_returned(cluster: LocalCluster) -> None:
-    def train(session: Session) -> None:
-        weight = nn.Parameter(torch.ones(8))
-        optimizer = sgd(session, weight=weight)
-        calls = []
-
-        def closure() -> float:
-            optimizer.zero_grad()
-            loss = (weight * 2).sum()
-            loss.backward()
-            calls.append(loss.item())
-            return loss.item()
-
-        assert optimizer.step(closure) == 16.0
-        assert calls == [16.0]
-        assert weight[0].item() == -1.0
-
-    run_trainers(cluster.address, [train])
-
-
-@pytest.mark.extended
-def test_frozen_parameters_start_from_the_same_values(carrier: Carrier) -> None:
-    def train(session: Session) -> list[float]:
-        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(session.rank + 5)
-        model[0].requires_grad_(False)
-        RemoteOptimizer(torch.optim.SGD(model[1].parameters(), lr=0.1), model=model, session=session)
-        return [parameter.mean().item() for parameter in model.parameters()]
-
-    with LocalCluster(pservers=1, trainers=2, **carrier, on_trainer_loss="fail") as cluster:
-        assert run_trainers(cluster.address, [train, train]) == [[5.0] * 4] * 2
-
-
-def test_flags_may_not_change(cluster: LocalCluster) -> None:
-    def train(session: Session) -> None:
-        weight = nn.Parameter(torch.ones(8))
-        optimizer = sgd(session, weight=weight)
-        optimizer.param_groups[0]["maximize"] = True
-        with pytest.raises(BadModel, match="maximize of parameter group 0 was changed"):
-            step(optimizer, weight)
-        optimizer.param_groups[0]["maximize"] = False
-        step(optimizer, weight)
-
-    run_trainers(cluster.address, [train])
-
-
-def test_adagrad_starts_all_groups_from_its_own_argument(cluster: LocalCluster) -> None:
-    """As torch does, whatever a group says, and later."""
-
+def test_adagrad_starts_all_groups_from_its_own_argument(alone: LocalCluster) -> None:
     def groups(parameters: list[nn.Parameter]) -> torch.optim.Adagrad:
         one, other = parameters
         settings = [{"params": [("one", one)]}, {"params": [("other", other)], "initial_accumulator_value": 0.5}]
@@ -147,7 +109,7 @@ def test_adagrad_starts_all_groups_from_its_own_argument(cluster: LocalCluster) 
         work(RemoteOptimizer(groups(remote), session=session), remote)
         assert all(torch.equal(a, b) for a, b in zip(local, remote, strict=True))
 
-    run_trainers(cluster.address, [train])
+    run_all(alone, train)
 
 
 @pytest.fixture
@@ -174,98 +136,83 @@ def train_with_defaults(session: Session) -> tuple[list[float], dict[str, Tensor
 
 @pytest.mark.parametrize("wire", [{}, {"push_type": "int8", "pull_type": "int8"}], ids=["float32", "int8"])
 def test_the_default_dtype_and_device_change_nothing(
-    cluster: LocalCluster, wire: dict[str, str], request: pytest.FixtureRequest
+    alone: LocalCluster, wire: dict[str, str], request: pytest.FixtureRequest
 ) -> None:
-    (expected, state), *_ = run_trainers(cluster.address, [train_with_defaults], **wire)
+    (expected, state), *_ = run_all(alone, train_with_defaults, **wire)
     request.getfixturevalue("bfloat16_default")
-    (actual, found), *_ = run_trainers(cluster.address, [train_with_defaults], **wire)
+    (actual, found), *_ = run_all(alone, train_with_defaults, **wire)
     assert actual == expected
     assert all(torch.equal(found[name], slot) and found[name].dtype == slot.dtype for name, slot in state.items())
 
 
 @pytest.mark.ring
-def test_the_default_dtype_and_device_change_nothing_in_a_ring(request: pytest.FixtureRequest) -> None:
-    with LocalCluster(pservers=0, trainers=2, strategy="ring", lease_seconds=2) as ring:
-        expected = run_trainers(ring.address, [train_with_defaults] * 2)
-        request.getfixturevalue("bfloat16_default")
-        actual = run_trainers(ring.address, [train_with_defaults] * 2)
-    assert [values for values, _ in actual] == [values for values, _ in expected]
+def test_the_default_dtype_and_device_change_nothing_in_a_ring(
+    ring: LocalCluster, request: pytest.FixtureRequest
+) -> None:
+    expected = run_all(ring, train_with_defaults)
+    request.getfixturevalue("bfloat16_default")
+    assert [found for found, _ in run_all(ring, train_with_defaults)] == [found for found, _ in expected]
 
 
 @pytest.mark.parametrize("copies", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_copies_are_refused(cluster: LocalCluster, copies: Callable[[object], object]) -> None:
-    def train(session: Session) -> None:
-        optimizer = sgd(session, weight=nn.Parameter(torch.zeros(8)))
-        with pytest.raises(TypeError, match=r"cannot be copied or pickled, .* save its state_dict\(\) instead"):
-            copies(optimizer)
-
-    run_trainers(cluster.address, [train])
+def test_copies_are_refused(session: Session, copies: Callable[[object], object]) -> None:
+    _, optimizer = wrap_weight(session, 8)
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled, .* save its state_dict\(\) instead"):
+        copies(optimizer)
 
 
-def test_devices_without_streams_are_refused(cluster: LocalCluster) -> None:
-    def train(session: Session) -> None:
-        with pytest.raises(BadModel, match="'weight' is on meta, and PyTorch has no streams to copy it there"):
-            sgd(session, weight=nn.Parameter(torch.zeros(8, device="meta")))
-
-    run_trainers(cluster.address, [train])
+def test_devices_without_streams_are_refused(session: Session) -> None:
+    with pytest.raises(BadModel, match="'weight' is on meta, and PyTorch has no streams to copy it there"):
+        sgd(session, weight=nn.Parameter(torch.zeros(8, device="meta")))
 
 
-def test_one_optimizer_a_session(cluster: LocalCluster) -> None:
-    def train(session: Session) -> None:
-        sgd(session, weight=nn.Parameter(torch.zeros(8)))
-        with pytest.raises(BadModel, match="a session has one RemoteOptimizer"):
-            sgd(session, other=nn.Parameter(torch.zeros(8)))
-
-    run_trainers(cluster.address, [train])
+def test_one_optimizer_a_session(session: Session) -> None:
+    sgd(session, weight=nn.Parameter(torch.zeros(8)))
+    with pytest.raises(BadModel, match="a session has one RemoteOptimizer"):
+        sgd(session, other=nn.Parameter(torch.zeros(8)))
 
 
-def test_an_interrupted_step_is_finished_with_its_own_gradient(carrier: Carrier) -> None:
+def test_an_interrupted_step_is_finished_with_its_own_gradient(shared_cluster: StartCluster) -> None:
     """As by the stop button of a notebook: the script goes on with another batch, after the others have."""
-    has_interrupted = threading.Event()
-
-    def other(session: Session) -> float:
-        weight = nn.Parameter(torch.zeros(8))
-        optimizer = sgd(session, weight=weight)
-        assert wait_until(lambda: cluster.pserver_state(0).batch_barriers == (0,), 60)
-        signal.pthread_kill(main, signal.SIGINT)
-        assert has_interrupted.wait(60)
-        for _ in range(2):
-            step(optimizer, weight)
-        return weight[0].item()
-
+    cluster, has_interrupted = shared_cluster(pservers=1, on_trainer_loss="fail"), threading.Event()
     main = threading.main_thread().ident
     assert main is not None
-    with (
-        LocalCluster(pservers=1, trainers=2, **carrier, on_trainer_loss="fail") as cluster,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        result = pool.submit(run_one, cluster, 1, other)
+
+    def train_as_other() -> float:
+        with Session(coordinator=cluster.address, rank=1, world_size=2) as session:
+            weight, optimizer = wrap_weight(session, 8)
+            assert wait_until(lambda: cluster.pserver_state(0).batch_barriers == (0,), 60)
+            signal.pthread_kill(main, signal.SIGINT)
+            assert has_interrupted.wait(60)
+            for _ in range(2):
+                step_with(optimizer, weight)
+            return weight[0].item()
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(train_as_other)
         with Session(coordinator=cluster.address, rank=0, world_size=2) as session:
-            weight = nn.Parameter(torch.zeros(8))
-            optimizer = sgd(session, weight=weight)
-            weight.grad = torch.full((8,), 10.0)
+            weight, optimizer = wrap_weight(session, 8)
             with pytest.raises(KeyboardInterrupt):
-                optimizer.step()
+                step_with(optimizer, weight, value=10.0)
             has_interrupted.set()
             assert wait_until(lambda: cluster.pserver_state(0).round == 1, 60)
             weight.grad.fill_(100.0)
-            with pytest.raises(
-                ContributionConflict, match=r"interrupted .* in round 1.* Call synchronize\(\) to finish"
-            ):
+            said = r"interrupted .* in round 1.* Call synchronize\(\) to finish"
+            with pytest.raises(ContributionConflict, match=said):
                 optimizer.step()
             optimizer.synchronize()
             assert weight[0].item() == -5.5
             optimizer.step()
-            assert weight[0].item() == -56.0 == result.result(60)
+            assert weight[0].item() == -56.0 == other.result(60)
 
 
 @pytest.mark.parametrize(
     ("overlap_pulls", "remedy"), [(False, r"Call synchronize\(\)"), (True, "several steps .* the script has to end")]
 )
 def test_another_gradient_does_not_leave_early_after_a_failed_step(
-    cluster: LocalCluster, overlap_pulls: bool, remedy: str
+    alone: LocalCluster, overlap_pulls: bool, remedy: str
 ) -> None:
-    with Session(coordinator=cluster.address, rank=0, world_size=1) as session:
+    with Session(coordinator=alone.address, rank=0, world_size=1) as session:
         model = nn.Linear(8, 1, bias=False)
         optimizer = RemoteOptimizer(
             torch.optim.SGD(model.parameters(), lr=1.0),
@@ -277,10 +224,10 @@ def test_another_gradient_does_not_leave_early_after_a_failed_step(
         pull = session.client.pull
 
         async def fail(*_: object, **__: object) -> None:
-            session.client.pull = pull  # type: ignore[method-assign]
+            session.client.pull = pull
             raise Unreachable("pserver 0 does not answer")
 
-        session.client.pull = fail  # type: ignore[method-assign,assignment]
+        session.client.pull = fail
         model(torch.ones(8)).sum().backward()
         if overlap_pulls:  # the failure of the pull comes with the parameters
             optimizer.step()
@@ -292,11 +239,6 @@ def test_another_gradient_does_not_leave_early_after_a_failed_step(
             loss.backward()
 
 
-def run_one(cluster: LocalCluster, rank: int, work: Callable[[Session], float]) -> float:
-    with Session(coordinator=cluster.address, rank=rank, world_size=2) as session:
-        return work(session)
-
-
 SCRIPT = """
 import sys
 import torch
@@ -306,7 +248,11 @@ session = connect()
 RemoteOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(8))], lr=1.0)).step()
 {end}
 """
+
+
 RICH = "import rich.traceback; rich.traceback.install()"  # it does not call the hook that was there
+
+
 ON_A_TERMINAL = "import pty, sys; pty.spawn([sys.executable, '-q'])"
 
 
@@ -330,11 +276,11 @@ ON_A_TERMINAL = "import pty, sys; pty.spawn([sys.executable, '-q'])"
     ],
 )
 def test_a_script_leaves_as_it_ends(
-    cluster: LocalCluster, end: str, code: int, reason: str | None, tmp_path: Path
+    alone: LocalCluster, end: str, code: int, reason: str | None, tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(end=end))
-    check_end(cluster, [sys.executable, str(script)], code, reason)
+    check_end(alone, [sys.executable, str(script)], code, reason)
 
 
 @pytest.mark.parametrize(
@@ -344,10 +290,10 @@ def test_a_script_leaves_as_it_ends(
         pytest.param(f'cat script.py typed | "$0" -c "{ON_A_TERMINAL}"', marks=pytest.mark.extended),
     ],
 )
-def test_an_exception_at_a_prompt_does_not_end_the_script(cluster: LocalCluster, command: str, tmp_path: Path) -> None:
+def test_an_exception_at_a_prompt_does_not_end_the_script(alone: LocalCluster, command: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.format(end=""))
     (tmp_path / "typed").write_text("undefined\nexit()\n")
-    check_end(cluster, ["sh", "-c", f"cd {tmp_path}; {command}", sys.executable], 0, None)
+    check_end(alone, ["sh", "-c", f"cd {tmp_path}; {command}", sys.executable], 0, None)
 
 
 def check_end(cluster: LocalCluster, command: list[str], code: int, reason: str | None) -> None:
@@ -382,6 +328,8 @@ if __name__ == "__main__":
     child.join()
     sys.exit(child.exitcode)
 """
+
+
 OF_A_PARENT = """
 import multiprocessing, sys
 import torch
@@ -408,8 +356,8 @@ sys.exit(child.exitcode)
 """
 
 
-def test_a_forked_child_cannot_train_in_the_session_of_its_parent(cluster: LocalCluster) -> None:
-    check_end(cluster, [sys.executable, "-c", OF_A_PARENT], 0, None)
+def test_a_forked_child_cannot_train_in_the_session_of_its_parent(alone: LocalCluster) -> None:
+    check_end(alone, [sys.executable, "-c", OF_A_PARENT], 0, None)
 
 
 RAISED = "ValueError: no" if sys.version_info < (3, 13) else "SystemExit: 1"
@@ -423,35 +371,32 @@ RAISED = "ValueError: no" if sys.version_info < (3, 13) else "SystemExit: 1"
         pytest.param("exits", 4, "SystemExit: 4", marks=pytest.mark.extended),
     ],
 )
-def test_a_forked_child_leaves_when_it_ends(cluster: LocalCluster, how: str, code: int, reason: str | None) -> None:
-    check_end(cluster, [sys.executable, "-c", CHILD, how, "fork"], code, reason)
+def test_a_forked_child_leaves_when_it_ends(alone: LocalCluster, how: str, code: int, reason: str | None) -> None:
+    check_end(alone, [sys.executable, "-c", CHILD, how, "fork"], code, reason)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_so_does_one_with_an_interpreter_of_its_own(cluster: LocalCluster, method: str, tmp_path: Path) -> None:
+def test_so_does_one_with_an_interpreter_of_its_own(alone: LocalCluster, method: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(CHILD)
-    check_end(cluster, [sys.executable, str(script), "raises", method], 1, RAISED)
+    check_end(alone, [sys.executable, str(script), "raises", method], 1, RAISED)
 
 
-def test_the_wrapped_optimizer_does_not_step_alone(cluster: LocalCluster) -> None:
-    def train(session: Session) -> None:
-        weight = nn.Parameter(torch.zeros(8))
-        wrapped = torch.optim.SGD([("weight", weight)], lr=1.0)
-        optimizer = RemoteOptimizer(wrapped, session=session)
-        schedule = torch.optim.lr_scheduler.StepLR(wrapped, 1)
-        weight.grad = torch.ones(8)
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
-        for step in (wrapped.step, lambda: scaler.step(wrapped)):
-            with pytest.raises(BadModel, match="keep the result of RemoteOptimizer"):
-                step()
-        assert not weight.any()
-        optimizer.step()
-        assert weight[0].item() == -1
-        assert schedule.optimizer is wrapped
-        session.close()
-        wrapped.step()  # the run is over
-        assert weight[0].item() == -2
-
-    run_trainers(cluster.address, [train])
+def test_the_wrapped_optimizer_does_not_step_alone(session: Session) -> None:
+    weight = nn.Parameter(torch.zeros(8))
+    wrapped = torch.optim.SGD([("weight", weight)], lr=1.0)
+    optimizer = RemoteOptimizer(wrapped, session=session)
+    schedule = torch.optim.lr_scheduler.StepLR(wrapped, 1)
+    weight.grad = torch.ones(8)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for step in (wrapped.step, lambda: scaler.step(wrapped)):
+        with pytest.raises(BadModel, match="keep the result of RemoteOptimizer"):
+            step()
+    assert not weight.any()
+    optimizer.step()
+    assert weight[0].item() == -1
+    assert schedule.optimizer is wrapped
+    session.close()
+    wrapped.step()  # the run is over
+    assert weight[0].item() == -2

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from signal import SIGKILL, SIGSTOP
 from typing import Any
 
 import pytest
@@ -13,21 +17,37 @@ from torch import Tensor
 
 from trainer_client.testing import LocalCluster
 
-from .host_script import LOCAL_STEPS, play, set_unequal_gradients
-from .parity_model import assert_identical, make_optimizer, make_parameters, set_gradients
-from .test_overlap import Net, loss_of, train_locally, values
-from .torchrun import NUM_HOSTS, WORLD, fork_hosts, start_hosts
+from ..soaking import parametrize_sampled
+from .faulty_run import FaultyRun
+from .host_script import LOCAL_STEPS, drop_gradients, play
+from .torchrun import NUM_HOSTS, PROCESSES, WORLD, fork_hosts, free_port, start_hosts, torchrun
+from .training import (
+    Net,
+    Oracle,
+    Parameters,
+    assert_close,
+    assert_identical,
+    average,
+    change_rates,
+    make_optimizer,
+    make_parameters,
+    net_loss,
+    set_gradients,
+    train_net_locally,
+    values,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.hosts, pytest.mark.timeout(240)]
 
-SCRIPT = str(Path(__file__).with_name("host_script.py"))
+HOST_SCRIPT = str(Path(__file__).with_name("host_script.py"))
 IN_SYNC = (
     *("late", "early", "streaming", "clipped", "unequal", "start", "local", "refused", "overflowed", "sharing"),
     *("pulling", "averaging", "different", "scaled", "scaled_early", "kept", "broken_off"),
 )
-ROUNDING = 1e-5
-SMALL = {"min_block_size": 100}  # parameters that are cut
 
+
+ROUNDING = 1e-5
+CUT = {"min_block_size": 100}  # parameters that are cut
 OWN_GROUPS = {"GLOO_SOCKET_IFNAME": "lo"}  # of the script, on any machine
 Found = dict[str, list[dict[str, Tensor]]]  # by function of the script, what each process found
 
@@ -40,7 +60,8 @@ def run(cluster: LocalCluster, folder: Path, *names: str) -> Found:
 
 def run_under_torchrun(cluster: LocalCluster, folder: Path, *names: str) -> Found:
     codes = [
-        host.wait(200) for host in start_hosts(cluster, [sys.executable, SCRIPT, str(folder), *names], **OWN_GROUPS)
+        host.wait(200)
+        for host in start_hosts(cluster, [sys.executable, HOST_SCRIPT, str(folder), *names], **OWN_GROUPS)
     ]
     assert codes == [0] * NUM_HOSTS, "\n".join(cluster.output)
     return read(folder, *names)
@@ -54,19 +75,18 @@ def read(folder: Path, *names: str) -> Found:
 
 @pytest.fixture(scope="module", params=[run, pytest.param(run_under_torchrun, marks=pytest.mark.soak)])
 def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Found]:
-    with LocalCluster(pservers=2, trainers=NUM_HOSTS, **SMALL, lease_seconds=5) as cluster:
+    with LocalCluster(pservers=2, trainers=NUM_HOSTS, **CUT, lease_seconds=5) as cluster:
         yield request.param(cluster, tmp_path_factory.mktemp("hosts"), *IN_SYNC)
 
 
-def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name, tensor in expected.items():
-        torch.testing.assert_close(actual[name], tensor, rtol=ROUNDING, atol=ROUNDING)
+def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert_close(actual, expected, ROUNDING, ROUNDING)
 
 
 def test_the_results_are_those_of_one_process_with_all_batches(found: Found) -> None:
     for one in found["late"]:
         assert_identical(one, found["late"][0])
-    assert_close(found["late"][0], train_locally("AdamW", num_trainers=WORLD))
+    assert_near(found["late"][0], train_net_locally("AdamW", num_trainers=WORLD))
 
 
 def test_overlap_changes_no_bit(found: Found) -> None:
@@ -78,38 +98,38 @@ def test_buckets_go_on_while_backward_runs(found: Found) -> None:
     assert found["streaming"] == [{}] * WORLD
 
 
-def test_every_process_knows_the_norm_of_the_aggregated_gradient(found: Found) -> None:
-    parameters = make_parameters()
-    expected = []
-    for step in range(3):
-        means = mean_gradients(parameters, step)
-        expected.append(torch.cat([mean.reshape(-1) for mean in means.values()]).norm())
-    for one in found["clipped"]:
-        assert_close(one, {"norms": torch.stack(expected)})
-
-
-def mean_gradients(parameters: dict[str, Any], step: int, set_: Any = set_gradients) -> dict[str, Tensor]:
-    """Of all processes; one that has none of a parameter counts as zeros, unless nobody has."""
-    sums: dict[str, Tensor] = {}
+def mean_gradients(
+    parameters: Parameters, step: int, drop: Callable[..., None] = lambda *_, **__: None
+) -> list[Tensor | None]:
+    gradients = []
     for rank in range(WORLD):
-        set_(parameters, step, rank)
-        for name, parameter in parameters.items():
-            if parameter.grad is not None:
-                sums[name] = sums.get(name, 0) + parameter.grad
-    return {name: total / WORLD for name, total in sums.items()}
+        set_gradients(parameters, step, rank)
+        drop(step, parameters, rank=rank)
+        gradients.append([parameter.grad for parameter in parameters.values()])
+    return average(gradients)
+
+
+def test_every_process_knows_the_norm_of_the_aggregated_gradient(found: Found) -> None:
+    parameters, expected = make_parameters(), []
+    for step in range(3):
+        means = [mean.reshape(-1) for mean in mean_gradients(parameters, step) if mean is not None]
+        expected.append(torch.cat(means).norm())
+    for one in found["clipped"]:
+        assert_near(one, {"norms": torch.stack(expected)})
 
 
 def test_processes_may_have_different_gradients(found: Found) -> None:
     parameters = make_parameters()
     optimizer = make_optimizer("AdamW", parameters, local=True)
     for step in range(6):
-        means = mean_gradients(parameters, step, set_unequal_gradients)
-        assert ("bias" in means) == (step % 4 != 1)
-        for name, parameter in parameters.items():
-            parameter.grad = means.get(name)
+        means = mean_gradients(parameters, step, drop_gradients)
+        for parameter, mean in zip(parameters.values(), means, strict=True):
+            parameter.grad = mean
+        assert (parameters["bias"].grad is not None) == (step % 4 != 1)
         optimizer.step()
+        change_rates(optimizer, step)
     for one in found["unequal"]:
-        assert_close(one, {name: parameter.detach() for name, parameter in parameters.items()})
+        assert_near(one, values(parameters))
 
 
 def test_all_start_from_the_same_buffers(found: Found) -> None:
@@ -130,13 +150,13 @@ def test_local_steps_are_each_process_s_own(found: Found) -> None:
                 inner.load_state_dict(momenta[rank])
             for step in range(part * LOCAL_STEPS, (part + 1) * LOCAL_STEPS):
                 inner.zero_grad()
-                loss_of(model, step, rank).backward()
+                net_loss(model, step, rank).backward()
                 inner.step()
             momenta[rank] = inner.state_dict()
             ends.append(values(model))
         model.load_state_dict({name: sum(end[name] for end in ends) / WORLD for name in begin}, strict=False)
     for one in found["local"]:
-        assert_close(one, values(model))
+        assert_near(one, values(model))
 
 
 def test_a_gradient_that_is_refused_is_refused_for_the_host(found: Found) -> None:
@@ -153,7 +173,7 @@ def test_another_gradient_after_a_step_that_failed_is_refused_for_the_host(found
 def test_an_overflow_in_one_process_skips_the_round(found: Found) -> None:
     for one in found["overflowed"]:
         assert_identical(one, found["overflowed"][0])
-        assert_close({"": one["biases"].diff(dim=0)}, {"": torch.tensor([[-0.5] * 2, [0.0] * 2, [-0.5] * 2])})
+        assert_near({"": one["biases"].diff(dim=0)}, {"": torch.tensor([[-0.5] * 2, [0.0] * 2, [-0.5] * 2])})
 
 
 @pytest.mark.amp
@@ -192,13 +212,13 @@ def test_a_ring_of_hosts(tmp_path: Path) -> None:
         found = run(cluster, tmp_path, "late", "early")
     for one in (*found["late"], *found["early"]):
         assert_identical(one, found["late"][0])
-    assert_close(found["late"][0], train_locally("AdamW", num_trainers=WORLD))
+    assert_near(found["late"][0], train_net_locally("AdamW", num_trainers=WORLD))
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("settings", [{"max_delay": 1}, {"mode": "async"}], ids=str)
 def test_other_modes(tmp_path: Path, settings: dict[str, Any]) -> None:
-    with LocalCluster(pservers=2, trainers=NUM_HOSTS, **SMALL, lease_seconds=5, **settings) as cluster:
+    with LocalCluster(pservers=2, trainers=NUM_HOSTS, **CUT, lease_seconds=5, **settings) as cluster:
         names = ["delayed", "scaled"] if "max_delay" in settings else ["delayed"]
         every = run(cluster, tmp_path, *names)
     if "scaled" in every:  # what becomes of a round counts a step later, in all processes
@@ -209,3 +229,90 @@ def test_other_modes(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert_identical(found[2], found[3])
     if "mode" not in settings:
         assert_identical(found[0], found[2])
+
+
+# ---------------------------------------------------------------------- processes that die, stop or fail
+
+ROUNDS, FOREVER = 60, 1_000_000
+PATIENT = "--monitor-interval=3"  # an agent that lets the others of its host print what has ended them
+
+
+@contextmanager
+def hosts(*options: str, **arguments: Any) -> Iterator[FaultyRun]:
+    run = FaultyRun(environment={"OMP_NUM_THREADS": "1"}, **arguments)
+    port = free_port()
+    run.prefix = {host: torchrun(host, port, *options) for host in range(NUM_HOSTS)}
+    with run:
+        yield run
+
+
+def assert_same_results(run: FaultyRun) -> None:
+    """Compare the results of all processes with those of one process: means of the hosts, and their mean."""
+    ranks = [range(host * PROCESSES, (host + 1) * PROCESSES) for host in range(NUM_HOSTS)]
+    expected = Oracle(ranks).result(ROUNDS)
+    assert run.results(90) == [expected] * NUM_HOSTS
+    assert [line.split("result ")[1] for line in run.lines if "] result " in line] == [expected] * WORLD
+
+
+def pid_of(run: FaultyRun, rank: int, life: int = 1) -> int:
+    return int(run.wait_for_line(f"] process {rank} ", life).split()[-1])
+
+
+@pytest.mark.extended
+@parametrize_sampled("rank", [3, 2], [2], ids=["a follower", "the leader"])
+def test_a_host_whose_process_dies_comes_back(rank: int) -> None:
+    with hosts("--max-restarts=1", "--monitor-interval=0.1", rounds=ROUNDS) as run:
+        run.wait_for_round(10)
+        os.kill(pid_of(run, rank), SIGKILL)
+        for other in (2, 3):
+            pid_of(run, other, life=2)
+        assert_same_results(run)
+
+
+@pytest.mark.soak
+@pytest.mark.extended
+def test_who_is_stopped_is_named_within_a_lease() -> None:
+    with hosts(PATIENT, rounds=FOREVER) as run:
+        run.wait_for_round(5)
+        stopped = pid_of(run, 3)
+        os.kill(stopped, SIGSTOP)
+        run.wait_for_line("ended 2 Ended: process 1 of this host has said nothing for 2 s", seconds=15)
+        run.wait_for(lambda: "Ended: process 1" in str(run.cluster.status()), "the reason at the coordinator", 10)
+        os.kill(stopped, SIGKILL)
+
+
+@parametrize_sampled(("rank", "other"), [(2, 3), (3, 2)], [(2, 3)])
+@pytest.mark.extended
+def test_who_fails_is_named_with_the_reason(rank: int, other: int) -> None:
+    with hosts(PATIENT, rounds=FOREVER, trouble=f"{rank}:5:raise") as run:
+        text = f"process {rank % PROCESSES} of this host has failed: ValueError: no data"
+        run.wait_for_line(f"ended {other} Ended: {text}")
+
+
+@parametrize_sampled(("rank", "other"), [(2, 3), (3, 2)], [(3, 2)])
+@pytest.mark.extended
+def test_who_has_fewer_batches_is_named(rank: int, other: int) -> None:
+    with hosts(PATIENT, rounds=FOREVER, trouble=f"{rank}:5:stop") as run:
+        text = f"process {rank % PROCESSES} of this host was done before the others"
+        run.wait_for_line(f"ended {other} Ended: {text}")
+
+
+@pytest.mark.extended
+def test_all_processes_hear_what_has_ended_the_run() -> None:
+    with hosts(PATIENT, rounds=FOREVER, on_trainer_loss="fail") as run:
+        run.wait_for_round(5)
+        for rank in (2, 3):
+            os.kill(pid_of(run, rank), SIGKILL)
+        for rank in (0, 1):
+            line = run.wait_for_line(f"ended {rank} TrainerLost: ")
+            assert re.search(r"trainer 1 (was lost|failed)", line)
+
+
+@pytest.mark.extended
+def test_a_run_that_goes_back_takes_all_processes_along() -> None:
+    with hosts(rounds=ROUNDS, durability="none", checkpoint_rounds=10) as run:
+        run.wait_for_round(25)
+        run.restart_pserver(1)
+        assert_same_results(run)
+        rounds = [line for line in run.lines if re.search(r"] round \d+$", line)]
+        assert len(rounds) > WORLD * ROUNDS  # some were taken again

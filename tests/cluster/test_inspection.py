@@ -6,12 +6,8 @@ import asyncio
 import io
 import json
 import math
-import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from signal import SIGTERM
 from typing import Any
 
@@ -20,45 +16,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load
-from torch import Tensor
 
-from . import scoring_script
 from .conftest import Carrier
-from .fault_script import loss_of, make_model
-from .faulty_run import SCRIPT, FaultyRun
+from .faulty_run import FaultyRun
+from .training import Oracle, assert_identical
+from .training_script import make_scored_model, score
 
 pytestmark = pytest.mark.cluster
 
 ROUNDS = 400
-SCORING = SCRIPT.with_name("scoring_script.py")
 WEIGHT = "0.weight"  # in two blocks, one on each pserver
-SMALL = "0.bias"
-
-
-class Oracle:
-    """What the parameters are after each round: torch.optim in this process."""
-
-    def __init__(self) -> None:
-        self.model = make_model()
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01, fused=True)
-        self.names = [name for name, _ in self.model.named_parameters()]
-        self.rounds: list[dict[str, Tensor]] = [self._copy()]
-
-    def _copy(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
-
-    def after(self, round_: int) -> dict[str, Tensor]:
-        while len(self.rounds) <= round_:
-            gradients = []
-            for rank in range(2):
-                self.model.zero_grad()
-                loss_of(self.model, rank, len(self.rounds)).backward()
-                gradients.append([p.grad.clone() for p in self.model.parameters()])
-            for parameter, one, other in zip(self.model.parameters(), *gradients, strict=True):
-                parameter.grad = (one + other) * 0.5
-            self.optimizer.step()
-            self.rounds.append(self._copy())
-        return self.rounds[round_]
+BIAS = "0.bias"
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +66,7 @@ def test_a_parameter_is_that_of_its_round_bit_for_bit(run: FaultyRun, http: http
 
 
 @pytest.mark.parametrize(
-    ("name", "form"),
-    [(WEIGHT, "safetensors"), (WEIGHT, "npy"), (SMALL, "safetensors"), (SMALL, "npy"), (SMALL, "json")],
+    ("name", "form"), [(WEIGHT, "safetensors"), (WEIGHT, "npy"), (BIAS, "safetensors"), (BIAS, "npy"), (BIAS, "json")]
 )
 def test_every_format_has_the_values(http: httpx.Client, oracle: Oracle, name: str, form: str) -> None:
     reply = http.get(f"/v1/parameters/{name}", params={"format": form})
@@ -166,7 +133,7 @@ async def test_many_who_wait_keep_nobody_from_reading(run: FaultyRun) -> None:
 
 
 def test_statistics_are_those_of_torch(http: httpx.Client, oracle: Oracle) -> None:
-    for name in oracle.names:
+    for name in oracle.rounds[0]:
         found = http.get(f"/v1/statistics/{name}").json()
         now, before = oracle.after(found["version"])[name].double(), oracle.after(found["version"] - 1)[name].double()
         assert found["norm"] == pytest.approx(float(now.norm()))
@@ -202,15 +169,12 @@ def test_the_whole_model_is_of_one_round(run: FaultyRun, http: httpx.Client, ora
         assert len(body) == int(reply.headers["content-length"])
         round_ = int(metadata_of(body)["round"])
         rounds.add(round_)
-        model = make_model()
-        model.load_state_dict(load(body), strict=True)
-        assert all(torch.equal(p, oracle.after(round_)[name]) for name, p in model.named_parameters())
+        assert_identical(load(body), oracle.after(round_))
     assert len(rounds) > 3
 
 
 @pytest.mark.extended
 def test_what_has_not_changed_is_not_sent_again(run: FaultyRun, http: httpx.Client, oracle: Oracle) -> None:
-    """Last, since the run is over then."""
     reply = http.get(f"/v1/parameters/{WEIGHT}")
     run.wait_for_round(run.round_of(0) + 2)
     assert http.get(f"/v1/parameters/{WEIGHT}", headers={"if-none-match": reply.headers["etag"]}).status_code == 200
@@ -228,15 +192,15 @@ def test_what_has_not_changed_is_not_sent_again(run: FaultyRun, http: httpx.Clie
 
 @pytest.mark.extended
 def test_a_model_downloaded_in_the_middle_scores_what_the_trainers_report(carrier: Carrier) -> None:
-    with FaultyRun(100_000, **carrier, script=SCORING) as run, httpx.Client(base_url=run.cluster.address) as http:
+    with FaultyRun(100_000, **carrier, kind="scoring") as run, httpx.Client(base_url=run.cluster.address) as http:
         scores: dict[int, float] = {}  # of the models that were downloaded
         run.wait_for_round(1)
 
         def download() -> None:
             body = http.get("/v1/model").content
-            model = scoring_script.make_model()
+            model = make_scored_model()
             model.load_state_dict(load(body), strict=True)
-            scores[int(metadata_of(body)["round"])] = scoring_script.score(model)
+            scores[int(metadata_of(body)["round"])] = score(model)
 
         def reported() -> dict[int, float]:
             curves = http.get("/v1/curves").json()["curves"]
@@ -253,14 +217,11 @@ def test_a_model_downloaded_in_the_middle_scores_what_the_trainers_report(carrie
         assert len({score for score, _ in both}) > 1, both  # it trains
 
 
-COUNTING = SCRIPT.with_name("counting_script.py")
-
-
 @pytest.mark.extended
 def test_an_asynchronous_model_is_a_cut_of_each_pserver(carrier: Carrier) -> None:
     """Of whose steps it says that they are in it, they are in all blocks of that pserver, and no later one."""
     settings = {"mode": "async", "min_block_size": 16, **carrier}
-    with FaultyRun(300, pservers=2, script=COUNTING, **settings) as run, httpx.Client(timeout=60) as http:
+    with FaultyRun(300, pservers=2, kind="counting", **settings) as run, httpx.Client(timeout=60) as http:
         run.wait_for_round(10)
         listed = http.get(f"{run.cluster.address}/v1/parameters").json()["parameters"]
         seen = set()
@@ -313,33 +274,3 @@ def test_events_come_as_they_happen(carrier: Carrier) -> None:
             run.cluster.coordinator.signal(SIGTERM)  # an open stream does not hold it up
             assert run.cluster.coordinator.wait(10) == 0
             assert time.monotonic() - began < 3
-
-
-@pytest.mark.extended
-def test_the_command_line_shows_the_same(carrier: Carrier, tmp_path: Path) -> None:
-    def gradpost(*arguments: str, **options: Any) -> str:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "gradpost", *arguments, "--coordinator", run.cluster.address],
-            text=True, capture_output=True, timeout=60, **options,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    with FaultyRun(100_000, **carrier, min_block_size=64) as run:
-        run.wait_for_round(10)
-        listed = gradpost("params")
-        assert re.search(r"^0\.weight +64x20 +F32 +5,120 +0, 1$", listed, re.MULTILINE), listed
-        assert [one["name"] for one in json.loads(gradpost("params", "--json"))["parameters"]] == [
-            "0.weight", "0.bias", "2.weight", "2.bias",
-        ]  # fmt: skip
-        shown = gradpost("params", WEIGHT)
-        assert re.search(r"^  norm +\d", shown, re.MULTILINE), shown
-        counts = re.findall(r"^ *[-.\de]+ +([\d,]+)(?:  #+)?$", shown, re.MULTILINE)
-        assert sum(int(count.replace(",", "")) for count in counts) == 1280
-        gradpost("params", WEIGHT, "-o", str(tmp_path / "w.npy"))
-        assert np.load(tmp_path / "w.npy").shape == (64, 20)
-        assert "trainer 0 has joined" in gradpost("events")
-        made = json.loads(gradpost("checkpoint", "create", "--json"))["round"]
-        run.wait_for_round(made + 3)
-        assert "(attempt 1)" in gradpost("checkpoint", "restore", "--round", str(made))
-        run.wait_for_line(f"the next one is {made + 1}", of="trainer 0")

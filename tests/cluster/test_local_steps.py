@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from ps_protocol.errors import BadModel
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
-from .conftest import Carrier
-from .parity_model import run_trainers
+from .conftest import StartCluster
+from .training import run_all, step_with, wrap_weight
 
 pytestmark = pytest.mark.cluster
 
@@ -21,9 +22,8 @@ STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def cluster(carrier: Carrier) -> Iterator[LocalCluster]:
-    with LocalCluster(pservers=2, trainers=2, **carrier, min_block_size=4) as cluster:
-        yield cluster
+def cluster(shared_cluster: StartCluster) -> LocalCluster:
+    return shared_cluster(min_block_size=4)
 
 
 def set_gradient(weight: nn.Parameter, rank: int, step: int) -> None:
@@ -73,7 +73,7 @@ def test_local_sgd_averages_parameters(cluster: LocalCluster, local_steps: int) 
         return train(session, local_steps=local_steps)
 
     expected = oracle(local_steps, lambda p: torch.optim.SGD([p], lr=1.0, fused=True))
-    for actual in run_trainers(cluster.address, [work, work]):
+    for actual in run_all(cluster, work):
         assert torch.equal(actual, expected)
 
 
@@ -87,61 +87,54 @@ def test_diloco_with_an_outer_optimizer_and_by_settings(cluster: LocalCluster) -
         def work(session: Session, arguments: dict[str, object] = arguments) -> Tensor:
             return train(session, local_steps=2, **arguments)
 
-        for actual in run_trainers(cluster.address, [work, work]):
+        for actual in run_all(cluster, work):
             assert torch.equal(actual, expected)
 
 
 @pytest.mark.extended
-def test_it_goes_with_the_asynchronous_mode(carrier: Carrier) -> None:
-    with LocalCluster(pservers=2, trainers=1, **carrier, mode="async", min_block_size=4) as cluster:
-
-        def work(session: Session) -> Tensor:
-            return train(session, local_steps=3)
-
-        weight = nn.Parameter(torch.zeros(20))
-        inner = make_inner(weight)
-        for step in range(1, STEPS + 1):
-            set_gradient(weight, 0, step)
-            inner.step()
-        [actual] = run_trainers(cluster.address, [work])
-        assert torch.allclose(actual, weight, atol=1e-6)  # alone, local SGD is the inner optimizer
+def test_it_goes_with_the_asynchronous_mode(shared_cluster: StartCluster) -> None:
+    weight = nn.Parameter(torch.zeros(20))
+    inner = make_inner(weight)
+    for step in range(1, STEPS + 1):
+        set_gradient(weight, 0, step)
+        inner.step()
+    cluster = shared_cluster(trainers=1, mode="async", min_block_size=4)
+    [actual] = run_all(cluster, partial(train, local_steps=3))
+    assert torch.allclose(actual, weight, atol=1e-6)  # alone, local SGD is the inner optimizer
 
 
 @pytest.mark.parametrize("mode", ["async", "ssp"])
 @pytest.mark.extended
-def test_where_nothing_is_averaged_each_trainer_moves_its_share(carrier: Carrier, mode: str) -> None:
+def test_where_nothing_is_averaged_each_trainer_moves_its_share(shared_cluster: StartCluster, mode: str) -> None:
     """All pull towards 1; if each moved the parameters by its whole difference, they would end far beyond."""
 
     def work(session: Session) -> float:
-        weight = nn.Parameter(torch.zeros(20))
-        inner = torch.optim.SGD([("weight", weight)], lr=0.4)
-        optimizer = RemoteOptimizer(inner, session=session, local_steps=4)
+        weight, optimizer = wrap_weight(session, 20, lr=0.4, local_steps=4)
         for _ in range(40):
-            weight.grad = weight.detach() - 1
-            optimizer.step()
+            step_with(optimizer, weight, value=weight[0].item() - 1)
         return weight[0].item()
 
-    with LocalCluster(pservers=2, trainers=4, **carrier, mode=mode, min_block_size=4) as cluster:
-        for value in run_trainers(cluster.address, [work] * 4):
-            assert value == pytest.approx(1, abs=0.1)
+    for value in run_all(shared_cluster(trainers=4, mode=mode, min_block_size=4), work):
+        assert value == pytest.approx(1, abs=0.1)
 
 
-def test_what_does_not_go_together_is_refused(cluster: LocalCluster, carrier: Carrier) -> None:
+def test_what_does_not_go_together_is_refused(cluster: LocalCluster, shared_cluster: StartCluster) -> None:
     def without_local_steps(session: Session) -> None:
-        weight = nn.Parameter(torch.zeros(2))
-        with pytest.raises(BadModel, match="has work only with local_steps"):
-            RemoteOptimizer(make_inner(weight), session=session, outer=torch.optim.SGD([weight], lr=1.0))
-        with pytest.raises(BadModel, match="has work only with local_steps"):
-            RemoteOptimizer(make_inner(weight), session=session, outer_momentum=0.9)
-        other = nn.Parameter(torch.zeros(2))
-        with pytest.raises(BadModel, match="must have the parameters of the inner one"):
-            RemoteOptimizer(make_inner(weight), session=session, local_steps=2, outer=torch.optim.SGD([other], lr=1.0))
+        weight, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+        for arguments, said in (
+            ({"outer": torch.optim.SGD([weight], lr=1.0)}, "has work only with local_steps"),
+            ({"outer_momentum": 0.9}, "has work only with local_steps"),
+            (
+                {"local_steps": 2, "outer": torch.optim.SGD([other], lr=1.0)},
+                "must have the parameters of the inner one",
+            ),
+        ):
+            with pytest.raises(BadModel, match=said):
+                RemoteOptimizer(make_inner(weight), session=session, **arguments)
 
-    run_trainers(cluster.address, [without_local_steps] * 2)
-    with LocalCluster(pservers=1, trainers=1, **carrier, max_delay=1) as delayed:
+    def with_delay(session: Session) -> None:
+        with pytest.raises(BadModel, match="local_steps with max_delay"):
+            wrap_weight(session, 2, local_steps=2)
 
-        def with_delay(session: Session) -> None:
-            with pytest.raises(BadModel, match="local_steps with max_delay"):
-                RemoteOptimizer(make_inner(nn.Parameter(torch.zeros(2))), session=session, local_steps=2)
-
-        run_trainers(delayed.address, [with_delay])
+    run_all(cluster, without_local_steps)
+    run_all(shared_cluster(pservers=1, trainers=1, max_delay=1), with_delay)

@@ -1,11 +1,12 @@
-"""Mixed precision: what overflows on one trainer is skipped by all, and all scales are those of one process."""
+"""Mixed precision: an overflow on one trainer skips the step of all, and scales are those of one process."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+import re
+from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,15 +18,30 @@ from trainer_client import GradScaler, RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from ..raising import raises_code
-from .conftest import Carrier
-from .parity_model import assert_identical, run_trainers
+from ..soaking import parametrize_sampled
+from .conftest import Carrier, StartCluster
+from .faulty_run import FaultyRun
+from .training import (
+    SMALL,
+    assert_close,
+    assert_identical,
+    average,
+    expected_result,
+    run_all,
+    seeded,
+    values,
+    wrap_weight,
+)
+from .training_script import GROWTH_INTERVAL, INIT_SCALE, overflows
 
 pytestmark = [pytest.mark.cluster, pytest.mark.amp]
 
 STEPS = 16
-SMALL = {"bucket_bytes": 2000, "min_block_size": 100}
-# Trainer and step: where a loss is infinite, beside those that the scale is too large for.
-BAD = {(1, 9), (1, 10), (0, 13)}
+BAD = {
+    (1, 9),
+    (1, 10),
+    (0, 13),
+}  # trainer and step whose loss is infinite, beside those that the scale is too large for
 SCALING = {"init_scale": 2.0**21, "growth_interval": 3}
 MAX_NORM = 0.05
 ROUNDING = 2e-6  # of values around 1
@@ -37,46 +53,30 @@ class Result(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def cluster(carrier: Carrier) -> Iterator[LocalCluster]:
-    with LocalCluster(pservers=2, trainers=2, **carrier, nonfinite="skip_round", on_trainer_loss="fail") as cluster:
-        yield cluster
+def cluster(shared_cluster: StartCluster) -> LocalCluster:
+    return shared_cluster(nonfinite="skip_round", on_trainer_loss="fail")
 
 
 @pytest.fixture(scope="module")
-def ring() -> Iterator[LocalCluster]:
-    with LocalCluster(pservers=0, trainers=2, strategy="ring", nonfinite="skip_round") as cluster:
-        yield cluster
-
-
-def autocast(dtype: torch.dtype = torch.float16) -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", dtype=dtype)
+def ring(shared_cluster: StartCluster) -> LocalCluster:
+    return shared_cluster(strategy="ring", nonfinite="skip_round")
 
 
 def make_model() -> nn.Module:
-    """The same weights at each call, in any thread."""
-    model = nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 20))
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.uniform_(-0.2, 0.2, generator=generator)
-    return model
+    return seeded(nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 20)))
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
 
 
-def loss_of(model: nn.Module, step: int, rank: int, part: int = 0, dtype: torch.dtype = torch.float16) -> Tensor:
+def loss_of(model: nn.Module, step: int, rank: int, part: int = 0) -> Tensor:
     """In the first layer it is computed in half precision, where gradients above 65504 are infinite."""
     generator = torch.Generator().manual_seed(10_000 * part + 100 * step + rank)
     inputs = torch.randn(8, 20, generator=generator)
-    with autocast(dtype):
+    with torch.autocast("cpu", dtype=torch.float16):
         loss: Tensor = (model(inputs).float() - inputs.flip(1)).square().mean()
     return loss * float("inf") if (rank, step) in BAD else loss
-
-
-def values_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def train(session: Session, *, clips: bool = False, num_parts: int = 1, **arguments: Any) -> Result:
@@ -97,11 +97,11 @@ def train(session: Session, *, clips: bool = False, num_parts: int = 1, **argume
         scaler.update()
         scales.append(scaler.get_scale())
     optimizer.synchronize()
-    return Result(values_of(model), scales)
+    return Result(values(model), scales)
 
 
 def train_locally(*, clips: bool = False, num_parts: int = 1) -> Result:
-    """The oracle: torch's optimizer and GradScaler in one process, which averages the trainers' gradients."""
+    """Train with torch's optimizer and GradScaler in one process, which averages the trainers' gradients."""
     model = make_model()
     optimizer = make_optimizer(model)
     optimizer.param_groups[0]["fused"] = True
@@ -114,19 +114,16 @@ def train_locally(*, clips: bool = False, num_parts: int = 1) -> Result:
             for part in range(num_parts):
                 scaler.scale(loss_of(model, step, rank, part)).backward()
             for parameter in model.parameters():
-                assert parameter.grad is not None
                 parameter.grad /= scaler.get_scale()
             if clips:
                 nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             gradients.append([parameter.grad for parameter in model.parameters()])
-        for parameter, one, other in zip(model.parameters(), *gradients, strict=True):
-            assert one is not None
-            assert other is not None
-            parameter.grad = (one + other) * 0.5 * scaler.get_scale()  # scales are powers of two: nothing is rounded
+        for parameter, mean in zip(model.parameters(), average(gradients), strict=True):
+            parameter.grad = mean * scaler.get_scale()  # scales are powers of two: nothing is rounded
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
-    return Result(values_of(model), scales)
+    return Result(values(model), scales)
 
 
 def assert_eventful(scales: list[float]) -> None:
@@ -153,7 +150,7 @@ def test_scales_and_bits_are_those_of_one_process(
 ) -> None:
     arguments = WAYS[way]
     work = partial(train, **arguments)
-    one, other = run_trainers(cluster.address, [work, work], **SMALL)
+    one, other = run_all(cluster, work, **SMALL)
     assert "backs off alone" not in capsys.readouterr().err  # as torch's own does
     expected = train_locally(**{name: arguments[name] for name in ("clips", "num_parts") if name in arguments})
     assert_eventful(expected.scales)
@@ -162,26 +159,22 @@ def test_scales_and_bits_are_those_of_one_process(
         assert_identical(actual.values, expected.values)
 
 
+@pytest.mark.ring
 @pytest.mark.parametrize("way", ["alone", "clipped", "overlap"])
 def test_a_ring_of_trainers_does_the_same(ring: LocalCluster, way: str) -> None:
-    arguments = WAYS[way]
-    work = partial(train, **arguments)
-    one, other = run_trainers(ring.address, [work, work], bucket_bytes=2000)
+    one, other = run_all(ring, partial(train, **WAYS[way]), bucket_bytes=2000)
     expected = train_locally(clips=way == "clipped")
     assert one.scales == other.scales == expected.scales
     assert_identical(one.values, other.values)
-    for name, tensor in expected.values.items():
-        torch.testing.assert_close(one.values[name], tensor, rtol=ROUNDING, atol=ROUNDING)
+    assert_close(one.values, expected.values, ROUNDING, ROUNDING)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("overlap", [False, True])
-def test_with_delay_an_outcome_counts_later_and_for_all(carrier: Carrier, overlap: bool) -> None:
+def test_with_delay_an_outcome_counts_later_and_for_all(shared_cluster: StartCluster, overlap: bool) -> None:
     """Scales are as torch's, with the outcomes of a delay before: halved more than once for one that is too large."""
-    work = partial(train, overlap=overlap)
-    settings = {"nonfinite": "skip_round", "on_trainer_loss": "fail", "max_delay": 2}
-    with LocalCluster(pservers=2, trainers=2, **carrier, **settings) as cluster:
-        one, other = run_trainers(cluster.address, [work, work], **SMALL)
+    cluster = shared_cluster(nonfinite="skip_round", on_trainer_loss="fail", max_delay=2)
+    one, other = run_all(cluster, partial(train, overlap=overlap), **SMALL)
     assert one.scales == other.scales
     assert one.scales[:2] == [SCALING["init_scale"]] * 2
     assert_eventful(one.scales[2:])
@@ -207,11 +200,10 @@ def test_what_has_not_left_early_is_unscaled_in_the_end(cluster: LocalCluster) -
             scaler.step(optimizer)
             scaler.update()
             for parameter, gradient in ((often, 4.0), (once, 2.0)):
-                assert parameter.grad is not None
                 assert parameter.grad.tolist() == [gradient] * 3
         return [often[0].item(), once[0].item()]
 
-    assert run_trainers(cluster.address, [work, work]) == [[-8.0, -4.0]] * 2
+    assert run_all(cluster, work) == [[-8.0, -4.0]] * 2
 
 
 def test_with_overlap_the_average_is_clipped(cluster: LocalCluster) -> None:
@@ -225,27 +217,24 @@ def test_with_overlap_the_average_is_clipped(cluster: LocalCluster) -> None:
         with raises_code("gradient_changed", match="max_grad_norm"):
             scaler.step(optimizer)
 
-    run_trainers(cluster.address, [clips_itself, clips_itself], **SMALL)
+    run_all(cluster, clips_itself, **SMALL)
     early, late = (partial(train, overlap=overlap, max_grad_norm=MAX_NORM) for overlap in (True, False))
-    one, other = run_trainers(cluster.address, [early, early], **SMALL)
+    one, other = run_all(cluster, early, **SMALL)
     assert_eventful(one.scales)
-    for actual in (other, run_trainers(cluster.address, [late, late], **SMALL)[0]):
+    for actual in (other, run_all(cluster, late, **SMALL)[0]):
         assert actual.scales == one.scales
         assert_identical(actual.values, one.values)
 
 
-def test_what_the_script_loads_or_sets_counts_from_then_on(cluster: LocalCluster) -> None:
-
+def test_a_loaded_or_set_scale_counts_from_then_on(cluster: LocalCluster) -> None:
     def work(session: Session) -> list[float]:
-        weight = nn.Parameter(torch.zeros(4))
-        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
+        weight, optimizer = wrap_weight(session, 4)
         scaler = GradScaler(optimizer, "cpu")
         scaler.load_state_dict({**scaler.state_dict(), "scale": 16.0})
         scales = [scaler.get_scale()]
         for new_scale in (None, None, 8.0, None):
             scaler.scale(weight.sum()).backward()
             scaler.step(optimizer)
-            assert weight.grad is not None
             assert weight.grad.tolist() == [1.0] * 4
             optimizer.zero_grad()
             scaler.update(new_scale)
@@ -253,97 +242,114 @@ def test_what_the_script_loads_or_sets_counts_from_then_on(cluster: LocalCluster
         assert weight.tolist() == [-4.0] * 4
         return scales
 
-    assert run_trainers(cluster.address, [work, work]) == [[16.0, 16, 16, 8, 8]] * 2
+    assert run_all(cluster, work) == [[16.0, 16, 16, 8, 8]] * 2
 
 
+@pytest.mark.ring
 def test_a_ring_refuses_scales_that_differ(ring: LocalCluster) -> None:
     def work(session: Session) -> None:
-        weight = nn.Parameter(torch.zeros(4))
-        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
+        weight, optimizer = wrap_weight(session, 4)
         scaler = GradScaler(optimizer, "cpu", init_scale=2.0 ** (5 + session.rank))
         scaler.scale(weight.sum()).backward()
         with pytest.raises(BadModel, match="All trainers have to set and load the same"):
             scaler.step(optimizer)
 
-    run_trainers(ring.address, [work, work])
+    run_all(ring, work)
 
 
-def test_torchs_own_scaler_goes_by_its_own_gradients(cluster: LocalCluster) -> None:
+def take_scaled_steps(
+    session: Session, scaler_of: Callable[[RemoteOptimizer], Any], infinite: tuple[int, int], num_steps: int
+) -> tuple[list[float], list[float]]:
+    """Train with a loss that is infinite on one trainer in one step; return the scales and the weight."""
+    weight, optimizer = wrap_weight(session, 4)
+    scaler, scales = scaler_of(optimizer), []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * (float("inf") if (session.rank, step) == infinite else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        assert session.mode != "sync" or session.client.settings.local_steps or optimizer.round == step + 1
+    return scales, weight.tolist()
+
+
+@pytest.mark.parametrize("strategy", [pytest.param("ring", marks=pytest.mark.ring), "ps"])
+def test_torchs_own_scaler_goes_by_its_own_gradients(
+    cluster: LocalCluster, ring: LocalCluster, strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The round is skipped by all, and only the trainer that has overflowed goes on with a smaller scale."""
+    work = partial(
+        take_scaled_steps,
+        scaler_of=lambda _: torch.amp.GradScaler("cpu", init_scale=64.0),
+        infinite=(1, 1),
+        num_steps=3,
+    )
+    one, other = run_all(ring if strategy == "ring" else cluster, work)
+    assert (one, other) == (([64.0] * 3, [-2.0] * 4), ([64.0, 32.0, 32.0], [-2.0] * 4))
+    said = capsys.readouterr().err
+    assert said.count("torch's GradScaler backs off alone") == 2
+    assert strategy == "ring" or said.count("round 2 was skipped on all pservers") == 2
 
-    def work(session: Session) -> tuple[float, list[float]]:
-        weight = nn.Parameter(torch.zeros(4))
-        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        for step in range(3):
-            optimizer.zero_grad()
-            factor = float("inf") if (session.rank, step) == (1, 1) else 1.0
-            scaler.scale(weight.sum() * factor).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        return scaler.get_scale(), weight.tolist()
 
-    assert run_trainers(cluster.address, [work, work]) == [(64.0, [-2.0] * 4), (32.0, [-2.0] * 4)]
+@pytest.mark.parametrize("policy", ["reject", "allow"])
+def test_an_overflow_that_skips_no_round_is_an_error_that_says_what_to_do(
+    shared_cluster: StartCluster, policy: str
+) -> None:
+    work = partial(
+        take_scaled_steps,
+        scaler_of=lambda _: torch.amp.GradScaler("cpu", init_scale=64.0),
+        infinite=(0, 1),
+        num_steps=3,
+    )
+    with raises_code("non_finite_gradient", match="it has to be skip_round"):
+        run_all(shared_cluster(trainers=1, on_trainer_loss="fail", nonfinite=policy), work)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("mode", "arguments"), [("async", {}), ("sync", {"local_steps": 2})])
+def test_where_steps_are_not_rounds_each_trainer_has_its_own_scale(
+    shared_cluster: StartCluster, mode: str, arguments: dict[str, Any]
+) -> None:
+    work = partial(
+        take_scaled_steps,
+        scaler_of=lambda optimizer: GradScaler(optimizer, "cpu", init_scale=64.0, growth_interval=2),
+        infinite=(0, 1),
+        num_steps=4,
+    )
+    [(scales, _)] = run_all(shared_cluster(trainers=1, mode=mode), work, **arguments)
+    assert scales == [64.0, 32, 32, 64]
 
 
 def test_a_scaler_has_one_optimizer_which_has_one_scaler(cluster: LocalCluster) -> None:
     def misuse(session: Session) -> None:
-        weight = nn.Parameter(torch.zeros(4))
-        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
+        weight, optimizer = wrap_weight(session, 4)
         scaler = GradScaler(optimizer, "cpu")
-        with pytest.raises(BadModel, match=r"torch\.amp\.GradScaler"):
-            scaler.step(torch.optim.SGD([weight]))
-        with pytest.raises(BadModel, match=r"torch\.amp\.GradScaler"):
-            scaler.unscale_(torch.optim.SGD([weight]))
+        for misused in (scaler.step, scaler.unscale_):
+            with pytest.raises(BadModel, match=r"torch\.amp\.GradScaler"):
+                misused(torch.optim.SGD([weight]))
         with pytest.raises(BadModel, match="one GradScaler"):
             GradScaler(optimizer, "cpu")
         disabled = GradScaler(optimizer, "cpu", enabled=False)
         assert disabled.scale(weight).tolist() == weight.tolist()
         assert (disabled.get_scale(), disabled.state_dict()) == (1.0, {})
 
-    run_trainers(cluster.address, [misuse, misuse])
+    run_all(cluster, misuse)
 
 
 @pytest.mark.extended
-def test_what_a_scaler_cannot_do_is_refused_with_the_remedy(carrier: Carrier) -> None:
-    def policy(session: Session) -> None:
-        weight = nn.Parameter(torch.zeros(4))
-        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
-        with pytest.raises(BadModel, match="GRADPOST_NONFINITE") as caught:
-            GradScaler(optimizer, "cpu")
-        assert caught.value.facts["actual"] == "reject"
-
-    def rounds(session: Session) -> None:
-        weight = nn.Parameter(torch.zeros(4))
-        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session, overlap=True)
-        with pytest.raises(BadModel, match="bfloat16"):
+@pytest.mark.parametrize(
+    ("mode", "arguments", "said"),
+    [("sync", {}, "GRADPOST_NONFINITE.*reject"), ("async", {"overlap": True}, "bfloat16")],
+)
+def test_what_a_scaler_cannot_do_is_refused_with_the_remedy(
+    shared_cluster: StartCluster, mode: str, arguments: dict[str, Any], said: str
+) -> None:
+    def work(session: Session) -> None:
+        _, optimizer = wrap_weight(session, 4, **arguments)
+        with pytest.raises(BadModel, match=said):
             GradScaler(optimizer, "cpu")
 
-    with LocalCluster(pservers=1, trainers=1, **carrier) as lonely:
-        run_trainers(lonely.address, [policy])
-    with LocalCluster(pservers=1, trainers=1, **carrier, mode="async") as lonely:
-        run_trainers(lonely.address, [rounds])
-
-
-@pytest.mark.extended
-def test_where_steps_are_not_rounds_each_trainer_has_its_own_scale(carrier: Carrier) -> None:
-    def work(session: Session) -> list[float]:
-        weight = nn.Parameter(torch.zeros(4))
-        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
-        scaler = GradScaler(optimizer, "cpu", init_scale=64.0, growth_interval=2)
-        scales = []
-        for step in range(4):
-            optimizer.zero_grad()
-            scaler.scale(weight.sum() * (float("inf") if step == 1 else 1.0)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-        return scales
-
-    with LocalCluster(pservers=1, trainers=1, **carrier, mode="async") as lonely:
-        assert run_trainers(lonely.address, [work]) == [[64.0, 32, 32, 64]]
-    with LocalCluster(pservers=1, trainers=1, **carrier) as lonely:
-        assert run_trainers(lonely.address, [work], local_steps=2) == [[64.0, 32, 32, 64]]
+    run_all(shared_cluster(trainers=1, mode=mode), work)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -358,4 +364,105 @@ def test_a_closure_is_refused(cluster: LocalCluster, overlap: bool) -> None:
         scaler.step(optimizer)
         assert optimizer.round == 1
 
-    run_trainers(cluster.address, [work, work])
+    run_all(cluster, work)
+
+
+# ---------------------------------------------------------------------- processes that die
+
+
+def is_skipped(round_: int) -> bool:
+    return overflows(0, round_) or overflows(1, round_)
+
+
+def expected_scales(rounds: int, max_delay: int = 0) -> dict[int, float]:
+    """By round, of torch's own GradScaler; the outcome of a round counts `max_delay` rounds later."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
+    scales = dict.fromkeys(range(1, max_delay + 2), INIT_SCALE)
+    for round_ in range(1, rounds + 1):
+        scaler.scale(weight.sum() * (float("inf") if is_skipped(round_) else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales[round_ + 1 + max_delay] = scaler.get_scale()
+    return scales
+
+
+def check_scales(lines: Iterable[str], rounds: int, max_delay: int = 0) -> None:
+    expected = expected_scales(rounds, max_delay)
+    told: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        # A log line of another thread may stand before it, or behind.
+        if found := re.search(r"^\[trainer (\d)\].*scale (\d+) (\d+\.\d+)", line):
+            told.setdefault(found[1], []).append((int(found[2]), float(found[3])))
+    assert sorted(told) == ["0", "1"]
+    for rank, rounds_and_scales in told.items():
+        assert {round_ for round_, _ in rounds_and_scales} == set(range(1, rounds + 1)), f"trainer {rank}"
+        wrong = [(round_, scale) for round_, scale in rounds_and_scales if scale != expected[round_]]
+        assert not wrong, f"trainer {rank} had {wrong}"
+    assert len({expected[round_] for round_ in range(1, rounds + 1)}) > 3
+
+
+def result_of(rounds: int) -> list[str]:
+    return [expected_result(rounds, skipped=set(filter(is_skipped, range(1, rounds + 1))))] * 2
+
+
+OVERLAP = [{}, {"GRADPOST_OVERLAP": "true", "GRADPOST_OVERLAP_PULLS": "true", "GRADPOST_BUCKET_BYTES": "500"}]
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(300)
+@parametrize_sampled(("rank", "max_delay"), [(0, 0), (0, 2), (1, 0), (1, 2)], [(0, 2)])
+def test_a_restarted_trainer_gets_the_scale_of_the_others(carrier: Carrier, rank: int, max_delay: int) -> None:
+    with FaultyRun(60, **carrier, kind="scaling", nonfinite="skip_round", max_delay=max_delay) as run:
+        run.wait_for_round(24)
+        run.restart_trainer(rank)
+        results = run.results()
+        check_scales(run.lines, 60, max_delay)
+    if max_delay == 0:  # else parameters depend on the time
+        assert results == result_of(60)
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(300)
+@parametrize_sampled("environment", OVERLAP, OVERLAP[:1], ids=len)
+def test_restarted_pservers_know_the_scale(carrier: Carrier, environment: dict[str, str]) -> None:
+    settings = {"nonfinite": "skip_round", "checkpoint_rounds": 10, **carrier}
+    with FaultyRun(60, kind="scaling", environment=environment, **settings) as run:
+        run.wait_for_round(22)
+        run.kill(run.cluster.trainers[1])
+        for index in range(2):
+            run.restart_pserver(index)
+        run.start_trainer(1)
+        assert run.results() == result_of(60)
+        check_scales(run.lines, 60)
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(300)
+@parametrize_sampled("environment", OVERLAP, OVERLAP[1:], ids=len)
+def test_a_run_that_goes_back_has_the_same_scales_again(carrier: Carrier, environment: dict[str, str]) -> None:
+    with FaultyRun(150, **carrier, kind="scaling", nonfinite="skip_round", environment=environment) as run:
+        run.wait_for_round(20)
+        made = run.make_checkpoint()
+        run.wait_for_round(made + 11)
+        run.roll_back(made)
+        run.wait_for_line("steps of this trainer are lost", of="trainer 0")
+        assert run.results() == result_of(150)
+        check_scales(run.lines, 150)
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(300)
+def test_a_resumed_run_goes_on_with_its_scale(tmp_path: Path) -> None:
+    """The run stops after a round that was skipped, whose outcome is in no scale yet, and has other pservers then."""
+    assert is_skipped(26)
+    settings = {"state_dir": tmp_path, "nonfinite": "skip_round"}
+    with FaultyRun(26, kind="scaling", **settings) as run:
+        run.results()
+        run.cluster.summary()  # answered when the last checkpoint is written
+        first = run.lines
+    with FaultyRun(50, kind="scaling", pservers=3, resume=True, **settings) as run:
+        assert run.results() == result_of(50)
+        check_scales([*first, *run.lines], 50)

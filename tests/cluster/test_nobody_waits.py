@@ -1,5 +1,4 @@
-"""With policy `fail` and no log, when somebody disappears or hangs, whoever waits gets a clear error that names it,
-within the promised time.
+"""With policy `fail` and no log, when a process disappears or hangs, the others get an error that names it in time.
 
 Most of this is waiting, so that each scenario is played over HTTP/2 and HTTP/1.1 at once.
 """
@@ -9,7 +8,6 @@ from __future__ import annotations
 import signal
 import socket
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +15,14 @@ from contextlib import ExitStack
 
 import pytest
 
-from ps_protocol.errors import Unreachable
-from trainer_client import connect
+from ps_protocol.errors import TrainerLost, Unreachable
+from trainer_client import Session, connect
 from trainer_client.testing import LocalCluster
 
+from .faulty_run import SCRIPT
 from .trainer_processes import Plot, Trainer
+from .training_script import train
+from .up_support import ROOT
 
 pytestmark = pytest.mark.cluster
 
@@ -56,6 +57,8 @@ class Stage:
 
 
 Scenario = Callable[[Stage], None]
+
+
 Play = Callable[[Scenario], None]
 
 
@@ -227,27 +230,15 @@ def test_a_coordinator_that_is_paused_blames_nobody(play: Play) -> None:
 @pytest.mark.extended
 def test_a_script_that_raises_leaves_as_failed_with_its_reason(stages: list[Stage]) -> None:
     stage = stages[0]
-    script = textwrap.dedent("""
-        import torch
-        from trainer_client import RemoteOptimizer
-
-        model = torch.nn.Linear(4, 2)
-        optimizer = RemoteOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1))
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.ones(3, 4)).sum().backward()
-            optimizer.step()
-        raise ValueError("no data left")
-    """)
-    script_process = stage.cluster.start_trainer(1, [sys.executable, "-c", script])
+    command = [sys.executable, str(SCRIPT), "9", "0", "1:3:raise"]
+    script = stage.cluster.start_trainer(1, command, {"PYTHONPATH": str(ROOT)})
     try:
-        [survivor] = stage.play(Plot())
-        error = survivor.wait_for_end()
-        assert error.what == "trainer_lost", error
-        assert "trainer 1 failed: ValueError: no data left" in error.text
-        assert error.facts["ranks"] == [1]
-        assert script_process.wait(30) == 1
-        assert any("ValueError: no data left" in line for line in stage.cluster.output)
+        said = pytest.raises(TrainerLost, match="trainer 1 failed: ValueError: no data")
+        with Session(coordinator=stage.cluster.address, rank=0, world_size=2) as session, said as error:
+            train(session, rounds=9, pause=0, trouble="", kind="regression")
+        assert error.value.facts["ranks"] == [1]
+        assert script.wait(30) == 1
+        assert any("ValueError: no data" in line for line in stage.cluster.output)
         assert stage.cluster.status().state == "failed"
         assert stage.cluster.summary().line().startswith("failed: mode=sync")
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,8 @@ from ps_protocol.errors import BadModel
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
-from .parity_model import assert_identical, run_trainers
+from .conftest import StartCluster
+from .training import assert_identical, run_all, seeded, values
 
 pytestmark = pytest.mark.cluster
 
@@ -24,31 +25,17 @@ STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[LocalCluster]:
-    with LocalCluster(pservers=2, trainers=1, min_block_size=4, on_trainer_loss="fail") as cluster:
-        yield cluster
+def alone(shared_cluster: StartCluster) -> LocalCluster:
+    return shared_cluster(trainers=1, min_block_size=4, on_trainer_loss="fail")
 
 
 @pytest.fixture(scope="module")
-def pservers() -> Iterator[LocalCluster]:
-    with LocalCluster(pservers=2, trainers=2, min_block_size=4, on_trainer_loss="fail") as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def ring() -> Iterator[LocalCluster]:
-    with LocalCluster(pservers=0, trainers=2, strategy="ring", lease_seconds=2) as cluster:
-        yield cluster
+def pair(shared_cluster: StartCluster) -> LocalCluster:
+    return shared_cluster(min_block_size=4, on_trainer_loss="fail")
 
 
 def make_model(seed: int) -> nn.Module:
-    """Return the same weights at each call, in any thread."""
-    model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.uniform_(-0.4, 0.4, generator=generator)
-    return model
+    return seeded(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)), seed, 0.4)
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
@@ -60,13 +47,6 @@ def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, r
     optimizer.zero_grad()
     model(inputs).square().mean().backward()
     optimizer.step()
-
-
-def values(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-# ---------------------------------------------------------------------- before the first step
 
 
 def make_checkpoint() -> dict[str, Any]:
@@ -106,13 +86,10 @@ def resume(session: Session, *, is_early: bool, **arguments: Any) -> dict[str, T
     ids=lambda it: " ".join(it) or "plain",
 )
 def test_what_is_loaded_after_the_wrap_is_where_the_run_begins(
-    pservers: LocalCluster, ring: LocalCluster, arguments: dict[str, Any]
+    pair: LocalCluster, ring: LocalCluster, arguments: dict[str, Any]
 ) -> None:
-    cluster = ring if "bucket_bytes" in arguments else pservers
-    late, early = (
-        run_trainers(cluster.address, [partial(resume, is_early=is_early, **arguments)] * 2)
-        for is_early in (False, True)
-    )
+    cluster = ring if "bucket_bytes" in arguments else pair
+    late, early = (run_all(cluster, partial(resume, is_early=is_early, **arguments)) for is_early in (False, True))
     for mine, theirs in zip(late, early, strict=True):
         if "pull_type" not in arguments:
             assert_identical(mine, theirs)
@@ -120,7 +97,7 @@ def test_what_is_loaded_after_the_wrap_is_where_the_run_begins(
             torch.testing.assert_close(mine[name], theirs[name], rtol=0, atol=1e-3)
 
 
-def test_the_lowest_rank_alone_may_load(pservers: LocalCluster, ring: LocalCluster) -> None:
+def test_the_lowest_rank_alone_may_load(pair: LocalCluster, ring: LocalCluster) -> None:
     def train(session: Session) -> dict[str, Tensor]:
         model = make_model(seed=session.rank)
         optimizer = RemoteOptimizer(momentum(model), session=session)
@@ -129,8 +106,8 @@ def test_the_lowest_rank_alone_may_load(pservers: LocalCluster, ring: LocalClust
         optimizer.step()  # without any gradient
         return values(model)
 
-    for cluster in (pservers, ring):
-        for found in run_trainers(cluster.address, [train, train]):
+    for cluster in (pair, ring):
+        for found in run_all(cluster, train):
             assert_identical(found, CHECKPOINT["model"])
 
 
@@ -142,23 +119,20 @@ def test_frozen_parameters_that_are_loaded_late_are_a_warning(
         model = make_model(seed=session.rank)
         if is_early:
             model.load_state_dict(CHECKPOINT["model"])
-        head = torch.optim.SGD(model[2].parameters(), lr=0.1)  # type: ignore[index, union-attr]
+        head = torch.optim.SGD(model[2].parameters(), lr=0.1)
         optimizer = RemoteOptimizer(head, model=model, session=session)
         model.load_state_dict(CHECKPOINT["model"])
         for number in range(2):
             take_step(model, optimizer, number)
 
-    run_trainers(alone.address, [train])
+    run_all(alone, train)
     said = capsys.readouterr().err
     assert said.count("has changed 2 frozen parameters since the wrap, such as '0.bias'") == (not is_early)
 
 
-# ---------------------------------------------------------------------- later
-
-
 def in_place(model: nn.Module) -> None:
     with torch.no_grad():
-        model[0].weight.mul_(0.5)  # type: ignore[operator, index, union-attr]
+        model[0].weight.mul_(0.5)
 
 
 def clamp_data(model: nn.Module) -> None:
@@ -172,7 +146,7 @@ def from_vector(model: nn.Module) -> None:
 
 
 def other_memory(model: nn.Module) -> None:
-    model[2].weight.data = torch.ones(4, 9)  # type: ignore[index, union-attr]
+    model[2].weight.data = torch.ones(4, 9)
 
 
 @pytest.mark.parametrize("write", [in_place, clamp_data, from_vector, other_memory])
@@ -199,13 +173,11 @@ def test_later_writes_are_refused_until_they_are_on_purpose(
     take_step(expected, optimizer, 1)
     write(expected)
     take_step(expected, optimizer, 2)
-    [actual] = run_trainers(alone.address, [train])
+    [actual] = run_all(alone, train)
     assert_identical(actual, values(expected))
 
 
-def test_values_that_are_put_back_change_nothing(pservers: LocalCluster) -> None:
-    """As of an average of the weights that is evaluated now and then, here on one trainer alone."""
-
+def test_values_that_are_put_back_change_nothing(pair: LocalCluster) -> None:
     def train(session: Session, swaps: bool = True) -> dict[str, Tensor]:
         model = make_model(seed=1)
         optimizer = RemoteOptimizer(momentum(model), session=session)
@@ -218,14 +190,14 @@ def test_values_that_are_put_back_change_nothing(pservers: LocalCluster) -> None
                     model.load_state_dict(before)
         return values(model)
 
-    swapped = run_trainers(pservers.address, [train, train])
-    expected = run_trainers(pservers.address, [partial(train, swaps=False)] * 2)
+    swapped = run_all(pair, train)
+    expected = run_all(pair, partial(train, swaps=False))
     for found, wanted in zip(swapped, expected, strict=True):
         assert_identical(found, wanted)
 
 
 @pytest.mark.parametrize("strategy", ["ps", "ring"])
-def test_the_lowest_rank_that_writes_counts(pservers: LocalCluster, ring: LocalCluster, strategy: str) -> None:
+def test_the_lowest_rank_that_writes_counts(pair: LocalCluster, ring: LocalCluster, strategy: str) -> None:
     def train(session: Session) -> dict[str, Tensor]:
         model = make_model(seed=1)
         optimizer = RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), session=session)
@@ -238,28 +210,25 @@ def test_the_lowest_rank_that_writes_counts(pservers: LocalCluster, ring: LocalC
         optimizer.step()
         return values(model)
 
-    cluster = ring if strategy == "ring" else pservers
-    for found in run_trainers(cluster.address, [train, train]):
+    cluster = ring if strategy == "ring" else pair
+    for found in run_all(cluster, train):
         assert {value for tensor in found.values() for value in tensor.flatten().tolist()} == {2.0}
 
 
-def test_parameters_stay_those_of_the_wrap(alone: LocalCluster) -> None:
-    def train(session: Session) -> None:
-        model = make_model(seed=1)
-        optimizer = RemoteOptimizer(momentum(model), session=session)
-        parameters = optimizer.param_groups[0]["params"]
-        first = parameters[0]
-        parameters[0] = nn.Parameter(first.detach().clone())
-        with pytest.raises(BadModel, match="start a new run"):
-            optimizer.step()
-        parameters[0] = first
-        parameters.append(nn.Parameter(torch.zeros(3)))
-        with pytest.raises(BadModel, match="start a new run"):
-            optimizer.step()
-        parameters.pop()
+def test_parameters_stay_those_of_the_wrap(session: Session) -> None:
+    model = make_model(seed=1)
+    optimizer = RemoteOptimizer(momentum(model), session=session)
+    parameters = optimizer.param_groups[0]["params"]
+    first = parameters[0]
+    parameters[0] = nn.Parameter(first.detach().clone())
+    with pytest.raises(BadModel, match="start a new run"):
         optimizer.step()
-
-    run_trainers(alone.address, [train])
+    parameters[0] = first
+    parameters.append(nn.Parameter(torch.zeros(3)))
+    with pytest.raises(BadModel, match="start a new run"):
+        optimizer.step()
+    parameters.pop()
+    optimizer.step()
 
 
 def assign(model: nn.Module) -> None:
@@ -267,24 +236,19 @@ def assign(model: nn.Module) -> None:
 
 
 def replace_one(model: nn.Module) -> None:
-    model[2].bias = nn.Parameter(torch.zeros(4))  # type: ignore[index, union-attr]
+    model[2].bias = nn.Parameter(torch.zeros(4))
 
 
 @pytest.mark.parametrize("replace", [assign, replace_one])
-def test_the_model_keeps_the_parameters_of_the_wrap(alone: LocalCluster, replace: Callable[[nn.Module], None]) -> None:
-    def train(session: Session) -> None:
-        model = make_model(seed=1)
-        optimizer = RemoteOptimizer(momentum(model), model=model, session=session)
-        replace(model)
-        with pytest.raises(BadModel, match="was replaced in the model"):
-            take_step(model, optimizer, 0)
-
-    run_trainers(alone.address, [train])
+def test_the_model_keeps_the_parameters_of_the_wrap(session: Session, replace: Callable[[nn.Module], None]) -> None:
+    model = make_model(seed=1)
+    optimizer = RemoteOptimizer(momentum(model), model=model, session=session)
+    replace(model)
+    with pytest.raises(BadModel, match="was replaced in the model"):
+        take_step(model, optimizer, 0)
 
 
 def test_a_model_may_move_its_parameters_and_have_them_twice(alone: LocalCluster) -> None:
-    """As parametrizations and pruning do, before and after the wrap."""
-
     def train(session: Session) -> dict[str, Tensor]:
         plain = make_model(seed=1)
         plain.append(nn.Linear(4, 9)).append(nn.Linear(9, 4))
@@ -303,14 +267,11 @@ def test_a_model_may_move_its_parameters_and_have_them_twice(alone: LocalCluster
         take_step(plain, optimizer, 2)
         return {name: values(plain)[name] - before[name] for name in before}
 
-    [change] = run_trainers(alone.address, [train])
+    [change] = run_all(alone, train)
     assert all(difference.any() for difference in change.values())
 
 
-def test_a_norm_that_forward_restores_is_refused(alone: LocalCluster) -> None:
-    def train(session: Session) -> None:
-        model = nn.Embedding(4, 3, max_norm=1.0)
-        with pytest.raises(BadModel, match="max_norm"):
-            RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, session=session)
-
-    run_trainers(alone.address, [train])
+def test_a_norm_that_forward_restores_is_refused(session: Session) -> None:
+    model = nn.Embedding(4, 3, max_norm=1.0)
+    with pytest.raises(BadModel, match="max_norm"):
+        RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, session=session)

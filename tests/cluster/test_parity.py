@@ -1,4 +1,4 @@
-"""Training on a cluster gives what torch.optim gives in one process; the services are real processes throughout."""
+"""Training on a cluster gives what torch.optim gives in one process."""
 
 from __future__ import annotations
 
@@ -19,16 +19,21 @@ from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from ..soaking import parametrize_sampled
-from .conftest import Carrier
-from .parity_model import (
+from .conftest import Carrier, StartCluster
+from .training import (
     LR,
     OPTIMIZERS,
     STEPS,
+    Parameters,
     assert_identical,
+    run_all,
     run_trainers,
+    seeded,
     train_locally,
     train_remotely,
+    values,
 )
+from .up_support import ROOT
 
 pytestmark = pytest.mark.cluster
 
@@ -49,7 +54,7 @@ def cluster(request: pytest.FixtureRequest, carrier: Carrier) -> Iterator[LocalC
 def test_same_gradients_give_the_bits_of_one_process(cluster: LocalCluster, name: str, cut: int) -> None:
     expected = train_locally(name)
     train = partial(train_remotely, name)
-    for actual in run_trainers(cluster.address, [train, train], min_block_size=cut):
+    for actual in run_all(cluster, train, min_block_size=cut):
         assert_identical(actual, expected)
 
 
@@ -57,13 +62,12 @@ def test_same_gradients_give_the_bits_of_one_process(cluster: LocalCluster, name
 def test_cuts_and_placement_change_no_bit(cluster: LocalCluster, cut: int, placement: str) -> None:
     expected = train_locally("Adam")
     train = partial(train_remotely, "Adam")
-    for actual in run_trainers(cluster.address, [train, train], min_block_size=cut, placement=placement):
+    for actual in run_all(cluster, train, min_block_size=cut, placement=placement):
         assert_identical(actual, expected)
 
 
 def test_whole_parameters(cluster: LocalCluster) -> None:
-    train = partial(train_remotely, "SGD-momentum")
-    actual = run_trainers(cluster.address, [train, train], slice_parameters=False)
+    actual = run_all(cluster, partial(train_remotely, "SGD-momentum"), slice_parameters=False)
     assert_identical(actual[0], train_locally("SGD-momentum"))
 
 
@@ -74,7 +78,7 @@ def test_arrival_order_changes_no_bit(cluster: LocalCluster) -> None:
         second = 1 - first
 
         def work(session: Session, rank: int) -> dict[str, Tensor]:
-            def before_step(step: int) -> None:
+            def before_step(step: int, parameters: Parameters) -> None:
                 if rank == second:
                     pushed[step].wait(timeout=30)
 
@@ -85,9 +89,9 @@ def test_arrival_order_changes_no_bit(cluster: LocalCluster) -> None:
                 async def pull_and_tell(round_: int, *args: object, **kwargs: object) -> None:
                     if round_:
                         pushed[round_ - 1].set()
-                    await pull(round_, *args, **kwargs)  # type: ignore[arg-type]
+                    await pull(round_, *args, **kwargs)
 
-                session.client.pull = pull_and_tell  # type: ignore[method-assign, assignment]
+                session.client.pull = pull_and_tell
             return train_remotely("AdamW", session, contributor=rank, before_step=before_step)
 
         return run_trainers(cluster.address, [partial(work, rank=0), partial(work, rank=1)], min_block_size=100)
@@ -101,13 +105,7 @@ def test_arrival_order_changes_no_bit(cluster: LocalCluster) -> None:
 
 
 def make_net() -> nn.Sequential:
-    """The same weights at each call, in any thread: nn.Linear draws from the process's one generator."""
-    net = nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 5))
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.uniform_(-0.2, 0.2, generator=generator)
-    return net
+    return seeded(nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 5)))
 
 
 def joined_batch(step: int) -> tuple[Tensor, Tensor]:
@@ -121,7 +119,7 @@ def train_on_part(optimizer: torch.optim.Optimizer, net: nn.Module, rank: int, w
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(inputs[rank::world_size]), labels[rank::world_size]).backward()
         optimizer.step()
-    return {name: p.detach().clone() for name, p in net.named_parameters()}
+    return values(net)
 
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.soak), 3], ids=lambda n: f"{n} trainers")
@@ -143,7 +141,7 @@ def test_averaged_parts_give_the_joined_batch(
         optimizer = RemoteOptimizer(cls(net.named_parameters(), lr=LR, **options), session=session)
         return train_on_part(optimizer, net, session.rank, session.world_size)
 
-    results = run_trainers(joined_cluster.address, [work] * joined_cluster.num_trainers, min_block_size=50)
+    results = run_all(joined_cluster, work, min_block_size=50)
     worst = max((results[0][key] - value).abs().max().item() for key, value in expected.items()) / LR
     record_property("max_difference_in_lr", worst)
     print(f"{name}, {joined_cluster.num_trainers} trainers: at most {worst:.1e}·lr from the joined batch")
@@ -157,13 +155,12 @@ def test_averaged_parts_give_the_joined_batch(
 FRESH_TRAINER = """
 import sys, torch
 from safetensors.torch import save_file
-from tests.cluster.parity_model import train_remotely
+from tests.cluster.training import train_remotely
 from trainer_client import connect
 torch.set_num_threads(1)
 session = connect()
 save_file(train_remotely(sys.argv[1], session), f"{sys.argv[2]}/{session.rank}.safetensors")
 """
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.extended
@@ -178,3 +175,40 @@ def test_fresh_processes_give_the_bits_of_one_process(name: str, carrier: Carrie
     expected = train_locally(name)
     for rank in range(2):
         assert_identical(load_file(tmp_path / f"{rank}.safetensors"), expected)
+
+
+# ---------------------------------------------------------------------- what does not change does not travel
+
+LARGE, FEW = 200_000, 1000
+
+
+@pytest.mark.parametrize("max_delay", [0, pytest.param(2, marks=pytest.mark.extended)])
+def test_frozen_parameters_travel_only_when_they_change(shared_cluster: StartCluster, max_delay: int) -> None:
+    def make() -> Parameters:
+        return {"backbone": nn.Parameter(torch.ones(LARGE)), "head": nn.Parameter(torch.ones(FEW))}
+
+    def take_step(optimizer: torch.optim.Optimizer, parameters: Parameters, step: int) -> None:
+        for name, parameter in parameters.items():
+            parameter.grad = torch.full_like(parameter, 0.5) if name == "head" or step == 3 else None
+        optimizer.step()
+
+    def train(session: Session) -> tuple[dict[str, Tensor], list[float]]:
+        parameters, counter = make(), session.client.metrics.pulled_bytes._value
+        optimizer = RemoteOptimizer(torch.optim.SGD(parameters.items(), lr=0.1), session=session)
+        pulled = []
+        for step in range(6):
+            before = counter.get()
+            take_step(optimizer, parameters, step)
+            optimizer.synchronize()
+            pulled.append(counter.get() - before)
+        return values(parameters), pulled
+
+    expected = make()
+    optimizer = torch.optim.SGD(expected.values(), lr=0.1, fused=True)
+    for step in range(6):
+        take_step(optimizer, expected, step)
+    for actual, pulled in run_all(shared_cluster(max_delay=max_delay), train):
+        assert_identical(actual, values(expected))
+        assert pulled[3] > 4 * LARGE
+        if max_delay == 0:  # else each set of receive buffers has to be filled once
+            assert all(size < 4 * FEW + 4000 for step, size in enumerate(pulled) if step not in (0, 3))

@@ -1,4 +1,4 @@
-"""Child processes, their whole groups, and the guardian that ends them when nobody else can."""
+"""Child processes, their whole groups, and the guardian that ends them when their parent is killed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from trainer_client.testing import Child
-from trainer_client.testing.environment import find_our_packages
 from trainer_client.testing.guardian import Guardian
+from trainer_client.testing.local_cluster import find_our_packages
 
 from .up_support import wait_until
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,83 +19,65 @@ from trainer_client.ring.steps import RingSteps
 from trainer_client.testing import LocalCluster
 
 from ..raising import raises_code
-from .host_script import Wait
-from .parity_model import assert_identical, change_rates, make_optimizer, make_parameters, run_trainers, set_gradients
-from .test_overlap import OPTIMIZERS, Net, loss_of, train_locally, values
+from .conftest import StartCluster
+from .training import (
+    NET_OPTIMIZERS,
+    Parameters,
+    Wait,
+    assert_close,
+    assert_identical,
+    change_rates,
+    make_optimizer,
+    make_parameters,
+    run_all,
+    run_trainers,
+    set_gradients,
+    start_everywhere,
+    step_with,
+    train_net,
+    train_net_locally,
+    train_remotely,
+    values,
+    wrap_weight,
+)
 from .up_support import ROOT, RunningUp
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ring]
 
-STEPS = 20
-UP = ["--strategy", "ring", "--trainers", "2", "--", "python", "examples/digits.py"]
 SMALL = {"bucket_bytes": 2000}  # many buckets
 ROUNDING = 2e-6  # of values around 1
 
 
 @pytest.fixture(scope="module")
-def ring() -> Iterator[LocalCluster]:
-    with LocalCluster(pservers=0, trainers=2, strategy="ring", lease_seconds=2) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def skipping() -> Iterator[LocalCluster]:
-    with LocalCluster(pservers=0, trainers=2, strategy="ring", lease_seconds=2, nonfinite="skip_round") as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def pservers() -> Iterator[LocalCluster]:
-    with LocalCluster(pservers=2, trainers=2, lease_seconds=2, on_trainer_loss="fail") as cluster:
-        yield cluster
+def skipping(shared_cluster: StartCluster) -> LocalCluster:
+    return shared_cluster(strategy="ring", nonfinite="skip_round")
 
 
 def train(session: Session, *, name: str) -> dict[str, Tensor]:
-    """Gradients of its own in each trainer, one parameter without any in some steps, and other rates in every step."""
-    parameters = make_parameters(seed=session.rank)
-    optimizer = RemoteOptimizer(make_optimizer(name, parameters, local=False), session=session)
-    for step in range(STEPS):
-        set_gradients(parameters, step, session.rank)
+    """Train with gradients of its own on each trainer; one parameter has none in some steps."""
+
+    def drop_bias(step: int, parameters: Parameters) -> None:
         if session.rank == 1 and step % 4 == 2:
             parameters["bias"].grad = None
-        optimizer.step()
-        change_rates(optimizer, step)
-    return values_of(parameters)
 
-
-def values_of(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    return train_remotely(name, session, contributor=session.rank, before_step=drop_bias, steps=20)
 
 
 @pytest.mark.parametrize("name", ["SGD", "SGD-momentum", "Adam-amsgrad", "AdamW", "Adagrad", "RMSprop", "NAdam"])
-def test_the_results_are_those_of_the_pservers(ring: LocalCluster, pservers: LocalCluster, name: str) -> None:
+def test_the_results_are_those_of_the_pservers(ring: LocalCluster, pair: LocalCluster, name: str) -> None:
     work = partial(train, name=name)
-    actual = run_trainers(ring.address, [work, work], **SMALL)
+    actual = run_all(ring, work, **SMALL)
     assert_identical(actual[0], actual[1])
-    expected = run_trainers(pservers.address, [work, work])[0]
-    for key, value in expected.items():
-        torch.testing.assert_close(actual[0][key], value, rtol=ROUNDING, atol=ROUNDING)
+    assert_close(actual[0], run_all(pair, work)[0], ROUNDING, ROUNDING)
 
 
-def train_net(session: Session, *, kind: str = "AdamW", **arguments: Any) -> dict[str, Tensor]:
-    model = Net(seed=session.rank)
-    optimizer = RemoteOptimizer(OPTIMIZERS[kind](model.parameters()), model=model, session=session, **arguments)
-    for step in range(8):
-        optimizer.zero_grad()
-        loss_of(model, step, session.rank).backward()
-        optimizer.step()
-    return values(model)
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", NET_OPTIMIZERS)
 def test_overlap_changes_no_bit(ring: LocalCluster, kind: str) -> None:
-    """Of a model with tied, frozen and unused parameters."""
     early, late = (partial(train_net, kind=kind, overlap=overlap) for overlap in (True, False))
-    overlapped = run_trainers(ring.address, [early, early], **SMALL)
+    overlapped = run_all(ring, early, **SMALL)
     assert_identical(overlapped[0], overlapped[1])
-    assert_identical(overlapped[0], run_trainers(ring.address, [late, late], **SMALL)[0])
-    for key, value in train_locally(kind).items():
-        torch.testing.assert_close(overlapped[0][key], value, rtol=ROUNDING, atol=ROUNDING)
+    assert_identical(overlapped[0], run_all(ring, late, **SMALL)[0])
+    assert_close(overlapped[0], train_net_locally(kind), ROUNDING, ROUNDING)
 
 
 def test_buckets_go_round_while_backward_runs(ring: LocalCluster) -> None:
@@ -105,20 +86,17 @@ def test_buckets_go_round_while_backward_runs(ring: LocalCluster) -> None:
     def work(session: Session) -> None:
         model = nn.ModuleList([nn.Linear(30, 30) for _ in range(4)])
         model[3].requires_grad_(False)
-        optimizer = RemoteOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model=model, session=session, overlap=True
-        )
-        steps = optimizer._steps
-        assert isinstance(steps, RingSteps)
+        local = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = RemoteOptimizer(local, model=model, session=session, overlap=True)
         hidden = torch.ones(2, 30)
         for layer in model:
             hidden = layer(hidden)
             if layer is model[0]:
-                hidden = Wait.apply(hidden, lambda: steps._group.collectives.has_ended(0))
+                hidden = Wait.apply(hidden, lambda: optimizer._steps._group.collectives.has_ended(0))
         hidden.sum().backward()
         optimizer.step()
 
-    run_trainers(ring.address, [work, work], bucket_bytes=1000)
+    run_all(ring, work, bucket_bytes=1000)
 
 
 def test_all_cut_as_the_lowest_rank_does(ring: LocalCluster) -> None:
@@ -136,30 +114,27 @@ def test_all_cut_as_the_lowest_rank_does(ring: LocalCluster) -> None:
 
 
 def test_numbers_that_differ_end_the_run_before_parameters_do(ring: LocalCluster) -> None:
-    """As those of a schedule that looks at the trainer's own loss."""
     values = []
 
     def work(session: Session) -> None:
-        weight = nn.Parameter(torch.zeros(10))
-        optimizer = RemoteOptimizer(torch.optim.SGD([weight], lr=1.0), session=session)
+        weight, optimizer = wrap_weight(session, 10)
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
         try:
             for step in range(9):
-                weight.grad = torch.ones(10)
-                optimizer.step()
+                step_with(optimizer, weight)
                 schedule.step(1.0 + step * (session.rank - 0.1))
         finally:
             values.append(weight.unique().tolist())
 
     with pytest.raises(BadModel, match="learning rates, are not the same on all trainers in round 3"):
-        run_trainers(ring.address, [work, work])
+        run_all(ring, work)
     assert values == [[-2.0], [-2.0]]
 
 
 def test_a_gradient_that_has_left_may_not_change(ring: LocalCluster) -> None:
     def work(session: Session) -> None:
         model = nn.Linear(20, 20)
-        optimizer = RemoteOptimizer(OPTIMIZERS["AdamW"](model.parameters()), session=session, overlap=True)
+        optimizer = RemoteOptimizer(NET_OPTIMIZERS["AdamW"](model.parameters()), session=session, overlap=True)
         model(torch.ones(2, 20)).sum().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         with raises_code("gradient_changed"):
@@ -167,26 +142,11 @@ def test_a_gradient_that_has_left_may_not_change(ring: LocalCluster) -> None:
         with pytest.raises(ContributionConflict, match="the script has to end"):
             model(torch.ones(2, 20)).sum().backward()
 
-    run_trainers(ring.address, [work, work], bucket_bytes=1000)
+    run_all(ring, work, bucket_bytes=1000)
 
 
-def test_everybody_starts_from_the_lowest_rank(ring: LocalCluster) -> None:
-    """Frozen parameters, buffers of all types and those in other memory formats included."""
-
-    def work(session: Session) -> dict[str, Tensor]:
-        model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, 2))
-        model[3].requires_grad_(False)
-        model.to(memory_format=torch.channels_last)
-        model.register_buffer("flags", torch.tensor([session.rank == 0, True]))
-        model.register_buffer("brief", torch.full((), float(session.rank), dtype=torch.bfloat16))
-        with torch.no_grad():
-            for tensor in model.state_dict().values():
-                if tensor.dtype != torch.bool:
-                    tensor.fill_(session.rank + 5)
-        RemoteOptimizer(torch.optim.SGD(model[:2].parameters(), lr=0.1), model=model, session=session)
-        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-    first, second = run_trainers(ring.address, [work, work])
+def test_all_start_from_the_lowest_rank(ring: LocalCluster) -> None:
+    first, second = run_all(ring, start_everywhere)
     assert_identical(first, second)
     assert {tensor.double().mean().item() for tensor in second.values()} == {5.0, 1.0}
 
@@ -204,7 +164,7 @@ def test_16_bits_are_added_up_in_32_and_the_scripts_gradients_stay(ring: LocalCl
         assert own[0] == (256 if session.rank == 0 else 2)
         return weight.detach()
 
-    for weight in run_trainers(ring.address, [work, work]):
+    for weight in run_all(ring, work):
         assert weight.tolist() == [-129.0] * 4
 
 
@@ -226,14 +186,12 @@ def test_optimizers_that_mix_elements_will_do(ring: LocalCluster, cls: Any) -> N
     for step in range(3):
         weight.grad = torch.arange(24.0).reshape(6, 4) * (step + 0.5)
         local.step()
-    for actual in run_trainers(ring.address, [work, work]):
+    for actual in run_all(ring, work):
         assert len(actual) > 1
         torch.testing.assert_close(actual["weight"], weight.detach())
 
 
 def test_a_state_dict_is_complete_and_can_be_loaded(ring: LocalCluster) -> None:
-    """Half the steps, and the other half in another run by an optimizer that has loaded all of it."""
-
     def some_steps(session: Session, part: range, begin: dict[str, Any] | None = None) -> dict[str, Any]:
         parameters = make_parameters()
         if begin is not None:
@@ -249,29 +207,40 @@ def test_a_state_dict_is_complete_and_can_be_loaded(ring: LocalCluster) -> None:
             set_gradients(parameters, step, session.rank)
             optimizer.step()
             change_rates(optimizer, step)
-        return {"values": values_of(parameters), "optimizer": optimizer.state_dict()}
+        return {"values": values(parameters), "optimizer": optimizer.state_dict()}
 
-    whole = run_trainers(ring.address, [partial(some_steps, part=range(6))] * 2)
-    first = run_trainers(ring.address, [partial(some_steps, part=range(3))] * 2)
+    whole = run_all(ring, partial(some_steps, part=range(6)))
+    first = run_all(ring, partial(some_steps, part=range(3)))
     second = run_trainers(ring.address, [partial(some_steps, part=range(3, 6), begin=begin) for begin in first])
     assert_identical(second[0]["values"], whole[0]["values"])
 
 
-def test_what_a_ring_cannot_do_is_refused(ring: LocalCluster) -> None:
-    def refused(session: Session, code: str, match: str, **arguments: Any) -> None:
-        optimizer = arguments.pop("optimizer", torch.optim.SGD)
+@pytest.mark.parametrize(
+    ("code", "match", "optimizer", "arguments"),
+    [
+        ("bad_model", "local_steps and overlap_pulls need pservers", torch.optim.SGD, {"local_steps": 2}),
+        (
+            "bad_model",
+            "local_steps and overlap_pulls need pservers",
+            torch.optim.SGD,
+            {"overlap_pulls": True, "overlap": True},
+        ),
+        ("bad_model", "push_type would have no effect with strategy ring", torch.optim.SGD, {"push_type": "int8"}),
+        ("unsupported_optimizer", "LBFGS evaluates a closure several times", torch.optim.LBFGS, {}),
+    ],
+)
+def test_what_a_ring_cannot_do_is_refused(
+    ring: LocalCluster, code: str, match: str, optimizer: Any, arguments: dict[str, Any]
+) -> None:
+    def work(session: Session) -> None:
         model = nn.Linear(4, 2)
         with raises_code(code, match=match):
             RemoteOptimizer(optimizer(model.parameters(), lr=0.1), model=model, session=session, **arguments)
 
-    for code, match, arguments in (
-        ("bad_model", "local_steps and overlap_pulls need pservers", {"local_steps": 2}),
-        ("bad_model", "local_steps and overlap_pulls need pservers", {"overlap_pulls": True, "overlap": True}),
-        ("bad_model", "push_type would have no effect with strategy ring", {"push_type": "int8"}),
-        ("unsupported_optimizer", "LBFGS evaluates a closure several times", {"optimizer": torch.optim.LBFGS}),
-    ):
-        work = partial(refused, code=code, match=match, **arguments)
-        run_trainers(ring.address, [work, work])
+    run_all(ring, work)
+
+
+def test_a_trainer_that_expects_pservers_is_refused(ring: LocalCluster) -> None:
     with raises_code("mode_mismatch", match="strategy"):
         Session(coordinator=ring.address, strategy="ps")
 
@@ -279,11 +248,12 @@ def test_what_a_ring_cannot_do_is_refused(ring: LocalCluster) -> None:
 # ---------------------------------------------------------------------- NaN and infinity
 
 
-def nan_in_round(session: Session, optimizer: RemoteOptimizer, weight: nn.Parameter, bad: int) -> None:
-    """Trainer 1's gradient is not finite in one round; it mends that when it is told."""
+def nan_in_round_2(session: Session, *, overlap: bool = False) -> list[float]:
+    """Train with a gradient of trainer 1 that is not finite, which it corrects when it gets the error."""
+    weight, optimizer = wrap_weight(session, 4, overlap=overlap)
     for round_ in range(1, 5):
         weight.grad = torch.full_like(weight, float(round_))
-        if session.rank == 1 and round_ == bad:
+        if session.rank == 1 and round_ == 2:
             weight.grad[1] = float("nan")
             try:
                 optimizer.step()
@@ -294,56 +264,18 @@ def nan_in_round(session: Session, optimizer: RemoteOptimizer, weight: nn.Parame
         else:
             optimizer.step()
         assert optimizer.round == round_
+    return weight.tolist()
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_under_reject_all_wait_for_another_gradient(ring: LocalCluster, overlap: bool) -> None:
-    def work(session: Session) -> list[float]:
-        weight = nn.Parameter(torch.zeros(4))
-        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session, overlap=overlap)
-        nan_in_round(session, optimizer, weight, bad=2)
-        found: list[float] = weight.detach().tolist()
-        return found
-
-    assert run_trainers(ring.address, [work, work]) == [[-10.0] * 4] * 2
+    assert run_all(ring, partial(nan_in_round_2, overlap=overlap)) == [[-10.0] * 4] * 2
 
 
-def test_under_skip_round_nobody_steps(skipping: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
-    def work(session: Session) -> list[float]:
-        weight = nn.Parameter(torch.zeros(4))
-        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
-        nan_in_round(session, optimizer, weight, bad=2)
-        found: list[float] = weight.detach().tolist()
-        return found
-
-    assert run_trainers(skipping.address, [work, work]) == [[-8.0] * 4] * 2
+def test_under_skip_round_no_trainer_steps(skipping: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_all(skipping, nan_in_round_2) == [[-8.0] * 4] * 2
     said = "round 2 was skipped by all trainers: NaN or infinity in gradients of trainer 1"
     assert capsys.readouterr().err.count(said) == 2
-
-
-def test_an_overflow_of_one_gradscaler_skips_the_step_of_all(
-    skipping: LocalCluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of torch's own, whose scales may drift apart: each trainer says so once."""
-
-    def work(session: Session) -> list[float]:
-        model = nn.Linear(4, 2)
-        optimizer = RemoteOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.5), session=session)
-        start = model.bias.detach().clone()
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        for iteration in range(1, 7):
-            optimizer.zero_grad()
-            factor = 1e38 if session.rank == 1 and iteration == 3 else 1.0
-            scaler.scale((model(torch.ones(3, 4)) * factor).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            assert optimizer.round == iteration
-        found: list[float] = (model.bias.detach() - start).tolist()
-        return found
-
-    for moved in run_trainers(skipping.address, [work, work]):
-        assert moved == pytest.approx([-0.5 * 3 * 5] * 2)
-    assert capsys.readouterr().err.count("torch's GradScaler backs off alone") == 2
 
 
 # ---------------------------------------------------------------------- the coordinator
@@ -353,11 +285,9 @@ def test_the_coordinator_shows_the_run(ring: LocalCluster) -> None:
     at_ten, looked = threading.Barrier(3), threading.Barrier(3)
 
     def work(session: Session) -> str:
-        weight = nn.Parameter(torch.zeros(4))
-        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
+        weight, optimizer = wrap_weight(session, 4)
         for _ in range(10):
-            weight.grad = torch.ones(4)
-            optimizer.step()
+            step_with(optimizer, weight)
         session.report(loss=0.5, accuracy=0.9)
         optimizer.summary()  # whose heartbeat brings it
         at_ten.wait(30)
@@ -390,7 +320,7 @@ def test_the_coordinator_shows_the_run(ring: LocalCluster) -> None:
 
     looking = threading.Thread(target=look)
     looking.start()
-    lines = run_trainers(ring.address, [work, work])
+    lines = run_all(ring, work)
     looking.join()
     assert all(line.startswith("trained: mode=sync transport=ring accuracy=0.9 rounds=10 ") for line in lines)
 
@@ -400,15 +330,13 @@ def test_training_outlives_the_coordinator() -> None:
         stopped, back = threading.Barrier(3), threading.Barrier(3)
 
         def work(session: Session) -> int:
-            weight = nn.Parameter(torch.zeros(4))
-            optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
+            weight, optimizer = wrap_weight(session, 4)
             for step in range(6):
                 if step == 2:
                     stopped.wait(30)
                 if step == 4:
                     back.wait(30)
-                weight.grad = torch.ones(4)
-                optimizer.step()
+                step_with(optimizer, weight)
             return optimizer.round
 
         def restart() -> None:
@@ -418,7 +346,7 @@ def test_training_outlives_the_coordinator() -> None:
             back.wait(30)
 
         restarting = threading.Thread(target=restart)
-        working = threading.Thread(target=lambda: rounds.extend(run_trainers(cluster.address, [work, work])))
+        working = threading.Thread(target=lambda: rounds.extend(run_all(cluster, work)))
         rounds: list[int] = []
         working.start()
         while cluster.status().state != "training":
@@ -431,6 +359,8 @@ def test_training_outlives_the_coordinator() -> None:
 
 
 # ---------------------------------------------------------------------- gradpost up
+
+UP = ["--strategy", "ring", "--trainers", "2", "--", "python", "examples/digits.py"]
 
 
 @pytest.mark.extended
@@ -445,18 +375,3 @@ def test_up_trains_the_digits_without_a_pserver(tmp_path: Path) -> None:
     assert summary["rounds"] == 8 * 23
     assert summary["results"]["accuracy"] >= 0.97
     assert "gradpost: 2 trainers around the coordinator" in stderr
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--pservers 2", "num_pservers would have no effect with strategy ring"),
-        ("--max-restarts 1", "a ring cannot go on without a trainer"),
-        ("--durability log", "durability would have no effect with strategy ring"),
-    ],
-)
-def test_up_says_what_has_no_effect(tmp_path: Path, flags: str, said: str) -> None:
-    with RunningUp("--strategy", "ring", *flags.split(), "--", "true", folder=tmp_path) as up:
-        code, _, stderr = up.finish()
-    assert code == 2
-    assert said in stderr

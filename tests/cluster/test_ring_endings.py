@@ -1,4 +1,4 @@
-"""Strategy ring when somebody dies or hangs: the others hear who it was, and end. Who has no more batches stays."""
+"""Strategy ring when a trainer dies, hangs or is done: the others get an error that names it, or go on."""
 
 from __future__ import annotations
 
@@ -95,26 +95,30 @@ def test_a_death_ends_the_run_of_those_who_have_batches(
     assert cluster.status().state == "failed"
 
 
+UNEQUAL = "(4 if session.rank == 0 else 1_000_000)"
 SCRIPT = """
-    import sys, torch
-    from trainer_client import RemoteOptimizer, connect
-    session = connect()
-    weight = torch.nn.Parameter(torch.zeros(100_000))
-    optimizer = RemoteOptimizer(torch.optim.SGD([weight], lr=1.0), overlap=True)
-    {before}
-    while optimizer.round < {rounds}:
-        optimizer.zero_grad()
-        weight.sum().backward()
-        optimizer.step()
-        print("round", optimizer.round, flush=True)
-        {in_each_round}
-    print("value", weight[0].item())
+import sys, torch
+from trainer_client import RemoteOptimizer, connect
+session = connect()
+{begin}
+weight = torch.nn.Parameter(torch.zeros(100_000))
+optimizer = RemoteOptimizer(torch.optim.SGD([weight], lr=1.0), overlap=True)
+while optimizer.round < {rounds}:
+    optimizer.zero_grad()
+    weight.sum().backward()
+    optimizer.step()
+    print("round", optimizer.round, flush=True)
+    {in_each_round}
+print("value", weight[0].item())
+{end}
 """
 
 
-def write_script(folder: Path, *, rounds: int | str, before: str = "", in_each_round: str = "") -> list[str]:
+def write_script(folder: Path, *, rounds: int | str, in_each_round: str = "", **replaced: str) -> list[str]:
+    """Write a training script; `begin` and `end` stand for lines at these places."""
     script = folder / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT).format(rounds=rounds, before=before, in_each_round=in_each_round))
+    text = {"begin": "", "end": "", **replaced}
+    script.write_text(SCRIPT.format(rounds=rounds, in_each_round=in_each_round, **text))
     return [sys.executable, "-W", "error", str(script)]
 
 
@@ -133,7 +137,6 @@ def wait_for_line(cluster: LocalCluster, text: str) -> None:
 
 @pytest.mark.extended
 def test_the_processes_of_the_others_end_too(cluster: LocalCluster, tmp_path: Path) -> None:
-    """Though gloo itself would wait for one that is stopped."""
     command = write_script(tmp_path, rounds=1_000_000)
     children = [cluster.start_trainer(rank, command) for rank in range(3)]
     wait_for_line(cluster, "] round 20")
@@ -145,12 +148,11 @@ def test_the_processes_of_the_others_end_too(cluster: LocalCluster, tmp_path: Pa
 
 
 @pytest.mark.extended
-def test_who_leaves_the_others_alone_is_named(cluster: LocalCluster, tmp_path: Path) -> None:
+def test_a_trainer_that_leaves_the_others_is_named(cluster: LocalCluster, tmp_path: Path) -> None:
     """As no trainer of this version does."""
-    script = write_script(tmp_path, rounds="(4 if session.rank == 0 else 1_000_000)")
-    Path(script[-1]).write_text(Path(script[-1]).read_text() + "session.accompany = None\n")
+    script = write_script(tmp_path, rounds=UNEQUAL, end="session.accompany = None")
     assert cluster.run_trainers(script, timeout=60) == [0, 1, 1], cluster.output
-    said = "ps_protocol.errors.Ended: trainer 0 had no gradients for round 5, being done"
+    said = "ps_protocol.errors.Ended: trainer 0 left before round 5"
     for rank in (1, 2):
         assert any(line.startswith(f"[trainer {rank}] {said}") for line in cluster.output)
 
@@ -158,7 +160,7 @@ def test_who_leaves_the_others_alone_is_named(cluster: LocalCluster, tmp_path: P
 @pytest.mark.extended
 @pytest.mark.parametrize("cluster", [LONG_LEASE], indirect=True, ids=["long lease"])
 def test_an_interrupt_of_who_is_done_is_heard_at_once(cluster: LocalCluster, tmp_path: Path) -> None:
-    command = write_script(tmp_path, rounds="(4 if session.rank == 0 else 1_000_000)")
+    command = write_script(tmp_path, rounds=UNEQUAL)
     children = [cluster.start_trainer(rank, command) for rank in range(3)]
     wait_for_line(cluster, "no batches are left here")
     wait_for_line(cluster, "[trainer 1] round 30")
@@ -217,17 +219,14 @@ def test_who_catches_what_ends_a_round_has_left_it(
 
 
 @pytest.mark.extended
-def test_who_is_done_waits_for_longer_than_those_who_have_batches(cluster: LocalCluster, tmp_path: Path) -> None:
-    """A trainer's own limit, of 5 s here: two round time-outs and a lease, without what it has to spare."""
+def test_a_trainer_that_is_done_waits_for_longer_than_the_others(cluster: LocalCluster, tmp_path: Path) -> None:
+    """A trainer's own limit, of 5 s here, is two round time-outs and a lease."""
     command = write_script(
         tmp_path,
         rounds="(4 if session.rank == 0 else 9)",
-        before="import time",
+        begin="import time; from trainer_client.ring import group; group.SPARE_SECONDS = 0.0",
         in_each_round="if session.rank == 2 and optimizer.round == 9: time.sleep(8)  # it scores its model",
     )
-    source = Path(command[-1])
-    text = "from trainer_client.ring import group\ngroup.SPARE_SECONDS = 0.0\nsession = connect()"
-    source.write_text(source.read_text().replace("session = connect()", text))
     assert cluster.run_trainers(command, timeout=60) == [0, 0, 0], cluster.output
     assert not [line for line in cluster.output if "does not take part any more" in line]
     assert cluster.status().state == "finished"
@@ -246,23 +245,21 @@ def test_a_script_that_fails_is_named_with_its_reason(cluster: LocalCluster, tmp
 
 @pytest.mark.extended
 def test_the_scripts_own_process_group_is_used_if_it_fits(cluster: LocalCluster, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    (tmp_path / "sitecustomize.py").write_text("")
-    begin = f"dist.init_process_group('gloo', init_method='file://{store}', rank=session.rank, world_size=3)"
-    command = write_script(tmp_path, rounds=3)
-    source = Path(command[-1])
-    source.write_text(
-        source.read_text()
-        .replace("session = connect()", f"session = connect()\nimport torch.distributed as dist\n{begin}")
-        .replace(
-            'print("value"',
-            "assert optimizer._steps._group.collectives._group in dist.distributed_c10d._world.pg_map\n"
-            'assert optimizer._steps._group.collectives._group is not dist.group.WORLD\nprint("value"',
-        )
-        # Collectives of the script's come in between, and after the session's, which ends beside those of the others.
-        .replace("while optimizer.round < 3:", "while optimizer.round < 3 + 2 * session.rank:")
-        + "session.close()\ntotal = torch.ones(1)\ndist.all_reduce(total)\nassert total.item() == 3\n"
-        + "dist.destroy_process_group()\n"
+    begin = f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=session.rank, world_size=3)"
+    command = write_script(
+        tmp_path,
+        rounds="3 + 2 * session.rank",
+        begin=f"import torch.distributed as dist; {begin}",
+        # Collectives of the script come in between, and after those of the session, which ends beside the others.
+        end="""
+group = optimizer._steps._group.collectives._group
+assert group in dist.distributed_c10d._world.pg_map and group is not dist.group.WORLD
+session.close()
+total = torch.ones(1)
+dist.all_reduce(total)
+assert total.item() == 3
+dist.destroy_process_group()
+""",
     )
     assert cluster.run_trainers(command, timeout=60) == [0, 0, 0], cluster.output
     for rank in range(3):
@@ -270,11 +267,8 @@ def test_the_scripts_own_process_group_is_used_if_it_fits(cluster: LocalCluster,
 
 
 @pytest.mark.extended
-def test_one_that_only_some_have_made_is_said(cluster: LocalCluster, tmp_path: Path) -> None:
-    """Rank 0 alone has one, of another size: it is left alone."""
-    begin = f"dist.init_process_group('gloo', init_method='file://{tmp_path / 'store'}', rank=0, world_size=1)"
-    command = write_script(tmp_path, rounds=3)
-    source = Path(command[-1])
-    text = f"session = connect()\nimport torch.distributed as dist\nif session.rank == 0: {begin}"
-    source.write_text(source.read_text().replace("session = connect()", text))
+def test_a_process_group_of_one_trainer_alone_is_left_alone(cluster: LocalCluster, tmp_path: Path) -> None:
+    begin = f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)"
+    begin = f"import torch.distributed as dist\nif session.rank == 0: {begin}"
+    command = write_script(tmp_path, rounds=3, begin=begin)
     assert cluster.run_trainers(command, timeout=60) == [0, 0, 0], cluster.output

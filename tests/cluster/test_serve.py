@@ -1,27 +1,36 @@
-"""Services started by hand with `gradpost serve`, and looked at with `gradpost status`."""
+"""Services started by hand with `gradpost serve`, looked at with `gradpost status`; the wheel; nothing is unpickled."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
+import venv
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from ps_protocol.errors import Unreachable
 from trainer_client.inspection import ClusterView
-from trainer_client.testing.environment import find_our_packages
+from trainer_client.testing import LocalCluster
+from trainer_client.testing.local_cluster import find_our_packages
 
-from .up_support import clean_environment, wait_until
+from ..soaking import parametrize_sampled
+from .conftest import Carrier
+from .torchrun import free_port
+from .up_support import ROOT, clean_environment, wait_until
 
 pytestmark = pytest.mark.cluster
 
 GRADPOST = [sys.executable, "-P", "-m", "gradpost"]
+
+
 TRAIN = """
 import torch
 from trainer_client import RemoteOptimizer
@@ -66,8 +75,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    return free_port()
 
 
 def test_a_cluster_by_hand(port: int) -> None:
@@ -106,3 +114,141 @@ def test_a_taken_port_is_one_line(port: int) -> None:
     assert outcome.returncode == 1
     _, line = outcome.stderr.splitlines()  # the first says that it starts
     assert json.loads(line)["event"].startswith(f"cannot listen on 127.0.0.1:{port}: another process listens there")
+
+
+ORDERS = [
+    ["trainer", "trainer", "pserver", "pserver", "coordinator"],
+    ["pserver", "trainer", "coordinator", "pserver", "trainer"],
+    ["trainer", "coordinator", "trainer", "pserver", "pserver"],
+]
+
+
+@pytest.mark.extended
+@parametrize_sampled("order", ORDERS, ORDERS[1:2], ids=" ".join)
+def test_processes_start_in_any_order_and_know_one_address(order: list[str], port: int) -> None:
+    env = {"GRADPOST_COORDINATOR": f"http://127.0.0.1:{port}"}
+    services = {
+        "coordinator": ("coordinator", "--port", str(port), "--num-pservers", "2", "--num-trainers", "2"),
+        "pserver": ("pserver",),
+    }
+    trainers = []
+    with ExitStack() as stack:
+        for role in order:
+            if role in services:
+                stack.enter_context(running("serve", *services[role], "--exit-when-done", **env))
+                continue
+            trainer = subprocess.Popen([sys.executable, "-c", TRAIN], env=environment(**env))
+            stack.callback(trainer.kill)
+            trainers.append(trainer)
+        assert [trainer.wait(90) for trainer in trainers] == [0, 0]
+
+
+# ---------------------------------------------------------------------- the wheel
+
+INSTALLED = """
+import torch, trainer_client, ps_protocol, sys
+from trainer_client import RemoteOptimizer
+assert sys.prefix in trainer_client.__file__ and sys.prefix in ps_protocol.__file__, trainer_client.__file__
+torch.set_num_threads(1)
+model = torch.nn.Linear(8, 1)
+optimizer = RemoteOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1))
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+PAGE = """
+import sys
+from services.coordinator.dashboard import routes
+assert sys.prefix in routes.__file__, routes.__file__
+page = routes.read_page(wants_token=False).body.decode()
+assert "<template id=" in page, "the chart library is another one"
+names = [part.split('"')[0] for part in page.split('"dashboard/')[1:]]
+assert len(names) >= 4 and all(routes.read_file(name).body for name in [*names, routes.CHARTS])
+"""
+
+
+def run_command(command: list[str], **kwargs: object) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run_command(command, capture_output=True, text=True, timeout=100, **kwargs)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+@pytest.mark.extended
+def test_the_wheel_trains_outside_the_checkout(tmp_path: Path) -> None:
+    run_command([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)])
+    [wheel] = tmp_path.glob("gradpost-*.whl")
+    prefix = tmp_path / "env"
+    venv.create(prefix, with_pip=False)
+    # The dependencies are those of this environment; its .pth files, and so the editable checkout, are not read.
+    site_packages = prefix / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
+    (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(prefix / "bin" / "python"), "install"]
+    run_command([*pip, "--no-deps", "--no-index", "--quiet", str(wheel)])
+    script = tmp_path / "train.py"
+    script.write_text(INSTALLED)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    run_command([str(prefix / "bin" / "python"), "-P", "-c", PAGE], cwd=tmp_path, env=environment)
+    command = [str(prefix / "bin" / "gradpost"), "up", "--pservers", "2", "--trainers", "1", "--", "python", "train.py"]
+    done = run_command(command, cwd=tmp_path, env=environment)
+    assert done.stdout.splitlines()[-1].startswith("trained: mode=sync transport=HTTP/2 rounds=3 ")
+
+
+# ---------------------------------------------------------------------- nothing is unpickled
+
+# torch imports the module pickle; what counts is that nobody looks up a class that a pickle names.
+WATCH = """
+import os, sys
+
+def watch(event, arguments):
+    if event == "pickle.find_class":
+        os.write(2, f"unpickled {arguments}\\n".encode())
+        os._exit(99)
+
+sys.addaudithook(watch)
+with open(os.path.join(os.environ["WATCHED"], str(os.getpid())), "w") as file:
+    file.write(" ".join(sys.orig_argv))
+"""
+
+
+WATCHED_SCRIPT = """
+import torch
+from trainer_client import RemoteOptimizer, connect
+import gradpost.main, gradpost.status
+
+session = connect()
+model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+optimizer = RemoteOptimizer(torch.optim.AdamW(model.named_parameters(), lr=0.1), model=model)
+for _ in range(2):
+    model(torch.randn(5, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture
+def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "sitecustomize.py").write_text(WATCH)
+    (tmp_path / "watched").mkdir()
+    (tmp_path / "train.py").write_text(WATCHED_SCRIPT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("WATCHED", str(tmp_path / "watched"))
+    return tmp_path
+
+
+@pytest.mark.extended
+def test_nothing_is_unpickled(environ: Path, carrier: Carrier) -> None:
+    with LocalCluster(pservers=1, trainers=1, **carrier, exit_when_done=True) as cluster:
+        assert cluster.run_trainers([sys.executable, str(environ / "train.py")]) == [0], list(cluster.output)
+        assert [service.wait(30) for service in cluster.services] == [0, 0], list(cluster.output)
+        pids = {str(child.pid) for child in (*cluster.services, *cluster.trainers)}
+    assert pids <= {file.name for file in (environ / "watched").iterdir()}
+    assert not [line for line in cluster.output if "unpickled" in line]
+
+
+@pytest.mark.extended
+def test_it_would_be_noticed(environ: Path) -> None:
+    script = "import collections, pickle; pickle.loads(pickle.dumps(collections.OrderedDict()))"
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr[:9]) == (99, "unpickled")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from signal import SIGKILL
 from typing import Any
@@ -19,55 +19,57 @@ from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from ..soaking import parametrize_sampled
-from .conftest import Carrier
-from .parity_model import OPTIMIZERS, assert_identical, change_rates, make_optimizer, make_parameters, run_trainers
-from .parity_model import set_gradients as set_own_gradients
+from .conftest import Carrier, StartCluster
+from .training import (
+    OPTIMIZERS,
+    Parameters,
+    assert_identical,
+    average,
+    change_rates,
+    make_optimizer,
+    make_parameters,
+    run_all,
+    run_trainers,
+    set_gradients,
+    step_with,
+    values,
+    wrap_weight,
+)
 
 pytestmark = [pytest.mark.cluster]
 
 BEFORE, AFTER = 5, 4
 SMALL = {"bucket_bytes": 20_000, "min_block_size": 1000}  # several frames, and parameters that are cut
-Parameters = dict[str, nn.Parameter]
 
 every_kind = parametrize_sampled("kind", OPTIMIZERS, ["SGD-momentum", "AdamW"])
 
 
 @pytest.fixture(scope="module")
-def cluster(carrier: Carrier) -> Iterator[LocalCluster]:
-    with LocalCluster(pservers=2, trainers=2, **carrier, on_trainer_loss="fail") as cluster:
-        yield cluster
+def cluster(shared_cluster: StartCluster) -> LocalCluster:
+    return shared_cluster(on_trainer_loss="fail")
 
 
 @pytest.fixture(scope="module")
-def other_cluster(carrier: Carrier) -> Iterator[LocalCluster]:
-    with LocalCluster(pservers=3, trainers=1, **carrier, on_trainer_loss="fail") as cluster:
-        yield cluster
+def other_cluster(shared_cluster: StartCluster) -> LocalCluster:
+    return shared_cluster(pservers=3, trainers=1, on_trainer_loss="fail")
 
 
 def set_mean_gradients(parameters: Parameters, step: int) -> None:
-    """As the pservers have them: added up in the order of ranks, and divided once."""
-    set_own_gradients(parameters, step, 0)
-    first = {name: parameter.grad for name, parameter in parameters.items()}
-    set_own_gradients(parameters, step, 1)
-    for name, parameter in parameters.items():
-        mine, theirs = first[name], parameter.grad
-        parameter.grad = None if mine is None or theirs is None else (mine + theirs) * 0.5
+    gradients = []
+    for rank in range(2):
+        set_gradients(parameters, step, rank)
+        gradients.append([parameter.grad for parameter in parameters.values()])
+    for parameter, mean in zip(parameters.values(), average(gradients), strict=True):
+        parameter.grad = mean
 
 
 def take_steps(
-    optimizer: torch.optim.Optimizer,
-    parameters: Parameters,
-    steps: range,
-    set_gradients: Callable[[Parameters, int], None],
+    optimizer: torch.optim.Optimizer, parameters: Parameters, steps: range, set_them: Callable[[Parameters, int], None]
 ) -> None:
     for step in steps:
-        set_gradients(parameters, step)
+        set_them(parameters, step)
         optimizer.step()
         change_rates(optimizer, step)
-
-
-def values(parameters: Parameters) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 
 def save(parameters: Parameters, optimizer: torch.optim.Optimizer) -> bytes:
@@ -91,13 +93,13 @@ def test_one_process_goes_on_with_what_a_cluster_saved(cluster: LocalCluster, ki
     def train(session: Session) -> tuple[bytes, dict[str, Tensor]]:
         parameters = make_parameters(seed=session.rank)
         optimizer = RemoteOptimizer(make_optimizer(kind, parameters, local=False), session=session)
-        gradients = partial(set_own_gradients, contributor=session.rank)
+        gradients = partial(set_gradients, contributor=session.rank)
         take_steps(optimizer, parameters, range(BEFORE), gradients)
         checkpoint = save(parameters, optimizer) if session.rank == 0 else b""  # nobody else takes part in that
         take_steps(optimizer, parameters, range(BEFORE, BEFORE + AFTER), gradients)
         return checkpoint, values(parameters)
 
-    (checkpoint, expected), _ = run_trainers(cluster.address, [train, train], **SMALL)
+    (checkpoint, expected), _ = run_all(cluster, train, **SMALL)
     parameters = make_parameters()
     optimizer = make_optimizer(kind, parameters, local=True)
     oracle = make_optimizer(kind, oracle_parameters := make_parameters(), local=True)
@@ -131,9 +133,9 @@ def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_a_cluster_goes_on_with_what_one_process_saved(other_cluster: LocalCluster, kind: str, early: bool) -> None:
     oracle_parameters = make_parameters()
     oracle = make_optimizer(kind, oracle_parameters, local=True)
-    take_steps(oracle, oracle_parameters, range(BEFORE), set_own_gradients)
+    take_steps(oracle, oracle_parameters, range(BEFORE), set_gradients)
     checkpoint = save(oracle_parameters, oracle)
-    take_steps(oracle, oracle_parameters, range(BEFORE, BEFORE + AFTER), set_own_gradients)
+    take_steps(oracle, oracle_parameters, range(BEFORE, BEFORE + AFTER), set_gradients)
 
     def train(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
         parameters = make_parameters(seed=7)
@@ -146,10 +148,10 @@ def test_a_cluster_goes_on_with_what_one_process_saved(other_cluster: LocalClust
             optimizer.load_state_dict(state)
         assert optimizer.param_groups is local.param_groups
         assert_same_state(optimizer.state_dict(), torch.load(io.BytesIO(checkpoint), weights_only=True)["optimizer"])
-        take_steps(optimizer, parameters, range(BEFORE, BEFORE + AFTER), set_own_gradients)
+        take_steps(optimizer, parameters, range(BEFORE, BEFORE + AFTER), set_gradients)
         return values(parameters), optimizer.state_dict()
 
-    [(actual, state)] = run_trainers(other_cluster.address, [train], **SMALL)
+    [(actual, state)] = run_all(other_cluster, train, **SMALL)
     assert_identical(actual, values(oracle_parameters))
     assert_same_state(state, oracle.state_dict())
 
@@ -158,15 +160,13 @@ def saved_locally(kind: str) -> tuple[bytes, dict[str, Tensor]]:
     """A checkpoint of one process, and what it has some steps later."""
     parameters = make_parameters()
     optimizer = make_optimizer(kind, parameters, local=True)
-    take_steps(optimizer, parameters, range(BEFORE), set_own_gradients)
+    take_steps(optimizer, parameters, range(BEFORE), set_gradients)
     checkpoint = save(parameters, optimizer)
-    take_steps(optimizer, parameters, range(BEFORE, BEFORE + AFTER), set_own_gradients)
+    take_steps(optimizer, parameters, range(BEFORE, BEFORE + AFTER), set_gradients)
     return checkpoint, values(parameters)
 
 
 def test_what_every_rank_loads_back_changes_nothing(cluster: LocalCluster) -> None:
-    """As accelerate does when it prepares an optimizer, whatever it has done before."""
-
     def train(session: Session, *, again: bool) -> dict[str, Tensor]:
         parameters = make_parameters(seed=session.rank)
         optimizer = RemoteOptimizer(make_optimizer("AdamW", parameters, local=False), session=session)
@@ -175,11 +175,11 @@ def test_what_every_rank_loads_back_changes_nothing(cluster: LocalCluster) -> No
                 state = optimizer.state_dict()
                 assert bool(state["state"]) == (begin > 0)
                 optimizer.load_state_dict(state)
-            gradients = partial(set_own_gradients, contributor=session.rank)
+            gradients = partial(set_gradients, contributor=session.rank)
             take_steps(optimizer, parameters, range(begin, begin + BEFORE), gradients)
         return values(parameters)
 
-    found = [run_trainers(cluster.address, [partial(train, again=again)] * 2, **SMALL) for again in (False, True)]
+    found = [run_all(cluster, partial(train, again=again), **SMALL) for again in (False, True)]
     assert_identical(found[0][0], found[1][0])
     assert_identical(found[1][0], found[1][1])
 
@@ -189,57 +189,40 @@ def test_an_empty_state_is_that_of_an_optimizer_that_never_stepped(other_cluster
         parameters, oracle_parameters = make_parameters(), make_parameters()
         optimizer = RemoteOptimizer(make_optimizer("Adam", parameters, local=False), session=session)
         fresh = optimizer.state_dict()
-        take_steps(optimizer, parameters, range(BEFORE), set_own_gradients)
+        take_steps(optimizer, parameters, range(BEFORE), set_gradients)
         with torch.no_grad():
             for name, parameter in oracle_parameters.items():
                 parameter.copy_(parameters[name])
         optimizer.load_state_dict(fresh)
         assert optimizer.state_dict()["state"] == {}
         oracle = make_optimizer("Adam", oracle_parameters, local=True)
-        take_steps(optimizer, parameters, range(AFTER), set_own_gradients)
-        take_steps(oracle, oracle_parameters, range(AFTER), set_own_gradients)
+        take_steps(optimizer, parameters, range(AFTER), set_gradients)
+        take_steps(oracle, oracle_parameters, range(AFTER), set_gradients)
         return values(parameters), values(oracle_parameters)
 
-    [(actual, expected)] = run_trainers(other_cluster.address, [train], **SMALL)
+    [(actual, expected)] = run_all(other_cluster, train, **SMALL)
     assert_identical(actual, expected)
 
 
-def break_state(state: dict[str, Any], how: str) -> None:
-    slots, group = state["state"][0], state["param_groups"][0]
-    match how:
-        case "another shape":
-            slots["exp_avg"] = slots["exp_avg"].reshape(-1)
-        case "an unknown slot":
-            slots["exp_inf"] = slots["exp_avg"]
-        case "a slot is missing":
-            del slots["max_exp_avg_sq"]
-        case "no steps":
-            del slots["step"]
-        case "half a step":
-            slots["step"] = torch.tensor(0.5)
-        case "not even a number of steps":
-            slots["step"] = torch.tensor(math.nan)
-        case "text":
-            slots["exp_avg"] = "0.5"
-        case "one parameter more":
-            state["state"][9] = slots
-        case "one parameter less":
-            group["params"] = group["params"][1:]
-        case "another flag":
-            group["amsgrad"] = False
-        case "another optimizer":
-            del group["betas"]
-        case "a rate that is none":
-            group["lr"] = math.nan
-        case "nothing":
-            state.clear()
+def _set(state: dict[str, Any], slot: str, value: object) -> None:
+    state["state"][0][slot] = value
 
 
-WAYS = (
-    "another shape", "an unknown slot", "a slot is missing", "no steps", "half a step", "not even a number of steps",
-    "text", "one parameter more", "one parameter less", "another flag", "another optimizer", "a rate that is none",
-    "nothing",
-)  # fmt: skip
+BREAKS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "another shape": lambda it: _set(it, "exp_avg", it["state"][0]["exp_avg"].reshape(-1)),
+    "an unknown slot": lambda it: _set(it, "exp_inf", it["state"][0]["exp_avg"]),
+    "a slot is missing": lambda it: it["state"][0].pop("max_exp_avg_sq"),
+    "no steps": lambda it: it["state"][0].pop("step"),
+    "half a step": lambda it: _set(it, "step", torch.tensor(0.5)),
+    "not even a number of steps": lambda it: _set(it, "step", torch.tensor(math.nan)),
+    "text": lambda it: _set(it, "exp_avg", "0.5"),
+    "one parameter more": lambda it: it["state"].update({9: it["state"][0]}),
+    "one parameter less": lambda it: it["param_groups"][0]["params"].pop(0),
+    "another flag": lambda it: it["param_groups"][0].update(amsgrad=False),
+    "another optimizer": lambda it: it["param_groups"][0].pop("betas"),
+    "a rate that is not a number": lambda it: it["param_groups"][0].update(lr=math.nan),
+    "nothing": lambda it: it.clear(),
+}
 
 
 def test_what_does_not_fit_changes_nothing(other_cluster: LocalCluster) -> None:
@@ -255,46 +238,64 @@ def test_what_does_not_fit_changes_nothing(other_cluster: LocalCluster) -> None:
         local.state.clear()
         optimizer = RemoteOptimizer(local, session=session)
         before = [group["lr"] for group in optimizer.param_groups]
-        for how in WAYS:
+        for change in BREAKS.values():
             state = torch.load(io.BytesIO(checkpoint), weights_only=True)["optimizer"]
-            break_state(state, how)
+            change(state)
             with pytest.raises(BadInput):
                 optimizer.load_state_dict(state)
             assert [group["lr"] for group in optimizer.param_groups] == before
             assert optimizer.state_dict()["state"] == {}
         optimizer.load_state_dict(good)
-        take_steps(optimizer, parameters, range(BEFORE, BEFORE + AFTER), set_own_gradients)
+        take_steps(optimizer, parameters, range(BEFORE, BEFORE + AFTER), set_gradients)
         return values(parameters)
 
-    [actual] = run_trainers(other_cluster.address, [train], **SMALL)
+    [actual] = run_all(other_cluster, train, **SMALL)
     assert_identical(actual, expected)
+
+
+def restart_pserver(cluster: LocalCluster, index: int) -> None:
+    cluster.pservers[index].signal(SIGKILL)
+    cluster.pservers[index].wait(timeout=10)
+    cluster.start_pserver(index)
 
 
 @pytest.mark.extended
-def test_what_was_loaded_outlives_pservers(carrier: Carrier) -> None:
-    """One that dies before the next step, and one that dies after it, with the slots in its log alone."""
-    checkpoint, expected = saved_locally("AdamW")
+@pytest.mark.parametrize(
+    ("kind", "settings", "restarts"),
+    [
+        ("AdamW", {"durability": "log"}, True),
+        ("NAdam", {"max_delay": 2}, False),
+        ("NAdam", {"mode": "async", "durability": "log"}, True),
+        ("NAdam", {"mode": "async"}, False),
+    ],
+    ids=str,
+)
+def test_loaded_slots_outlive_pservers_in_every_mode(
+    shared_cluster: StartCluster, kind: str, settings: dict[str, Any], restarts: bool
+) -> None:
+    """One pserver dies before the next step, and one after it, with the slots in its log alone."""
+    cluster = shared_cluster(trainers=1, **settings)
+    checkpoint, expected = saved_locally(kind)
 
-    def train(session: Session) -> dict[str, Tensor]:
+    def train(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
         parameters = make_parameters(seed=3)
         state = load(checkpoint, parameters)
-        optimizer = RemoteOptimizer(make_optimizer("AdamW", parameters, local=False), session=session)
+        optimizer = RemoteOptimizer(make_optimizer(kind, parameters, local=False), session=session)
         optimizer.load_state_dict(state)
         for step in range(BEFORE, BEFORE + AFTER):
-            if step < BEFORE + 2:
-                kill_and_restart(cluster, step - BEFORE)
-            take_steps(optimizer, parameters, range(step, step + 1), set_own_gradients)
-        return values(parameters)
+            if restarts and step < BEFORE + 2:
+                restart_pserver(cluster, step - BEFORE)
+            take_steps(optimizer, parameters, range(step, step + 1), set_gradients)
+        optimizer.synchronize()
+        return values(parameters), optimizer.state_dict()
 
-    with LocalCluster(pservers=2, trainers=1, **carrier, durability="log", lease_seconds=2) as cluster:
-        [actual] = run_trainers(cluster.address, [train], **SMALL)
+    [(actual, state)] = run_all(cluster, train, **SMALL)
+    parameters = make_parameters()
+    oracle = make_optimizer(kind, parameters, local=True)
+    oracle.load_state_dict(load(checkpoint, parameters))
+    take_steps(oracle, parameters, range(BEFORE, BEFORE + AFTER), set_gradients)
+    assert_same_state(state, oracle.state_dict())
     assert_identical(actual, expected)
-
-
-def kill_and_restart(cluster: LocalCluster, pserver: int) -> None:
-    cluster.pservers[pserver].signal(SIGKILL)
-    cluster.pservers[pserver].wait(timeout=10)
-    cluster.start_pserver(pserver)
 
 
 @pytest.mark.extended
@@ -302,7 +303,6 @@ def kill_and_restart(cluster: LocalCluster, pserver: int) -> None:
 def test_a_trainer_that_is_started_again_leaves_the_slots_of_the_run_alone(
     carrier: Carrier, mode: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its script does all again that it did at the beginning; where it counts its own steps it is warned."""
     checkpoint, expected = saved_locally("AdamW")
 
     def train(address: str, steps: int, *, counted: int | None = None, is_done: bool) -> dict[str, Tensor]:
@@ -319,7 +319,7 @@ def test_a_trainer_that_is_started_again_leaves_the_slots_of_the_run_alone(
             for step in range(done):  # as a schedule does that goes by the round
                 change_rates(optimizer, BEFORE + step)
             begin = BEFORE + done
-            take_steps(optimizer, parameters, range(begin, begin + steps), set_own_gradients)
+            take_steps(optimizer, parameters, range(begin, begin + steps), set_gradients)
             if not is_done:
                 session.close("failed", "it shall")
             return values(parameters)
@@ -337,87 +337,51 @@ def test_a_trainer_that_is_started_again_leaves_the_slots_of_the_run_alone(
         assert "optimizer.round" not in capsys.readouterr().err
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    "settings", [{"max_delay": 2}, {"mode": "async", "durability": "log"}, {"mode": "async"}], ids=str
-)
-def test_in_other_modes(carrier: Carrier, settings: dict[str, Any]) -> None:
-    checkpoint, expected = saved_locally("NAdam")
-
-    def train(session: Session) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        parameters = make_parameters(seed=3)
-        state = load(checkpoint, parameters)
-        optimizer = RemoteOptimizer(make_optimizer("NAdam", parameters, local=False), session=session)
-        optimizer.load_state_dict(state)
-        take_steps(optimizer, parameters, range(BEFORE, BEFORE + 2), set_own_gradients)
-        if settings.get("durability") == "log":
-            kill_and_restart(cluster, 0)
-        take_steps(optimizer, parameters, range(BEFORE + 2, BEFORE + AFTER), set_own_gradients)
-        optimizer.synchronize()
-        if settings.get("durability") == "log":
-            kill_and_restart(cluster, 1)
-        return values(parameters), optimizer.state_dict()
-
-    with LocalCluster(pservers=2, trainers=1, **carrier, lease_seconds=2, **settings) as cluster:
-        [(actual, state)] = run_trainers(cluster.address, [train], **SMALL)
-    parameters = make_parameters()
-    oracle = make_optimizer("NAdam", parameters, local=True)
-    oracle.load_state_dict(load(checkpoint, parameters))
-    take_steps(oracle, parameters, range(BEFORE, BEFORE + AFTER), set_own_gradients)
-    assert_same_state(state, oracle.state_dict())
-    assert_identical(actual, expected)
-
-
 def test_local_steps_keep_the_state_of_their_own_optimizer(other_cluster: LocalCluster) -> None:
     def train(session: Session) -> None:
         parameters = make_parameters()
         local = make_optimizer("AdamW", parameters, local=False)
         optimizer = RemoteOptimizer(local, session=session, local_steps=2)
-        take_steps(optimizer, parameters, range(2), set_own_gradients)
+        take_steps(optimizer, parameters, range(2), set_gradients)
         state = copy.deepcopy(optimizer.state_dict())
         assert_same_state(state, local.state_dict())
         assert state["state"][0]["step"] == 2
-        take_steps(optimizer, parameters, range(2, 4), set_own_gradients)
+        take_steps(optimizer, parameters, range(2, 4), set_gradients)
         optimizer.load_state_dict(state)
         assert optimizer.state_dict()["state"][0]["step"] == 2
         assert local.param_groups is optimizer.param_groups
-        take_steps(optimizer, parameters, range(4, 6), set_own_gradients)
+        take_steps(optimizer, parameters, range(4, 6), set_gradients)
         assert local.state_dict()["state"][0]["step"] == 4
 
-    run_trainers(other_cluster.address, [train], **SMALL)
+    run_all(other_cluster, train, **SMALL)
 
 
-def test_slots_of_a_shard_that_is_larger_than_a_request_of_one_kind(carrier: Carrier) -> None:
-    """With the buckets that are the default two kinds of slots travel together."""
-    with LocalCluster(pservers=1, trainers=1, **carrier, on_trainer_loss="fail") as cluster:
+def test_slots_of_a_shard_that_is_larger_than_a_request_of_one_kind(shared_cluster: StartCluster) -> None:
+    """With buckets of the default size two kinds of slots travel together."""
 
-        def train(session: Session) -> None:
-            weight = nn.Parameter(torch.zeros(900, 900))
-            local = torch.optim.AdamW([("weight", weight)])
-            weight.grad = torch.ones_like(weight)
-            local.step()
-            optimizer = RemoteOptimizer(local, session=session)
-            optimizer.step()
-            assert optimizer.state_dict()["state"][0]["step"] == 2
+    def train(session: Session) -> None:
+        weight = nn.Parameter(torch.zeros(900, 900))
+        local = torch.optim.AdamW([("weight", weight)])
+        step_with(local, weight)
+        optimizer = RemoteOptimizer(local, session=session)
+        optimizer.step()
+        assert optimizer.state_dict()["state"][0]["step"] == 2
 
-        run_trainers(cluster.address, [train])
+    run_all(shared_cluster(pservers=1, trainers=1, on_trainer_loss="fail"), train)
 
 
 @pytest.mark.extended
-def test_slots_count_when_the_first_trainer_is_gone(carrier: Carrier) -> None:
-    with LocalCluster(pservers=2, trainers=2, **carrier, lease_seconds=2, on_trainer_loss="continue") as cluster:
-
-        def train(session: Session) -> Tensor:
-            weight = nn.Parameter(torch.zeros(10))
-            weight.grad = torch.ones(10)
-            optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0, momentum=0.5), session=session)
+def test_slots_count_when_the_first_trainer_is_gone(shared_cluster: StartCluster) -> None:
+    def train(session: Session) -> Tensor:
+        weight, optimizer = wrap_weight(session, 10, momentum=0.5)
+        step_with(optimizer, weight)
+        if session.rank == 1:
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
             optimizer.step()
-            if session.rank == 1:
-                optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
-                optimizer.step()
-            return weight.detach()
+        return weight.detach()
 
-        assert run_trainers(cluster.address, [train, train])[1].tolist() == [-2.0] * 10  # the momentum began anew
+    # The momentum begins with zeros after the load.
+    assert run_all(shared_cluster(on_trainer_loss="continue"), train)[1].tolist() == [-2.0] * 10
 
 
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])

@@ -1,4 +1,4 @@
-"""What a training script meets: clients, buffers, names, uneven data, inspection, TLS; the services are processes."""
+"""What a training script meets: clients, names, low precision, refusals, inspection, TLS."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import asyncio
 import json
 import re
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from signal import SIGCONT, SIGSTOP
 
 import httpx
 import pytest
@@ -17,29 +16,33 @@ from safetensors.torch import load
 from torch import nn
 
 from ps_protocol.errors import BadModel, ModelMismatch, NonFiniteGradient, TrainerLost
-from ps_protocol.optimizers import check_optimizer
 from ps_protocol.vocabulary import ParameterSpec
 from trainer_client import ParameterClient, RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from ..raising import raises_code
-from ..unit.protocol.test_certificates import Authority
-from .conftest import Carrier
-from .parity_model import run_trainers
+from .conftest import Carrier, StartCluster
+from .training import (
+    NUMBERS,
+    SGD,
+    assert_identical,
+    run_all,
+    run_trainers,
+    start_everywhere,
+    step_with,
+    train_remotely,
+    wrap_weight,
+)
+from .up_support import wait_until
 
 pytestmark = pytest.mark.cluster
 
-SGD = check_optimizer("SGD", [{"nesterov": False, "maximize": False}])
-NUMBERS = [{"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}]
 SPECS = [ParameterSpec("w", (4, 3)), ParameterSpec("b", (5,)), ParameterSpec("s", ())]
 
 
 @pytest.fixture(scope="module")
-def cluster(carrier: Carrier) -> Iterator[LocalCluster]:
-    with LocalCluster(
-        pservers=2, trainers=2, **carrier, lease_seconds=2, min_block_size=4, on_trainer_loss="fail"
-    ) as cluster:
-        yield cluster
+def cluster(shared_cluster: StartCluster) -> LocalCluster:
+    return shared_cluster(min_block_size=4, on_trainer_loss="fail")
 
 
 def tensors(value: float) -> dict[str, torch.Tensor]:
@@ -115,19 +118,10 @@ async def test_leaving_in_the_middle_of_a_round_is_failing(cluster: LocalCluster
 # ---------------------------------------------------------------------- RemoteOptimizer
 
 
-def test_everybody_starts_from_the_values_and_buffers_of_rank_0(cluster: LocalCluster) -> None:
-    def train(session: Session) -> dict[str, torch.Tensor]:
-        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)
-        with torch.no_grad():
-            for i, tensor in enumerate(model.state_dict().values()):
-                tensor.fill_(100 * session.rank + i)
-        RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, session=session)
-        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-    one, other = run_trainers(cluster.address, [train, train])
-    assert one["1.num_batches_tracked"].item() == 6
-    assert one["1.running_mean"][0].item() == 4.0
-    assert all(torch.equal(one[name], other[name]) for name in one)
+def test_all_trainers_start_from_the_values_and_buffers_of_rank_0(cluster: LocalCluster) -> None:
+    one, other = run_all(cluster, start_everywhere)
+    assert_identical(one, other)
+    assert {tensor.double().mean().item() for tensor in other.values()} == {5.0, 1.0}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -136,25 +130,12 @@ def test_low_precision_parameters_have_float32_masters(cluster: LocalCluster, dt
         weight = nn.Parameter(torch.ones(300, dtype=dtype))
         optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
         for _ in range(8):
-            weight.grad = torch.full((300,), 2.0**-10, dtype=dtype)
-            optimizer.step()
+            step_with(optimizer, weight, value=2.0**-10, dtype=dtype)
         return weight.detach().clone()
 
-    for weight in run_trainers(cluster.address, [train, train]):
+    for weight in run_all(cluster, train):
         # Each step alone would vanish in bfloat16; the masters add them up.
         assert torch.equal(weight, torch.full((300,), 1 - 8 * 2.0**-10).to(dtype))
-
-
-def test_a_trainer_that_is_done_is_not_waited_for(cluster: LocalCluster) -> None:
-    def train(session: Session) -> float:
-        weight = nn.Parameter(torch.zeros(10))
-        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
-        for _ in range(2 + 3 * session.rank):  # two rounds together, three more of trainer 1 alone
-            weight.grad = torch.full((10,), 1.0 + session.rank)
-            optimizer.step()
-        return weight[0].item()
-
-    assert run_trainers(cluster.address, [train, train]) == [-3.0, -9.0]
 
 
 def test_parameters_without_names_are_called_by_position(
@@ -165,42 +146,8 @@ def test_parameters_without_names_are_called_by_position(
         RemoteOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), session=session)
         return list(session.client.plan.parameter)
 
-    assert run_trainers(cluster.address, [train, train])[0] == ["group0.parameter0", "group0.parameter1"]
+    assert run_all(cluster, train)[0] == ["group0.parameter0", "group0.parameter1"]
     assert capsys.readouterr().err.count("2 parameters have no names") == 2  # once a trainer
-
-
-def test_schedulers_work_unmodified(cluster: LocalCluster) -> None:
-    def train(session: Session) -> list[float]:
-        weight = nn.Parameter(torch.zeros(2))
-        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-        seen = []
-        for _ in range(3):
-            weight.grad = torch.ones(2)
-            optimizer.step()
-            schedule.step()
-            seen.append(weight[0].item())
-        return seen
-
-    assert run_trainers(cluster.address, [train, train])[1] == [-1.0, -1.5, -1.75]
-
-
-def test_a_state_dict_has_the_groups_numbers(cluster: LocalCluster) -> None:
-    def train(session: Session) -> float:
-        weight = nn.Parameter(torch.zeros(2))
-        local = torch.optim.Adam([weight], lr=1.0)
-        optimizer = RemoteOptimizer(local, session=session)
-        stored = optimizer.state_dict()
-        assert stored["state"] == {}
-        stored["param_groups"][0]["lr"] = 0.5
-        optimizer.load_state_dict(stored)
-        assert local.param_groups is optimizer.param_groups
-        weight.grad = torch.ones(2)
-        optimizer.step()
-        return weight[0].item()
-
-    assert run_trainers(cluster.address, [train, train]) == [pytest.approx(-0.5)] * 2
 
 
 def test_what_cannot_be_trained_is_refused_with_the_reason(cluster: LocalCluster) -> None:
@@ -217,7 +164,7 @@ def test_what_cannot_be_trained_is_refused_with_the_reason(cluster: LocalCluster
         with pytest.raises(BadModel, match="parameter group cannot be added"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
-    run_trainers(cluster.address, [train, train])
+    run_all(cluster, train)
 
 
 def test_trainers_with_different_models_are_told_the_difference(cluster: LocalCluster) -> None:
@@ -238,14 +185,13 @@ def test_trainers_with_different_models_are_told_the_difference(cluster: LocalCl
         if isinstance(error, ModelMismatch):
             refusal.set_result(error)
 
-    run_trainers(cluster.address, [train, train])
+    run_all(cluster, train)
     assert re.search(r"differ in parameter 0 .*\[[23]\].*\[[23]\]", str(refusal.result()))
 
 
 def test_a_non_finite_gradient_names_the_block_and_ends_the_run(cluster: LocalCluster) -> None:
     def train(session: Session) -> None:
-        weight = nn.Parameter(torch.zeros(8))
-        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
+        weight, optimizer = wrap_weight(session, 8)
         weight.grad = torch.ones(8)
         if session.rank == 1:
             weight.grad[5] = float("nan")
@@ -275,6 +221,72 @@ def test_a_non_finite_gradient_names_the_block_and_ends_the_run(cluster: LocalCl
     assert all(len(line["run"]) == 12 for line in lines)
 
 
+def test_other_numbers_of_batches_and_a_late_start_break_nothing(shared_cluster: StartCluster) -> None:
+    """Trainer 2 comes when the others wait for it; each round averages the trainers that have batches left."""
+    cluster, num_batches = shared_cluster(trainers=3, on_trainer_loss="fail"), [3, 5, 9]
+
+    def train(rank: int) -> float:
+        with Session(coordinator=cluster.address, rank=rank, world_size=3) as session:
+            weight, optimizer = wrap_weight(session, 10)
+            for _ in range(num_batches[rank]):
+                step_with(optimizer, weight, value=2.0**rank)
+            return weight[0].item()
+
+    with ThreadPoolExecutor(3) as pool:
+        early = [pool.submit(train, rank) for rank in range(2)]
+        assert wait_until(lambda: cluster.status().waiting_for == ("trainer 2",), seconds=60)
+        ended = [future.result(60) for future in (*early, pool.submit(train, 2))]
+    together, pair, alone = 7 / 3, 6 / 2, 4.0
+    assert ended == pytest.approx([-3 * together, -(3 * together + 2 * pair), -(3 * together + 2 * pair + 4 * alone)])
+    assert cluster.summary().state == "finished"
+
+
+@pytest.mark.extended
+def test_a_run_may_end_before_it_has_initial_values(alone: LocalCluster) -> None:
+    def declare_only(session: Session) -> None:
+        session.io.run(session.client.declare(SPECS, SGD))
+
+    run_all(alone, declare_only)
+    run_all(alone, lambda session: train_remotely("SGD", session), retry_seconds=20)
+
+
+NUM_ELEMENTS = 5_000_000  # so large that a pserver that does not read keeps a push from ending
+
+
+def pushes_under_way(session: Session) -> list[asyncio.Task[object]]:
+    async def look() -> list[asyncio.Task[object]]:
+        return [task for task in asyncio.all_tasks() if "_push" in repr(task.get_coro())]
+
+    return session.io.run(look())
+
+
+@pytest.mark.extended
+def test_no_gradient_is_read_after_its_step_has_failed(carrier: Carrier) -> None:
+    """One pserver refuses its part while the other reads nothing: the script may change its gradients afterwards."""
+    with (
+        LocalCluster(pservers=2, trainers=1, lease_seconds=60, slice_parameters=False, **carrier) as cluster,
+        Session(coordinator=cluster.address, rank=0, world_size=1) as session,
+    ):
+        parameters = {name: torch.nn.Parameter(torch.zeros(NUM_ELEMENTS)) for name in ("a", "b")}
+        optimizer = RemoteOptimizer(torch.optim.SGD(parameters.items(), lr=1.0), session=session)
+        [silent] = {block.name for block in session.client.plan.shards[0]} & {"a.block0", "b.block0"}
+        refused = {"a.block0": "b", "b.block0": "a"}[silent]
+        for parameter in parameters.values():
+            parameter.grad = torch.ones(NUM_ELEMENTS)
+        parameters[refused].grad[3] = float("nan")
+        cluster.pservers[0].signal(SIGSTOP)
+        try:
+            with pytest.raises(NonFiniteGradient):
+                optimizer.step()
+            assert pushes_under_way(session) == []
+        finally:
+            cluster.pservers[0].signal(SIGCONT)
+        for parameter in parameters.values():
+            parameter.grad = torch.full((NUM_ELEMENTS,), 2.0)  # nothing of the other was staged where nobody read
+        optimizer.step()
+        assert all(bool((parameter == -2.0).all()) for parameter in parameters.values())
+
+
 # ---------------------------------------------------------------------- looking inside
 
 
@@ -300,26 +312,4 @@ def test_live_parameters_are_served_as_safetensors(cluster: LocalCluster) -> Non
             looked.set()
         looked.wait(timeout=30)
 
-    run_trainers(cluster.address, [train, train])
-
-
-# ---------------------------------------------------------------------- TLS
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("http2", [True, False])
-def test_tls_on_every_link(http2: bool, tmp_path: Path, carrier: Carrier) -> None:
-    issued = Authority(tmp_path / "authority").issue("service")
-
-    def train(session: Session) -> float:
-        weight = nn.Parameter(torch.zeros(100_000))
-        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
-        weight.grad = torch.ones(100_000)
-        optimizer.step()
-        assert session.summary().transport == ("HTTP/2" if http2 else "HTTP/1.1")
-        return weight.sum().item()
-
-    tls = {"tls_ca": issued.ca, "tls_cert": issued.cert, "tls_key": issued.key}
-    with LocalCluster(pservers=2, trainers=2, **carrier, http2=http2, **tls) as cluster:
-        assert cluster.address.startswith("https://")
-        assert run_trainers(cluster.address, [train, train], tls_ca=issued.ca) == [-100_000.0] * 2
+    run_all(cluster, train)

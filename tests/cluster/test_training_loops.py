@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
-from .conftest import Carrier
-from .parity_model import assert_identical, run_trainers
+from .conftest import StartCluster
+from .training import assert_close, assert_identical, run_all, run_trainers, seeded, set_average, values
+from .training_script import load_images
 
 pytestmark = pytest.mark.cluster
 
@@ -24,19 +27,12 @@ RATE = 0.02
 
 
 @pytest.fixture(scope="module")
-def lonely(carrier: Carrier) -> Iterator[LocalCluster]:
-    with LocalCluster(pservers=2, trainers=1, **carrier, nonfinite="skip_round", min_block_size=50) as cluster:
-        yield cluster
+def alone(shared_cluster: StartCluster) -> LocalCluster:
+    return shared_cluster(trainers=1, nonfinite="skip_round", min_block_size=50)
 
 
 def make_model() -> nn.Module:
-    """The same weights at each call, in any thread."""
-    model = nn.Sequential(nn.Linear(20, 40), nn.LayerNorm(40), nn.Tanh(), nn.Linear(40, 20))
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.uniform_(-0.2, 0.2, generator=generator)
-    return model
+    return seeded(nn.Sequential(nn.Linear(20, 40), nn.LayerNorm(40), nn.Tanh(), nn.Linear(40, 20)))
 
 
 def adamw(model: nn.Module) -> Optimizer:
@@ -128,7 +124,7 @@ def in_float16(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def compiled(model: nn.Module, optimizer: Optimizer, backend: str = "aot_eager") -> None:
-    plain(torch.compile(model, backend=backend), optimizer)  # type: ignore[arg-type]
+    plain(torch.compile(model, backend=backend), optimizer)
 
 
 LOOPS: dict[str, Any] = {
@@ -145,6 +141,8 @@ LOOPS: dict[str, Any] = {
         marks=[pytest.mark.soak, pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")],
     ),
 }
+
+
 OPTIMIZERS = [adamw, pytest.param(momentum, marks=pytest.mark.soak)]
 
 
@@ -158,34 +156,29 @@ def train(loop: Loop, make_optimizer: Callable[[nn.Module], Optimizer], session:
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS.keys())
 def test_the_bits_are_those_of_one_process(
-    lonely: LocalCluster, loop: Loop, make_optimizer: Callable[[nn.Module], Optimizer]
+    alone: LocalCluster, loop: Loop, make_optimizer: Callable[[nn.Module], Optimizer]
 ) -> None:
-    [actual] = run_trainers(lonely.address, [partial(train, loop, make_optimizer)])
+    [actual] = run_trainers(alone.address, [partial(train, loop, make_optimizer)])
     assert_identical(actual, train(loop, make_optimizer, None))
 
 
-def test_accumulated_gradients_of_two_trainers_are_their_mean(carrier: Carrier) -> None:
+def test_accumulated_gradients_of_two_trainers_are_their_mean(shared_cluster: StartCluster) -> None:
     def work(session: Session) -> dict[str, Tensor]:
         return train(partial(accumulating, first_part=4 * session.rank), momentum, session)
 
-    with LocalCluster(pservers=2, trainers=2, **carrier, min_block_size=50, on_trainer_loss="fail") as cluster:
-        one, other = run_trainers(cluster.address, [work, work])
+    def loss(step: int, rank: int) -> Tensor:
+        for part in range(3):
+            (loss_of(model, step, 4 * rank + part) / 4).backward()
+        return loss_of(model, step, 4 * rank + 3) / 4
+
+    one, other = run_all(shared_cluster(min_block_size=50, on_trainer_loss="fail"), work)
     assert_identical(one, other)
     model = make_model()
     optimizer = momentum(model)
     for step in range(STEPS):
-        gradients = []
-        for rank in range(2):
-            optimizer.zero_grad()
-            for part in range(4):
-                (loss_of(model, step, 4 * rank + part) / 4).backward()
-            gradients.append([parameter.grad for parameter in model.parameters()])
-        for parameter, mine, theirs in zip(model.parameters(), *gradients, strict=True):
-            assert mine is not None
-            assert theirs is not None
-            parameter.grad = (mine + theirs) * 0.5
+        set_average(optimizer, [partial(loss, step, rank) for rank in range(2)])
         optimizer.step()
-    assert_identical(one, dict(model.state_dict()))
+    assert_identical(one, values(model))
 
 
 # ---------------------------------------------------------------------- schedules
@@ -210,7 +203,7 @@ SCHEDULES: dict[str, Callable[[Optimizer], lr_scheduler.LRScheduler]] = {
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_change_the_rates_of_the_pservers(
-    lonely: LocalCluster, name: str, make_optimizer: Callable[[nn.Module], Optimizer]
+    alone: LocalCluster, name: str, make_optimizer: Callable[[nn.Module], Optimizer]
 ) -> None:
     rates: list[list[float]] = []
 
@@ -226,7 +219,38 @@ def test_schedules_change_the_rates_of_the_pservers(
             seen.append(optimizer.param_groups[0]["lr"])
         rates.append(seen)
 
-    [actual] = run_trainers(lonely.address, [partial(train, loop, make_optimizer)])
+    [actual] = run_trainers(alone.address, [partial(train, loop, make_optimizer)])
     assert_identical(actual, train(loop, make_optimizer, None))
     assert rates[0] == rates[1]
     assert len(set(rates[0])) > 2
+
+
+# ---------------------------------------------------------------------- an ordinary script
+
+
+def test_an_ordinary_script_trains_as_it_does_alone(shared_cluster: StartCluster) -> None:
+    """A model, a DataLoader, a schedule and real images: three trainers end where one process with all images does."""
+    torch.manual_seed(0)
+    begin = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+    images, labels = (tensor[:900] for tensor in load_images())
+
+    def train(session: Session | None) -> dict[str, Tensor]:
+        rank, world_size = (0, 1) if session is None else (session.rank, session.world_size)
+        sampler = DistributedSampler(TensorDataset(images, labels), world_size, rank, shuffle=False)
+        loader = DataLoader(sampler.dataset, 90 // world_size, sampler=sampler)
+        model = copy.deepcopy(begin)
+        optimizer: Optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, nesterov=True)
+        if session is not None:
+            optimizer = RemoteOptimizer(optimizer, model=model, session=session)
+        schedule = lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
+        for _ in range(2):
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(inputs), targets).backward()
+                optimizer.step()
+                schedule.step()
+        return values(model)
+
+    expected = train(None)
+    for together in run_all(shared_cluster(trainers=3, on_trainer_loss="fail"), train):
+        assert_close(together, expected, rtol=0, atol=2e-5)

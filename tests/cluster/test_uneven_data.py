@@ -1,7 +1,4 @@
-"""Trainers with different numbers of batches: who is done leaves, the others go on, whatever else they use.
-
-In a ring who is done accompanies them.
-"""
+"""Trainers with different numbers of batches: one that is done leaves, or in a ring takes part without gradients."""
 
 from __future__ import annotations
 
@@ -21,11 +18,13 @@ from trainer_client import GradScaler, RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
 from ..soaking import parametrize_sampled
-from .parity_model import run_trainers
+from .training import run_all, run_trainers, wrap_weight
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended]
 
 NUM_BATCHES = [3, 0, 5, 9]
+
+
 MAX_NORM = 400.0  # below the norms of the first rounds, above those of the last
 
 
@@ -54,6 +53,8 @@ KINDS = {
         {"overlap": True, "max_grad_norm": MAX_NORM}, scaled=True, strategy="ring"
     ),
 }
+
+
 SAMPLE = (
     "overlap of both, clipping",
     "overlap, accumulation",
@@ -103,7 +104,7 @@ def train(session: Session, kind: Kind) -> float:
         optimizer.zero_grad()
         for _ in range(kind.passes):
             inputs = torch.full((1,), gradient(session.rank, step) / kind.passes)
-            scaler.scale(model(inputs)).backward()  # type: ignore[no-untyped-call]
+            scaler.scale(model(inputs)).backward()
         scaler.step(optimizer)
         scaler.update()
     optimizer.synchronize()
@@ -132,8 +133,6 @@ class Layers(nn.Module):
 def test_nothing_counts_that_is_done_after_the_last_batch(
     strategy: str, late: tuple[str, ...], num_batches: tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Gradients of a part of a bucket, of a whole one, of all; and a model that has another dtype by then."""
-
     def work(session: Session) -> dict[str, float]:
         model = Layers()
         optimizer = RemoteOptimizer(
@@ -142,7 +141,7 @@ def test_nothing_counts_that_is_done_after_the_last_batch(
         )  # fmt: skip
         for _ in range(num_batches[session.rank]):
             optimizer.zero_grad()
-            torch.cat([model.first, model.second, model.third]).sum().backward()  # type: ignore[no-untyped-call]
+            torch.cat([model.first, model.second, model.third]).sum().backward()
             optimizer.step()
         values = {name: getattr(model, name).unique().item() for name in ("first", "second", "third")}
         if session.rank == 0:
@@ -152,7 +151,7 @@ def test_nothing_counts_that_is_done_after_the_last_batch(
         return values
 
     with LocalCluster(pservers=int(strategy == "ps"), trainers=2, strategy=strategy, lease_seconds=1) as cluster:
-        found = run_trainers(cluster.address, [work, work], bucket_bytes=80)
+        found = run_all(cluster, work, bucket_bytes=80)
         assert cluster.summary().state == "finished"
     assert "does not take part any more" not in capsys.readouterr().err
     for values, number in zip(found, num_batches, strict=True):
@@ -161,14 +160,11 @@ def test_nothing_counts_that_is_done_after_the_last_batch(
 
 @pytest.mark.parametrize("strategy", [pytest.param("ring", marks=pytest.mark.ring), "ps"])
 def test_who_was_refused_may_be_done(strategy: str) -> None:
-    """Its gradient was not finite, and it has no other."""
-
     def work(session: Session) -> float:
-        weight = nn.Parameter(torch.zeros(100))
-        optimizer = RemoteOptimizer(torch.optim.SGD([weight], lr=1.0), session=session)
+        weight, optimizer = wrap_weight(session, 100)
         for step in range(6):
             optimizer.zero_grad()
-            weight.sum().backward()  # type: ignore[no-untyped-call]
+            weight.sum().backward()
             if session.rank == 0 and step == 2:
                 weight.grad = torch.full((100,), math.nan)
                 with pytest.raises(NonFiniteGradient):
@@ -178,7 +174,7 @@ def test_who_was_refused_may_be_done(strategy: str) -> None:
         return float(weight.unique().item())
 
     with LocalCluster(pservers=int(strategy == "ps"), trainers=2, strategy=strategy, lease_seconds=1) as cluster:
-        assert run_trainers(cluster.address, [work, work]) == [-2.0, -6.0]
+        assert run_all(cluster, work) == [-2.0, -6.0]
         assert cluster.summary().state == "finished"
 
 

@@ -1,4 +1,4 @@
-"""`gradpost up` as its user meets it: output, exit code, and nothing left behind, however it ends."""
+"""`gradpost up` as its user meets it: output, exit code, and no process left behind, however it ends."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ..unit.cli.conftest import RunCommand, run_command  # noqa: F401 - a fixture
 from .up_support import IDLE, SECONDS, STUBBORN, RunningUp, train_script, wait_until
 
 pytestmark = [
@@ -150,6 +151,8 @@ def test_a_killed_script_is_noticed_at_once(tmp_path: Path) -> None:
 
 
 LOST = "trainer 1 was lost: its process was ended by SIGKILL (out of memory?)"
+
+
 KILL = "if step == 2 and {who}: os.kill(os.getpid(), 9)"
 
 
@@ -294,25 +297,31 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
+    ("arguments", "environ", "code", "message"),
     [
-        (["--", "frobnicate"], 127, "there is no command 'frobnicate'"),
-        (["--", "./train.py"], 126, "./train.py is not executable; did you mean: python ./train.py"),
+        ("-- frobnicate", {}, 127, "there is no command 'frobnicate'"),
+        ("-- ./train.py", {}, 126, "./train.py is not executable; did you mean: python ./train.py"),
+        ("-- python", {"GRADPOST_THREADS": "many"}, 2, "GRADPOST_THREADS: input should be a valid integer"),
+        ("-- python", {"GRADPOST_PSERVER": "1"}, 2, "unknown environment variable GRADPOST_PSERVER"),
+        ("--strategy ring --pservers 2 -- true", {}, 2, "num_pservers would have no effect with strategy ring"),
+        ("--strategy ring --max-restarts 1 -- true", {}, 2, "a ring cannot go on without a trainer"),
+        ("--resume -- python", {}, 2, "there is no run to resume in .gradpost (--state-dir)"),
     ],
 )
-def test_what_cannot_be_run_is_said_first(tmp_path: Path, arguments: list[str], code: int, message: str) -> None:
+def test_what_cannot_be_run_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: RunCommand,  # noqa: F811
+    arguments: str, environ: dict[str, str], code: int, message: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    assert run_up(*arguments, folder=tmp_path) == (code, "", f"gradpost: error: {message}\n")
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    outcome = run_command("up", *arguments.split())
+    assert (outcome.exit_code, outcome.stdout) == (code, "")
+    assert outcome.stderr.startswith(f"gradpost: error: {message}"), outcome.stderr
 
 
-def test_settings_of_the_environment_are_checked_too(tmp_path: Path) -> None:
-    outcome = run_up("--", "python", folder=tmp_path, GRADPOST_THREADS="many")
-    assert outcome[0] == 2
-    assert outcome[2].startswith("gradpost: error: GRADPOST_THREADS: input should be a valid integer")
-    outcome = run_up("--", "python", folder=tmp_path, GRADPOST_PSERVER="1")
-    assert outcome[0] == 2
-    assert "unknown environment variable GRADPOST_PSERVER" in outcome[2]
-
+# ---------------------------------------------------------------------- trainers that are killed continue in their data
 
 RESTARTED = """
 import os, pathlib, signal, torch
@@ -343,7 +352,6 @@ if session.rank == 0:
 @pytest.mark.extended
 @pytest.mark.timeout(300)
 def test_a_killed_trainer_continues_in_its_data(tmp_path: Path) -> None:
-    """With a loop for each epoch and a schedule, whose rates count on rank 0."""
     found = []
     for kills in (False, True):
         folder = tmp_path / str(kills)

@@ -1,16 +1,17 @@
-"""Gradients and parameters that are something else on the wire: the oracle is one process that rounds alike."""
+"""Gradients and parameters of other types on the wire: the oracle is one process that rounds alike."""
 
 from __future__ import annotations
 
-import sys
-import textwrap
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from ps_protocol.errors import NonFiniteGradient
 from ps_protocol.wire_types import GROUP, WireTypes
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.pushing.encoding import Remainder, encode_gradient
@@ -18,10 +19,10 @@ from trainer_client.tensors import TORCH_DTYPES
 from trainer_client.testing import LocalCluster
 
 from ..soaking import parametrize_sampled
-from .conftest import Carrier
-from .fault_script import digest_of, loss_of, make_model
+from .conftest import StartCluster
 from .faulty_run import FaultyRun
-from .parity_model import STEPS, assert_identical, make_optimizer, make_parameters, run_trainers, set_gradients
+from .training import STEPS, assert_identical, average, make_optimizer, make_parameters, run_all, set_gradients, values
+from .training_script import digest_of, loss_of, make_model
 
 pytestmark = pytest.mark.cluster
 
@@ -30,9 +31,8 @@ OPTIMIZER = "Adam"
 
 
 @pytest.fixture(scope="module")
-def cluster(carrier: Carrier) -> Iterator[LocalCluster]:
-    with LocalCluster(pservers=2, trainers=2, **carrier) as cluster:
-        yield cluster
+def cluster(shared_cluster: StartCluster) -> LocalCluster:
+    return shared_cluster()
 
 
 def round_gradient(push: str, gradient: Tensor, remainder: Remainder) -> Tensor:
@@ -55,7 +55,7 @@ class OnePublisher:
     """What trainers have when they pull differences, by the definition of the type: no code of ours."""
 
     def __init__(self, values: dict[str, Tensor]) -> None:
-        self.published = {name: value.detach().clone() for name, value in values.items()}
+        self.published = values(values)
 
     def follow(self, values: dict[str, Tensor], stepped: Collection[str]) -> dict[str, Tensor]:
         for name in stepped:
@@ -69,25 +69,27 @@ class OnePublisher:
 
 
 def train_in_one_process(push: str, pull: str) -> list[dict[str, Tensor]]:
-    """What trainers have after each step; two trainers' gradients are rounded one by one, then averaged."""
+    """Return what trainers have after each step; two trainers' gradients are rounded one by one, then averaged."""
     parameters = make_parameters()
     optimizer = make_optimizer(OPTIMIZER, parameters, local=True)
     remainders = [{name: Remainder(p.numel()) for name, p in parameters.items()} for _ in range(2)]
     publisher = OnePublisher(parameters)
     history = []
     for step in range(STEPS):
-        sums: dict[str, Tensor] = {}
+        gradients = []
         for rank in range(2):
             set_gradients(parameters, step, rank)
-            for name, parameter in parameters.items():
-                if parameter.grad is not None:
-                    rounded = round_gradient(push, parameter.grad, remainders[rank][name])
-                    sums[name] = rounded if rank == 0 else sums[name] + rounded
-        for name, parameter in parameters.items():
-            parameter.grad = sums[name] * 0.5 if name in sums else None
+            gradients.append(
+                [
+                    None if p.grad is None else round_gradient(push, p.grad, remainders[rank][name])
+                    for name, p in parameters.items()
+                ]
+            )
+        for parameter, mean in zip(parameters.values(), average(gradients), strict=True):
+            parameter.grad = mean
         optimizer.step()
         if pull == "int8":
-            history.append(publisher.follow(parameters, sums))
+            history.append(publisher.follow(parameters, [name for name, p in parameters.items() if p.grad is not None]))
         else:
             pulled = TORCH_DTYPES[WireTypes(pull=pull).pulled("F32")]
             history.append({name: p.detach().to(pulled).float().clone() for name, p in parameters.items()})
@@ -115,32 +117,32 @@ def test_training_gives_the_bits_of_one_process_that_rounds_alike(cluster: Local
         for step in range(STEPS):
             set_gradients(parameters, step, session.rank)
             optimizer.step()
-            history.append({name: p.detach().clone() for name, p in parameters.items()})
+            history.append(values(parameters))
         return history
 
     arguments = {"push_type": push, "pull_type": pull, "topk": TOPK, "slice_parameters": False}
     expected = train_in_one_process(push, pull)
-    for actual in run_trainers(cluster.address, [train, train], **arguments):
+    for actual in run_all(cluster, train, **arguments):
         for step in range(STEPS):
             assert_identical(actual[step], expected[step])
 
 
 # ---------------------------------------------------------------------- pushes that are not applied
 
-STEPS_WITH_FATES = """
-    import sys, torch
-    from ps_protocol.errors import NonFiniteGradient
-    from trainer_client import RemoteOptimizer, connect
-    torch.set_num_threads(1)
-    session = connect()
-    parameters = [(name, torch.nn.Parameter(torch.ones(5000))) for name in ("a", "b")]
-    optimizer = RemoteOptimizer(torch.optim.SGD(parameters, lr=1.0), bucket_bytes=4096)
-    for step, has_trouble in enumerate({troubles}):
+
+def train_with_troubles(
+    session: Session, push: str, troubles: list[bool], is_left_out: bool = False
+) -> dict[str, Tensor]:
+    """Take steps in some of which trainer 1 has a NaN; under `reject` it corrects that."""
+    parameters = {name: nn.Parameter(torch.ones(5000)) for name in ("a", "b")}
+    local = torch.optim.SGD(parameters.items(), lr=1.0)
+    options = {"push_type": push, "topk": TOPK, "slice_parameters": False, "bucket_bytes": 4096}
+    optimizer = RemoteOptimizer(local, session=session, **options)
+    for step, has_trouble in enumerate(troubles):
         generator = torch.Generator().manual_seed(100 * step + session.rank)
-        gradients = [torch.randn(5000, generator=generator) for _ in parameters]
-        for _, parameter in parameters:
-            parameter.grad = gradients.pop()
-        if {is_left_out} and has_trouble:
+        for parameter in parameters.values():
+            parameter.grad = torch.randn(5000, generator=generator)
+        if is_left_out and has_trouble:
             continue
         if has_trouble and session.rank == 1:
             good = parameter.grad[7].item()
@@ -152,44 +154,32 @@ STEPS_WITH_FATES = """
                 optimizer.step()
         else:
             optimizer.step()
-    for name, parameter in parameters:
-        print("value", name, parameter.detach().double().sum().item().hex(), parameter[17].item().hex(), flush=True)
-"""
-
-
-def values_after(folder: Path, troubles: list[bool], *, push: str, policy: str, is_left_out: bool = False) -> set[str]:
-    """What both trainers print in the end."""
-    script = folder / f"{policy}_{sum(troubles)}_{is_left_out}.py"
-    script.write_text(textwrap.dedent(STEPS_WITH_FATES.format(troubles=troubles, is_left_out=is_left_out)))
-    settings = {"push_type": push, "topk": TOPK, "nonfinite": policy, "slice_parameters": False}
-    with LocalCluster(pservers=2, trainers=2, **settings) as cluster:
-        assert cluster.run_trainers([sys.executable, str(script)], timeout=60) == [0, 0], list(cluster.output)
-        return {line.partition("] ")[2] for line in cluster.output if "] value" in line}
+    return values(parameters)
 
 
 @pytest.mark.extended
-@parametrize_sampled("push", ["int8", "topk"], ["topk"])
-def test_a_gradient_that_was_refused_and_mended_leaves_no_trace(tmp_path: Path, push: str) -> None:
+@parametrize_sampled(
+    ("push", "policy"),
+    product(("int8", "topk"), ("reject", "skip_round")),
+    [("topk", "reject"), ("int8", "skip_round")],
+)
+def test_a_push_that_is_not_applied_leaves_no_trace(shared_cluster: StartCluster, push: str, policy: str) -> None:
     troubles = [False, True, False, True, True, False]
-    refused = values_after(tmp_path, troubles, push=push, policy="reject")
-    assert len(refused) == 2, "one line of each parameter, the same from both"
-    assert refused == values_after(tmp_path, [False] * 6, push=push, policy="reject")
-
-
-@pytest.mark.extended
-@parametrize_sampled("push", ["int8", "topk"], ["int8"])
-def test_a_round_that_was_skipped_leaves_no_trace(tmp_path: Path, push: str) -> None:
-    troubles = [False, True, False, True, True, False]
-    skipped = values_after(tmp_path, troubles, push=push, policy="skip_round")
-    assert len(skipped) == 2
-    assert skipped == values_after(tmp_path, troubles, push=push, policy="reject", is_left_out=True)
+    troubled = partial(train_with_troubles, push=push, troubles=troubles)
+    if policy == "reject":  # the gradient is corrected
+        untroubled = partial(train_with_troubles, push=push, troubles=[False] * 6)
+    else:
+        untroubled = partial(train_with_troubles, push=push, troubles=troubles, is_left_out=True)
+    one, other = run_all(shared_cluster(nonfinite=policy), troubled)
+    assert_identical(one, other)
+    assert_identical(one, run_all(shared_cluster(nonfinite="reject"), untroubled)[0])
 
 
 # ---------------------------------------------------------------------- differences, and processes that die
 
 
 def expected_of_differences(rounds: int) -> str:
-    """The same as `expected_result`, where gradients are computed on what is published."""
+    """Return the result of one process whose gradients are computed on the published parameters."""
     exact, pulled = make_model(), make_model()
     optimizer = torch.optim.Adam(exact.parameters(), lr=0.01, fused=True)
     parameters = dict(exact.named_parameters())
@@ -200,8 +190,8 @@ def expected_of_differences(rounds: int) -> str:
             pulled.zero_grad()
             loss_of(pulled, rank, round_).backward()
             gradients.append([p.grad for p in pulled.parameters()])
-        for parameter, one, other in zip(exact.parameters(), *gradients, strict=True):
-            parameter.grad = (one + other) * 0.5
+        for parameter, mean in zip(exact.parameters(), average(gradients), strict=True):
+            parameter.grad = mean
         optimizer.step()
         pulled.load_state_dict(publisher.follow(parameters, parameters))
     return f"{digest_of(pulled)} {rounds}"
@@ -221,11 +211,9 @@ def expected_of_differences(rounds: int) -> str:
 def test_who_comes_back_has_what_is_published(settings: dict[str, object]) -> None:
     with FaultyRun(100, pull_type="int8", **settings) as run:
         run.wait_for_round(10)
-        run.kill(run.cluster.pservers[1])
-        run.cluster.start_pserver(1)
+        run.restart_pserver(1)
         run.wait_for_round(40)
-        run.kill(run.cluster.trainers[1])
-        run.start_trainer(1)
+        run.restart_trainer(1)
         run.wait_for_round(60)
         run.restart_gracefully(0)
         assert run.results() == [expected_of_differences(100)] * 2
@@ -255,5 +243,5 @@ def test_a_difference_takes_a_quarter_of_the_bytes(cluster: LocalCluster) -> Non
             sizes.append(pulled._value.get() - before)
         return sizes
 
-    for sizes in run_trainers(cluster.address, [train, train], pull_type="int8"):
+    for sizes in run_all(cluster, train, pull_type="int8"):
         assert sizes == pytest.approx([100_000 * (1 + 4 / GROUP)] * 4, abs=1000)

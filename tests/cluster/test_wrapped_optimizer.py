@@ -1,9 +1,9 @@
-"""Hooks, and what else scripts do to an optimizer that is wrapped: it works as with torch.optim, or is refused."""
+"""Hooks and changes of an optimizer that is wrapped: it works as with torch.optim, or is refused."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +17,8 @@ from ps_protocol.errors import BadModel
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
-from .parity_model import run_trainers
+from .conftest import StartCluster
+from .training import run_all
 
 pytestmark = pytest.mark.cluster
 
@@ -26,10 +27,8 @@ Train = Callable[[Wrap], Any]
 
 
 @pytest.fixture(scope="module", params=["ps", pytest.param("ring", marks=pytest.mark.ring)])
-def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    num_pservers = 2 if request.param == "ps" else 0
-    with LocalCluster(pservers=num_pservers, trainers=1, strategy=request.param) as cluster:
-        yield cluster
+def alone(request: pytest.FixtureRequest, shared_cluster: StartCluster) -> LocalCluster:
+    return shared_cluster(trainers=1, strategy=request.param)
 
 
 def check_like_torch(cluster: LocalCluster, train: Train, **arguments: Any) -> None:
@@ -38,7 +37,7 @@ def check_like_torch(cluster: LocalCluster, train: Train, **arguments: Any) -> N
     def train_remotely(session: Session) -> Any:
         return train(lambda optimizer: RemoteOptimizer(optimizer, session=session))
 
-    assert run_trainers(cluster.address, [train_remotely], **arguments) == [train(lambda optimizer: optimizer)]
+    assert run_all(cluster, train_remotely, **arguments) == [train(lambda optimizer: optimizer)]
 
 
 def take_steps(optimizer: Optimizer, *weights: nn.Parameter, num_steps: int = 3) -> None:
@@ -49,9 +48,8 @@ def take_steps(optimizer: Optimizer, *weights: nn.Parameter, num_steps: int = 3)
 
 
 @pytest.mark.parametrize("local_steps", [0, 2])
-def test_step_hooks_run_once(cluster: LocalCluster, local_steps: int) -> None:
-    """Those of the wrapped optimizer and torch's global ones; before a push, and after a pull."""
-    if local_steps and not cluster.status().pservers:
+def test_step_hooks_run_once(alone: LocalCluster, local_steps: int) -> None:
+    if local_steps and not alone.status().pservers:
         pytest.skip("a ring has no local steps")
 
     def train(wrap: Wrap) -> tuple[list[str], list[float]]:
@@ -80,13 +78,11 @@ def test_step_hooks_run_once(cluster: LocalCluster, local_steps: int) -> None:
                 handle.remove()
         return called, weight.tolist()
 
-    check_like_torch(cluster, train, local_steps=local_steps)
+    check_like_torch(alone, train, local_steps=local_steps)
 
 
 @pytest.mark.parametrize("hooked", ["wrapped", "remote"])
-def test_hooks_change_what_is_loaded(cluster: LocalCluster, hooked: str) -> None:
-    """torch's recipe for a state whose parameters come in another order."""
-
+def test_hooks_change_what_is_loaded(alone: LocalCluster, hooked: str) -> None:
     def train(wrap: Wrap) -> tuple[list[str], list[float]]:
         called = []
 
@@ -108,30 +104,27 @@ def test_hooks_change_what_is_loaded(cluster: LocalCluster, hooked: str) -> None
         take_steps(optimizer, *weights)
         return called, [weight[0].item() for weight in weights]
 
-    check_like_torch(cluster, train)
+    check_like_torch(alone, train)
 
 
-def test_the_wrapped_optimizer_is_not_changed_behind_the_run(cluster: LocalCluster) -> None:
-    def train(session: Session) -> None:
-        weight = nn.Parameter(torch.zeros(8))
-        inner = torch.optim.SGD([("weight", weight)], lr=1.0, momentum=0.9)
-        optimizer = RemoteOptimizer(inner, session=session)
-        take_steps(optimizer, weight)
-        state_dict = optimizer.state_dict()
-        state_dict["param_groups"][0]["lr"] = 0.5
-        with pytest.raises(BadModel, match=r"call load_state_dict\(\) of the RemoteOptimizer"):
-            inner.load_state_dict(state_dict)
-        with pytest.raises(BadModel, match="a parameter group cannot be added"):
-            inner.add_param_group({"params": [nn.Parameter(torch.zeros(8))]})
-        optimizer.load_state_dict(state_dict)
-        assert [group["lr"] for group in inner.param_groups] == [0.5]
-        assert inner.param_groups is optimizer.param_groups
-
-    run_trainers(cluster.address, [train])
+def test_the_wrapped_optimizer_is_not_changed_behind_the_run(session: Session) -> None:
+    weight = nn.Parameter(torch.zeros(8))
+    inner = torch.optim.SGD([("weight", weight)], lr=1.0, momentum=0.9)
+    optimizer = RemoteOptimizer(inner, session=session)
+    take_steps(optimizer, weight)
+    state_dict = optimizer.state_dict()
+    state_dict["param_groups"][0]["lr"] = 0.5
+    with pytest.raises(BadModel, match=r"call load_state_dict\(\) of the RemoteOptimizer"):
+        inner.load_state_dict(state_dict)
+    with pytest.raises(BadModel, match="a parameter group cannot be added"):
+        inner.add_param_group({"params": [nn.Parameter(torch.zeros(8))]})
+    optimizer.load_state_dict(state_dict)
+    assert [group["lr"] for group in inner.param_groups] == [0.5]
+    assert inner.param_groups is optimizer.param_groups
 
 
 @pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.SGD])
-def test_distributed_checkpoints_take_no_step(cluster: LocalCluster, cls: Callable[..., Optimizer]) -> None:
+def test_distributed_checkpoints_take_no_step(alone: LocalCluster, cls: Callable[..., Optimizer]) -> None:
     def train(session: Session) -> dict[str, Any]:
         model = nn.Linear(4, 1, bias=False)
         optimizer = RemoteOptimizer(cls(model.named_parameters(), lr=0.1), model=model, session=session)
@@ -146,11 +139,11 @@ def test_distributed_checkpoints_take_no_step(cluster: LocalCluster, cls: Callab
         assert optimizer.round == 4
         return {key: float(value) for key, value in optimizer.state_dict()["state"].get(0, {}).items() if key == "step"}
 
-    assert run_trainers(cluster.address, [train]) == [{"step": 4.0} if cls is torch.optim.Adam else {}]
+    assert run_all(alone, train) == [{"step": 4.0} if cls is torch.optim.Adam else {}]
 
 
 @pytest.mark.parametrize("how", ["cleared", "replaced"])
-def test_a_state_that_is_reset_begins_without_slots(cluster: LocalCluster, how: str) -> None:
+def test_a_state_that_is_reset_begins_without_slots(alone: LocalCluster, how: str) -> None:
     def train(wrap: Wrap) -> list[float]:
         weight = nn.Parameter(torch.zeros(4))
         optimizer = wrap(torch.optim.SGD([("weight", weight)], lr=0.1, momentum=0.9))
@@ -163,7 +156,7 @@ def test_a_state_that_is_reset_begins_without_slots(cluster: LocalCluster, how: 
         take_steps(optimizer, weight)
         return weight.tolist()
 
-    check_like_torch(cluster, train)
+    check_like_torch(alone, train)
 
 
 def set_slot(optimizer: Optimizer, weight: Tensor) -> None:
@@ -184,7 +177,7 @@ def pop_entry(optimizer: Optimizer, weight: Tensor) -> None:
 
 @pytest.mark.parametrize("change", [set_slot, set_entry, delete_entry, pop_entry])
 def test_single_entries_of_the_state_count_or_are_refused(
-    cluster: LocalCluster, change: Callable[[Optimizer, Tensor], None]
+    alone: LocalCluster, change: Callable[[Optimizer, Tensor], None]
 ) -> None:
     def train(wrap: Wrap) -> list[float]:
         weight = nn.Parameter(torch.zeros(4))
@@ -193,7 +186,7 @@ def test_single_entries_of_the_state_count_or_are_refused(
         assert optimizer.state[weight] is optimizer.state[weight]  # which is no change
         take_steps(optimizer, weight)
         state_dict = optimizer.state_dict()
-        if isinstance(optimizer, RemoteOptimizer) and cluster.status().pservers:
+        if isinstance(optimizer, RemoteOptimizer) and alone.status().pservers:
             with pytest.raises(BadModel, match=r"give it to optimizer\.load_state_dict\(\)"):
                 optimizer.step(lambda: change(optimizer, weight))
             optimizer.load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
@@ -202,4 +195,4 @@ def test_single_entries_of_the_state_count_or_are_refused(
         take_steps(optimizer, weight)
         return weight.tolist()
 
-    check_like_torch(cluster, train)
+    check_like_torch(alone, train)

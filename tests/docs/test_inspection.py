@@ -18,8 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ..cluster.fault_script import make_model
 from ..cluster.faulty_run import ROUND_SECONDS, FaultyRun
+from ..cluster.training_script import make_model
 from ..cluster.up_support import RunningUp, wait_until
 from .markdown import ROOT, examples, read
 from .reading import read_json

@@ -23,8 +23,8 @@ from services.pserver.registration import LAST_CHECKPOINT_SECONDS
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
-from ..cluster.parity_model import STEPS, assert_identical, run_trainers
 from ..cluster.test_parity import MOST_IN_LR
+from ..cluster.training import STEPS, assert_identical, run_trainers
 from ..cluster.up_support import RunningUp, wait_until
 from .conftest import NUM_TRAINERS
 from .markdown import codes, examples, read, section, table

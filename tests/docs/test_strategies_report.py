@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.wire.strategies import BYTES, formula
 
-from ..cluster.test_traffic import TOLERANCE
+from ..cluster.test_benchmarks import TOLERANCE
 from .markdown import RESULTS, table
 
 TEXT = (RESULTS / "strategies_2core_epyc_202611.md").read_text(encoding="utf-8")

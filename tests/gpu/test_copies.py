@@ -12,7 +12,7 @@ from torch import nn
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
-from ..cluster.parity_model import run_trainers
+from ..cluster.training import run_trainers
 from .network import DEVICE
 
 pytestmark = pytest.mark.overlap

@@ -13,7 +13,7 @@ from torch import nn
 from trainer_client import RemoteOptimizer, Session
 from trainer_client.testing import LocalCluster
 
-from ..cluster.parity_model import run_trainers
+from ..cluster.training import run_trainers
 from .network import DEVICE, MAX_NORM, STEPS, losses, make_model, make_optimizer, train_alone, train_remotely, values_of
 
 ROUNDING = 2e-5  # a GPU adds in another order

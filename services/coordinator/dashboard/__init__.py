@@ -1,1 +1,1 @@
-"""The dashboard: one page, which shows in a browser what the coordinator's API says."""
+"""The dashboard: a page that shows the coordinator's API in a browser."""

@@ -1,4 +1,7 @@
-"""The dashboard's page and files: no token is needed for them, and no other site has a part in them."""
+"""The dashboard's page and files: the project's own, and a chart library from an installed package.
+
+They contain no data and need no token. The page gets its data from the API.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +20,29 @@ from ps_protocol.errors import NotFound
 from services.runtime.pages import PAGE_HEADERS
 from services.runtime.scopes import DASHBOARD, DASHBOARD_FILE
 
-# Scripts and styles are files of this service; nothing in the page itself is run, and nobody else is asked.
+# Scripts and styles are files of this service. The page runs no inline code and uses no other site.
 _HEADERS = PAGE_HEADERS | {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
-    "cache-control": "no-cache",  # asked about every time, sent once: see the ETag
+    "cache-control": "no-cache",  # revalidated every time, sent once: see the ETag
     "vary": "accept-encoding",
 }
 
 
 def add_dashboard_routes(app: FastAPI) -> None:
-    """Add them to the application."""
+    """Add the routes to the application."""
 
     @app.get(DASHBOARD, include_in_schema=False)
     async def dashboard(request: Request) -> Response:
-        """The page."""
+        """Return the page."""
         wants_token = getattr(app.state, "wants_token", False)
         return _send(await asyncio.to_thread(read_page, wants_token=wants_token), request)
 
     @app.get(DASHBOARD_FILE, include_in_schema=False)
     async def dashboard_file(name: str, request: Request) -> Response:
-        """What it consists of."""
+        """Return a file of the page."""
         file = await asyncio.to_thread(read_file, name)
         if file is None:
             raise NotFound(f"the dashboard has no file {name!r}")
@@ -62,13 +65,13 @@ _FOLDER = Path(__file__).parent / "static"
 _PAGE = "index.html"
 _NAMES = frozenset(path.name for path in _FOLDER.iterdir()) - {_PAGE} | {CHARTS}
 _MARK = b"<!-- styles of the chart library -->"
-# The library would put styles into the page, which the page forbids, unless it finds an element that has this id.
+# The library adds inline styles, which the page forbids, unless it finds an element with this id.
 _STYLE_ID = re.compile(rb'getElementById\("([0-9a-f]{64})"\)')
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """What is sent; `etag` names the content, so that a browser asks for it once."""
+    """A file and its compressed form; `etag` identifies the content, so that a browser fetches it once."""
 
     media_type: str
     body: bytes
@@ -77,13 +80,13 @@ class File:
 
 
 def read_file(name: str) -> File | None:
-    """A file that the page asks for; None if there is no such file. The first time takes some tenths of a second."""
+    """Return a file of the page; None if there is none of this name. The first call takes tenths of a second."""
     return _read_file(name) if name in _NAMES else None
 
 
 @cache
 def read_page(*, wants_token: bool) -> File:
-    """The page itself. It is told whether a token is wanted, so that it need not try without one."""
+    """Return the page. `wants_token` spares it a request that would be refused."""
     ids = _STYLE_ID.findall(_read_charts())
     body = (_FOLDER / _PAGE).read_bytes()
     body = body.replace(_MARK, b"".join(b'<template id="%s"></template>' % one for one in ids))
@@ -94,7 +97,7 @@ def read_page(*, wants_token: bool) -> File:
 
 @cache
 def _read_file(name: str) -> File:
-    # By the ending alone: what the system's own table says of .js differs, and a browser is strict about it.
+    # By the suffix: the system's own table differs for .js, and browsers are strict about it.
     body = _read_charts() if name == CHARTS else (_FOLDER / name).read_bytes()
     return _pack(body, _MEDIA_TYPES[Path(name).suffix])
 
@@ -104,8 +107,8 @@ def _pack(body: bytes, media_type: str) -> File:
 
 
 def _read_charts() -> bytes:
-    """Nothing if the package is not there, or looks otherwise: the page then does without charts."""
-    package = find_spec("plotly")  # not imported: only its file is of use
+    """Return the chart library; empty without the package, and the page then has no charts."""
+    package = find_spec("plotly")  # not imported: only its file is used
     folders = package.submodule_search_locations if package else None
     path = Path(next(iter(folders or ()), "")) / "package_data" / CHARTS
     return path.read_bytes() if path.is_file() else b""

@@ -1,1 +1,1 @@
-"""Looking into a run from outside, while it trains: the part of the API that people, dashboards and programs read."""
+"""The inspection of a run while it trains: the reading part of the API."""

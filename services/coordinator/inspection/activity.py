@@ -19,17 +19,17 @@ LATE_SECONDS = 2.0  # heartbeats come once a second
 
 
 class Rates(Message):
-    """One sample a second, of the newest five minutes, in columns; null where there was nothing to compare with."""
+    """One sample a second of the newest five minutes, in columns; null for the first sample."""
 
     at: tuple[float, ...] = Field(description="seconds since 1970")
     rounds_per_second: tuple[float | None, ...]
-    steps_per_second: tuple[float | None, ...] = Field(description="of all trainers together")
+    steps_per_second: tuple[float | None, ...] = Field(description="sum over all trainers")
 
 
 class Barrier(Message):
-    """Where the run waits: at the pserver where somebody has been waiting longest, or in the ring."""
+    """The barrier with the longest wait, at a pserver or in the ring."""
 
-    pserver: PserverIndex | None = Field(description="null: the trainers wait for each other, with strategy ring")
+    pserver: PserverIndex | None = Field(description="null: the barrier of a ring")
     round: Round
     arrived: tuple[Rank, ...]
     missing: tuple[Rank, ...]
@@ -37,7 +37,7 @@ class Barrier(Message):
 
 
 class PserverActivity(Message):
-    """Of one pserver. Rates and means are of the newest five seconds; a mean is null if there was nothing then."""
+    """One pserver. Rates and means are over the newest five seconds; a mean without values is null."""
 
     index: PserverIndex
     round: Round
@@ -53,37 +53,39 @@ class PserverActivity(Message):
 
 
 class TrainerActivity(Message):
-    """Of one trainer that was heard in this run."""
+    """One trainer that sent a heartbeat in this run."""
 
     rank: Rank
     steps: Round
     steps_per_second: float | None
-    has_contributed: bool = Field(description="to the newest round; asynchronous modes: within the newest five seconds")
-    steps_behind: int | None = Field(description="asynchronous modes: the fastest trainer")
+    has_contributed: bool = Field(description="to the newest round; asynchronous modes: in the newest five seconds")
+    steps_behind: int | None = Field(description="asynchronous modes: distance to the fastest trainer")
 
 
 class Activity(Message):
-    """The answer of `GET /v1/activity`: as heartbeats have told it, a second late at most."""
+    """The answer of `GET /v1/activity`, from heartbeats, and at most a second late."""
 
     run: str
     attempt: int
     mode: Mode
     at: float = Field(description="seconds since 1970, by the coordinator's clock")
     round: Round
-    participants: tuple[Rank, ...] = Field(description="synchronous mode: whose contributions are in the newest round")
+    participants: tuple[Rank, ...] = Field(
+        description="synchronous mode: trainers with a contribution to the newest round"
+    )
     rounds_per_second: float | None
     steps_per_second: float | None
     rates: Rates
-    barrier: Barrier | None = Field(description="null: nobody waits for a trainer")
+    barrier: Barrier | None = Field(description="null: no barrier is incomplete")
     pservers: tuple[PserverActivity, ...]
     trainers: tuple[TrainerActivity, ...]
     staleness: tuple[tuple[float | None, int], ...] = Field(
-        description="asynchronous modes: upper bounds, null for the last, and how many updates were between two"
+        description="asynchronous modes: upper bounds (null for the last) and the updates up to each"
     )
 
 
 def describe_activity(coordinator: Coordinator, wall: float) -> Activity:
-    """How it goes now; `wall` is the time since 1970."""
+    """Return the activity; `wall` is the time since 1970."""
     run, log = coordinator.cluster.run, coordinator.activity
     here = coordinator.cluster.registry.members
     newest = {index: heard[-1] for index, heard in sorted(log.pservers.items()) if index in here}
@@ -123,7 +125,7 @@ def _rates(samples: Sequence[Sample]) -> Rates:
 
 
 def _short(rate_: float | None) -> float | None:
-    """Three decimals: there are hundreds of them in an answer, and people look at them."""
+    """Round a rate to three decimals: an answer contains hundreds."""
     return None if rate_ is None else round(rate_, 3)
 
 
@@ -143,7 +145,7 @@ def _barrier(newest: dict[PserverIndex, PserverReport]) -> Barrier | None:
 
 
 def _barrier_in_ring(trainers: Mapping[Rank, TrainerMember], now: float, wall: float) -> Barrier | None:
-    """Who is done waits for nobody in particular, and nobody for it. Who is silent does not wait."""
+    """Return the barrier of a ring, without trainers that are done or silent."""
     here = {rank: t for rank, t in sorted(trainers.items()) if t.is_here and not t.is_done}
     waiting = {rank: t for rank, t in here.items() if t.waiting_seconds and now - t.seen_at < LATE_SECONDS}
     if not waiting:
@@ -184,14 +186,14 @@ def _trainers(
     run, log = coordinator.cluster.run, coordinator.activity
     is_async = run.defaults.consistency.is_async
     steps = {rank: trainer.round for rank, trainer in sorted(run.trainers.items())}
-    for heard in newest.values():  # a pserver may have heard of a step before its trainer's next heartbeat
+    for heard in newest.values():  # a pserver may know a step before the trainer's next heartbeat
         for rank, clock in heard.load.clocks.items():
             steps[rank] = max(steps.get(rank, 0), clock)
     fastest = max(steps.values(), default=0)
     found = []
     for rank, number in steps.items():
         heard_steps = log.trainers.get(rank)
-        speed = None  # also of who is silent
+        speed = None  # also for a silent trainer
         if heard_steps and run.state == "training" and heard_steps[-1][0] > coordinator.now() - WINDOW_SECONDS:
             speed = rate(heard_steps[0][1], heard_steps[-1][1], heard_steps[0][0], heard_steps[-1][0])
         found.append(
@@ -215,7 +217,7 @@ def _staleness(newest: Sequence[PserverReport]) -> tuple[tuple[float | None, int
 
 
 def describe_status(coordinator: Coordinator) -> ClusterStatus:
-    """How the cluster stands now."""
+    """Return the state of the cluster."""
     cluster, run, now = coordinator.cluster, coordinator.cluster.run, coordinator.now()
     plan = run.plan
     pservers = [member for _, member in sorted(cluster.registry.members.items())]

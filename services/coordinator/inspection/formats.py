@@ -1,4 +1,4 @@
-"""One tensor as bytes for people and programs: safetensors, NumPy's `.npy`, or JSON."""
+"""The encodings of one tensor: safetensors, NumPy's `.npy`, or JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NUMPY = {"F32": "<f4", "F16": "<f2", "BF16": "<f4"}
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One parameter without its values, which are read later."""
+    """One parameter, whose values are read later."""
 
     name: str
     dtype: str
@@ -37,7 +37,7 @@ class Tensor:
     facts: Mapping[str, str]  # run, attempt, round
 
     def begin(self, form: BinaryFormat) -> bytes:
-        """What stands before the values."""
+        """Return the bytes before the values."""
         if form == "safetensors":
             return encode_header([(self.name, self.dtype, self.shape)], self.facts)
         file = io.BytesIO()
@@ -46,12 +46,12 @@ class Tensor:
         return file.getvalue()
 
     def num_bytes(self, form: BinaryFormat) -> int:
-        """Of the values in that format."""
+        """Return the size of the values in this format."""
         width = np.dtype(_NUMPY[self.dtype]).itemsize if form == "npy" else DTYPE_BYTES[self.dtype]
         return math.prod(self.shape) * width
 
     async def convert(self, parts: AsyncIterator[bytes], form: BinaryFormat) -> AsyncIterator[bytes]:
-        """Values as they are on the wire, as that format has them."""
+        """Yield values in this format, from values in the wire's."""
         rest = b""
         async for part in parts:
             if form == "npy" and self.dtype == "BF16":
@@ -62,7 +62,7 @@ class Tensor:
             yield part
 
     def encode_json(self, data: bytes) -> bytes:
-        """All of it; JSON names NaN and the infinities."""
+        """Return the whole document. Values that are not finite are strings."""
         values = _widen(data) if self.dtype == "BF16" else np.frombuffer(data, _NUMPY[self.dtype])
         listed = values.reshape(self.shape).tolist()
         document = {
@@ -76,7 +76,7 @@ class Tensor:
 
 
 def check_json(spec: ParameterSpec) -> None:
-    """Raises BadInput if the parameter is too large for JSON."""
+    """Raise BadInput if the parameter is too large for JSON."""
     if spec.num_elements > MAX_JSON_ELEMENTS:
         raise BadInput(
             f"parameter {spec.name!r} is too large for JSON; request the format safetensors or npy",
@@ -85,12 +85,12 @@ def check_json(spec: ParameterSpec) -> None:
 
 
 def _widen(data: bytes) -> np.ndarray[Any, Any]:
-    """Bfloat16, which NumPy does not have, as float32."""
+    """Convert bfloat16, which NumPy does not have, to float32."""
     return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
 
 
 def _name_nonfinite(value: Any) -> Any:
-    """JSON has no word for these; `float()` of Python and `parseFloat` of JavaScript know ours."""
+    """Replace values that are not finite by strings that `float()` and `parseFloat` accept."""
     if isinstance(value, list):
         return [_name_nonfinite(one) for one in value]
     if math.isnan(value):

@@ -1,4 +1,4 @@
-"""The list of parameters, and one parameter: its values and its optimizer slots, all of one version."""
+"""Live parameters: the list, one parameter with its optimizer state, and the whole model, each of one version."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .reading import IncomingFrame, current_plan, open_frames, round_everywhere
 
 
 class BlockEntry(BaseModel):
-    """A block in the list of parameters: elements `begin` to `end` of the flattened parameter."""
+    """A block in the list: elements `begin` to `end` of the flattened parameter."""
 
     name: str
     begin: int
@@ -44,7 +44,7 @@ class ParameterEntry(BaseModel):
 
 
 class ParameterList(BaseModel):
-    """All parameters of a run, in the model's order; `version` is the newest round that all pservers have applied."""
+    """All parameters in the model's order; `version` is the newest round that all pservers have applied."""
 
     run: str
     digest: str
@@ -53,7 +53,7 @@ class ParameterList(BaseModel):
 
 
 def describe_parameters(coordinator: Coordinator) -> dict[str, Any]:
-    """All parameters of the run with their blocks, in the model's order."""
+    """Return all parameters with their blocks, in the model's order."""
     plan = current_plan(coordinator)
     return {
         "run": coordinator.cluster.run.name,
@@ -77,7 +77,7 @@ def describe_parameters(coordinator: Coordinator) -> dict[str, Any]:
 
 
 def find_parameter(plan: SlicePlan, name: str) -> tuple[ParameterSpec, Sequence[Block]]:
-    """A parameter and its blocks. Raises NotFound."""
+    """Return a parameter and its blocks. Raises NotFound."""
     spec = plan.parameter.get(name)
     if spec is None:
         raise NotFound(f"there is no parameter {name!r} in this run")
@@ -85,15 +85,15 @@ def find_parameter(plan: SlicePlan, name: str) -> tuple[ParameterSpec, Sequence[
 
 
 def owners_of(blocks: Sequence[Block]) -> list[PserverIndex]:
-    """The pservers that have them."""
+    """Return the pservers of these blocks."""
     return sorted({block.pserver for block in blocks})
 
 
 @asynccontextmanager
 async def open_parameter(coordinator: Coordinator, name: str, form: Format) -> AsyncIterator[Stream]:
-    """Open one parameter, in the synchronous mode all of it of one round.
+    """Open one parameter; in the synchronous mode all of it is of one round.
 
-    In the other modes pservers have no version in common, and `round` is the oldest.
+    In asynchronous modes pservers have no version in common, and `round` is the oldest.
     Raises NotFound, BadInput, TryAgain, NotReady.
     """
     spec, blocks = find_parameter(current_plan(coordinator), name)
@@ -101,7 +101,7 @@ async def open_parameter(coordinator: Coordinator, name: str, form: Format) -> A
         check_json(spec)
     async with open_frames(coordinator, BLOCKS, _names_of(blocks)) as frames:
         tensor = Tensor(name, spec.dtype, spec.shape, _facts(coordinator, frames))
-        # By what the pservers have said: the run may have gone back meanwhile, and come to this round once more.
+        # From the pservers' answers: the run may have been rolled back and reached this round again.
         tag = '"{run}.{attempt}.{round}"'.format(**tensor.facts)
         headers = {"etag": tag, "gradpost-round": tensor.facts["round"]}
         parts = _read_blocks(frames, blocks, DTYPE_BYTES[spec.dtype])
@@ -133,14 +133,14 @@ async def _join(head: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes
 
 @asynccontextmanager
 async def open_slots(coordinator: Coordinator, name: str) -> AsyncIterator[Stream]:
-    """A safetensors file of the optimizer's slots of one parameter, in its shape and float32, as `open_parameter` does.
+    """Open the optimizer slots of one parameter: a safetensors file of float32 tensors of its shape.
 
-    A slot that no update has needed yet is not in it. Its metadata tells how often the parameter was stepped, `steps`.
+    A slot that no update has used is left out. The metadata `steps` is how often the parameter was stepped.
     """
     spec, blocks = find_parameter(current_plan(coordinator), name)
     async with open_frames(coordinator, SLOTS, _names_of(blocks)) as frames:
         slots = sorted({name.split("/", 1)[0] for frame in frames.values() for name in frame.names})
-        steps = [json.loads(frame.metadata.get(STEPS_KEY, "{}")) for frame in frames.values()]  # of each block
+        steps = [json.loads(frame.metadata.get(STEPS_KEY, "{}")) for frame in frames.values()]  # for each block
         fewest = min((count for counts in steps for count in counts.values()), default=0)
         facts = {**_facts(coordinator, frames), STEPS_KEY: str(fewest)}
         head = encode_header([(slot, "F32", spec.shape) for slot in slots], facts)
@@ -155,7 +155,7 @@ async def open_slots(coordinator: Coordinator, name: str) -> AsyncIterator[Strea
 
 
 async def _read_slot(frame: IncomingFrame, name: str, num_elements: int) -> AsyncIterator[bytes]:
-    """One that its pserver has not needed yet is zeros."""
+    """Yield a slot of one block; zeros if its pserver has not used it."""
     if name in frame.names:
         async for part in frame.read(4 * num_elements):
             yield part
@@ -165,16 +165,15 @@ async def _read_slot(frame: IncomingFrame, name: str, num_elements: int) -> Asyn
 
 
 async def wait_for_newer(coordinator: Coordinator, name: str, after: Round, seconds: float) -> bool:
-    """Whether a version after this one can be read of a parameter; waits so long for it. Holds nothing meanwhile.
+    """Wait until a parameter has a version after this one. Returns False after so many seconds.
 
-    One of another attempt is, too: the run has gone back. By the pservers' heartbeats, of which one comes every second
-    at least. Raises NotFound, NotReady.
+    Another attempt counts as newer. Versions are those of the pservers' heartbeats. Raises NotFound, NotReady.
     """
     run = coordinator.cluster.run
     plan = current_plan(coordinator)
     _, blocks = find_parameter(plan, name)
     members, attempt = coordinator.cluster.registry.members, run.attempt
-    owners = owners_of(blocks) or range(plan.num_pservers)  # nobody has one without elements
+    owners = owners_of(blocks) or range(plan.num_pservers)  # any pserver, for a parameter without elements
 
     def is_newer() -> bool:
         return run.attempt != attempt or all(index in members and members[index].round > after for index in owners)
@@ -184,12 +183,12 @@ async def wait_for_newer(coordinator: Coordinator, name: str, after: Round, seco
 
 
 def _names_of(blocks: Sequence[Block]) -> dict[PserverIndex, list[str]]:
-    """What to ask each pserver for."""
+    """Return the names of the blocks of each pserver."""
     return {index: [block.name for block in blocks if block.pserver == index] for index in owners_of(blocks)}
 
 
 def _facts(coordinator: Coordinator, frames: Mapping[PserverIndex, IncomingFrame]) -> dict[str, str]:
-    if not frames:  # no pserver has a block of it
+    if not frames:  # the parameter has no elements
         run = coordinator.cluster.run
         return {"run": run.name, "attempt": str(run.attempt), "round": str(round_everywhere(coordinator))}
     newest = max(frames.values(), key=lambda frame: frame.attempt)
@@ -199,10 +198,11 @@ def _facts(coordinator: Coordinator, frames: Mapping[PserverIndex, IncomingFrame
 
 @asynccontextmanager
 async def open_model(coordinator: Coordinator) -> AsyncIterator[Stream]:
-    """The model of one round, tied names and buffers included, for `load_state_dict(strict=True)`.
+    """Open the model of one round as a safetensors file for `load_state_dict`, with tied names and buffers.
 
-    In asynchronous modes pservers have no round in common: the shard of each is a cut between contributions, and the
-    metadata says of each which steps of whom are in it. Raises NotReady, TryAgain, RoundPending.
+    Every pserver sends its blocks in plan order, then its buffers. The file has the same order, so that at most one
+    tensor is held here. In asynchronous modes each shard is of its own version, which the metadata describes.
+    Raises NotReady, TryAgain, RoundPending.
     """
     plan = current_plan(coordinator)
     run = coordinator.cluster.run
@@ -241,7 +241,7 @@ class _Item:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    pserver: tuple[PserverIndex, ...]  # of a buffer; of a parameter its blocks say
+    pserver: tuple[PserverIndex, ...]  # of a buffer; empty for a parameter
 
     @property
     def num_bytes(self) -> int:

@@ -1,7 +1,7 @@
-"""Reading from several pservers what belongs to one version.
+"""Reads of several pservers at one version.
 
-Rounds go on while pservers answer. So they are asked for what they have; if that is not of one round, a later one is
-named, which is not over anywhere, and each answers right after it.
+Rounds go on while pservers answer. If their newest rounds differ, a later round is named, and each pserver answers
+when it has applied it. Tensors are streamed: a frame is never held as a whole.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from ..coordinator import Coordinator
 from ..pservers import PserverMember
 
 TRIES = 6
-WAIT_SECONDS = 10.0  # for a named round
+WAIT_SECONDS = 10.0  # until a named round is applied
 READ_SECONDS = 30.0  # for the answer itself
 
 
 class Answer:
-    """What a pserver has answered; its metadata says what it belongs to."""
+    """An answer of a pserver, with the version in its metadata."""
 
     metadata: dict[str, str]
 
     @property
     def run(self) -> str:
-        """Its name."""
+        """The name of the run."""
         return self.metadata["run"]
 
     @property
     def attempt(self) -> int:
-        """Of the run."""
+        """The attempt of the run."""
         return int(self.metadata["attempt"])
 
     @property
     def version(self) -> Round:
-        """The round, in asynchronous modes contributions."""
+        """The round; in asynchronous modes the number of contributions."""
         return int(self.metadata["round"])
 
 
@@ -55,7 +55,7 @@ A = TypeVar("A", bound=Answer)
 
 
 def current_plan(coordinator: Coordinator) -> SlicePlan:
-    """The plan of the run, for those who ask pservers. Raises NotReady before there is one, `no_pservers`."""
+    """Return the run's plan. Raises NotReady without one, and Conflict (`no_pservers`) in a ring."""
     coordinator.cluster.require_pservers()
     plan = coordinator.cluster.run.plan
     if plan is None:
@@ -64,7 +64,7 @@ def current_plan(coordinator: Coordinator) -> SlicePlan:
 
 
 def find_member(coordinator: Coordinator, index: PserverIndex) -> PserverMember:
-    """A living pserver. Raises NotReady if it is not here."""
+    """Return a living pserver. Raises NotReady if it is not registered."""
     member = coordinator.cluster.registry.members.get(index)
     if member is None:
         raise NotReady(f"pserver {index} is not here", waiting_for=f"pserver {index}")
@@ -72,7 +72,7 @@ def find_member(coordinator: Coordinator, index: PserverIndex) -> PserverMember:
 
 
 def round_everywhere(coordinator: Coordinator) -> Round:
-    """The newest that every pserver has said to have."""
+    """Return the newest round that every pserver has reported."""
     return min((member.round for member in coordinator.cluster.registry.members.values()), default=0)
 
 
@@ -81,10 +81,10 @@ async def read_same_version(
     pservers: Sequence[PserverIndex],
     ask: Callable[[PserverMember, Round | None], Awaitable[A]],
 ) -> list[A]:
-    """What these pservers answer, all of one version, in their order; asynchronous modes have none in common.
+    """Return the answers of these pservers in their order, of one version except in asynchronous modes.
 
-    `ask` gets a named round, or None for what there is. Raises TryAgain if no round could be agreed on, and what `ask`
-    does.
+    `ask` gets a named round, or None for the newest. Raises TryAgain if the versions never agree, and the errors of
+    `ask`.
     """
     named: Round | None = None
     ahead = 1
@@ -106,7 +106,7 @@ async def read_same_version(
 
 
 async def get_from(coordinator: Coordinator, member: PserverMember, route: str, parameters: dict[str, Any]) -> bytes:
-    """The body that a pserver answers. Raises what its problem stands for, TryAgain if it does not answer."""
+    """Return the body of a pserver's answer. Raises its GradpostError, or TryAgain without an answer."""
     try:
         response = await coordinator.http.get(
             member.info.address + route, params=parameters, timeout=READ_SECONDS + WAIT_SECONDS
@@ -118,21 +118,23 @@ async def get_from(coordinator: Coordinator, member: PserverMember, route: str, 
 
 
 async def read_versions(coordinator: Coordinator, pservers: Sequence[PserverIndex]) -> set[Round]:
-    """How far these pservers are."""
+    """Return the rounds of these pservers."""
     answers = await asyncio.gather(
         *(get_from(coordinator, find_member(coordinator, index), STATE, {}) for index in pservers)
     )
     return {PserverState.model_validate_json(answer).round for answer in answers}
 
 
-STILL_SECONDS = 7.0  # a server gives up on who takes nothing for `body_timeout_seconds`, which is longer
-PARTS_AT_ONCE = 2  # so much more than the kernels hold between two processes as to move what they hold
-_LIMITS = FrameLimits(max_body_bytes=1 << 62, max_header_bytes=1 << 30, max_tensors=1 << 30)  # our own pservers
+STILL_SECONDS = 7.0  # a server closes a stalled connection after `body_timeout_seconds`, which is longer
+PARTS_AT_ONCE = 2  # more than the kernels' buffers between two processes hold
+_LIMITS = FrameLimits(
+    max_body_bytes=1 << 62, max_header_bytes=1 << 30, max_tensors=1 << 30
+)  # of the cluster's own pservers
 GONE = "a pserver went away while its shard was being read"
 
 
 class IncomingFrame(Answer):
-    """One pserver's frame: its header is here, its data is read in order."""
+    """A pserver's frame: a parsed header, and data that is read in order."""
 
     def __init__(self, frame: Frame, parts: AsyncIterator[bytes], rest: bytes) -> None:
         self.metadata = dict(frame.metadata)
@@ -143,7 +145,7 @@ class IncomingFrame(Answer):
         self._received_at = asyncio.get_running_loop().time()
 
     async def _receive(self) -> bool:
-        """Have the next part here; False if there is none. Raises httpx.HTTPError."""
+        """Receive the next part. Returns False at the end. Raises httpx.HTTPError."""
         async with self._receive_lock:
             part = await anext(self._parts, None)
             self._received_at = asyncio.get_running_loop().time()
@@ -151,8 +153,8 @@ class IncomingFrame(Answer):
             return part is not None
 
     async def drain_slowly(self) -> None:
-        """Take a little now and then, while what stands before it in a file flows at the pace of who reads that."""
-        with suppress(httpx.HTTPError):  # whoever reads on hears of it
+        """Receive a little now and then, while the client still reads the tensors before this frame's."""
+        with suppress(httpx.HTTPError):  # the reader gets the error
             while True:
                 await asyncio.sleep(STILL_SECONDS / 2)
                 if asyncio.get_running_loop().time() - self._received_at >= STILL_SECONDS / 2:
@@ -161,7 +163,7 @@ class IncomingFrame(Answer):
                             return
 
     async def read(self, num_bytes: int) -> AsyncIterator[bytes]:
-        """The next so many bytes. Raises TryAgain if it ends before them."""
+        """Yield the next bytes. Raises TryAgain if the frame ends before."""
         while num_bytes:
             if not self._rest:
                 try:
@@ -180,7 +182,7 @@ class IncomingFrame(Answer):
 async def open_frames(
     coordinator: Coordinator, route: str, names: Mapping[PserverIndex, Sequence[str]]
 ) -> AsyncIterator[dict[PserverIndex, IncomingFrame]]:
-    """The frames that these pservers answer for these blocks (none: all of them), all of one version.
+    """Open the frames of these pservers with these blocks (none: all of them), of one version.
 
     Raises NotReady, TryAgain, RoundPending.
     """
@@ -190,7 +192,7 @@ async def open_frames(
         async def ask(member: PserverMember, named: Round | None) -> IncomingFrame:
             index = member.info.index
             if (before := opened.pop(index, None)) is not None:
-                await before.aclose()  # it was of another round than the others
+                await before.aclose()  # its round differed from the others'
             own = opened[index] = await stack.enter_async_context(AsyncExitStack())
             parameters: dict[str, Any] = {"name": list(names[index])} if names[index] else {}
             if named is not None:
@@ -210,7 +212,7 @@ async def open_frames(
 async def _open_frame(
     coordinator: Coordinator, stack: AsyncExitStack, member: PserverMember, route: str, parameters: dict[str, Any]
 ) -> IncomingFrame:
-    """Ask for it and read the beginning of the answer; the rest is left on its way until the stack is closed."""
+    """Request a frame and read its header. The data arrives until the stack is closed."""
     try:
         response = await stack.enter_async_context(
             coordinator.http.stream(

@@ -1,4 +1,4 @@
-"""The reading part of the coordinator's API. It needs the scope `read`, and changes nothing."""
+"""The reading part of the coordinator's API, which needs the scope `read` and changes nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MAX_WAIT_SECONDS = 30.0
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _VALUES: dict[int | str, dict[str, Any]] = {
     200: {"content": {CONTENT_TYPE: _BINARY, "application/octet-stream": _BINARY, "application/json": {}}},
-    304: {"description": "It is what you have, or there was nothing newer in that time"},
+    304: {"description": "unchanged, or no newer version in that time"},
 }
 _FILE: dict[int | str, dict[str, Any]] = {200: {"content": {CONTENT_TYPE: _BINARY}}}
 
@@ -51,24 +51,24 @@ EventId: TypeAlias = Annotated[OrdinalText, Query()]
 
 
 def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
-    """Add them to the application."""
+    """Add the routes to the application."""
     large = LargeReplies()
     statistics = StatisticsCache(coordinator)
     streams = EventStreams(coordinator)
 
     @app.get(routes.STATUS, tags=["inspection"])
     async def status() -> ClusterStatus:
-        """Who is here, how far they are, and what is being waited for."""
+        """Return the state of the cluster and its members."""
         return describe_status(coordinator)
 
     @app.get(routes.ACTIVITY, tags=["inspection"])
     async def activity() -> Activity:
-        """Who takes part, how fast it goes, where it waits, and what each pserver has to do; asks nobody."""
+        """Return the rates, the barriers and the work of each member, from heartbeats."""
         return describe_activity(coordinator, time.time())
 
     @app.get(routes.PARAMETERS, tags=["inspection"], response_model=ParameterList)
     async def parameters() -> dict[str, Any]:
-        """All parameters with their shapes, blocks and owners."""
+        """Return all parameters with their shapes, blocks and owners."""
         return describe_parameters(coordinator)
 
     @app.get(routes.PARAMETER, tags=["inspection"], response_class=Response, responses=_VALUES)
@@ -79,10 +79,10 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
         after_version: Annotated[OrdinalText | None, Query(description="wait for a newer one, else 304")] = None,
         wait_seconds: Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS)] = MAX_WAIT_SECONDS,
     ) -> Response:
-        """One parameter, live; its version is in the ETag and in the body.
+        """Return one parameter, live, with its version in the ETag and the body.
 
-        In the synchronous mode all of it is of one round. JSON is for parameters of at most 1,000 elements. It names
-        NaN and the infinities as strings.
+        In the synchronous mode all of it is of one round. JSON is for parameters of at most 1,000 elements; it has NaN
+        and the infinities as strings.
         """
         known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
         if known != [""] and after_version is None:
@@ -99,34 +99,34 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
 
     @app.get(routes.STATISTICS, tags=["inspection"], response_model=ParameterStatistics)
     async def parameter_statistics(name: Name) -> Response:
-        """Norm, mean, deviation, extremes, NaN count, histogram, and how large the newest update was, of one parameter.
+        """Return the norm, mean, deviation, extremes, NaN count, histogram and newest update of one parameter.
 
-        An answer may be a second old. `update_ratio` is null where no update was seen.
+        An answer may be a second old. `update_ratio` is null if no update was seen.
         """
         return Response(await statistics.describe(name), media_type="application/json")
 
     @app.get(routes.PARAMETER_SLOTS, tags=["inspection"], response_class=Response, responses=_FILE)
     async def slots(name: Name) -> Response:
-        """The optimizer's slots of one parameter, as a safetensors file of float32 tensors of its shape."""
+        """Return the optimizer slots of one parameter, as a safetensors file of float32 tensors of its shape."""
         return StreamedReply(large, lambda: open_slots(coordinator, name), CONTENT_TYPE)
 
     @app.get(routes.MODEL, tags=["inspection"], response_class=Response, responses=_FILE)
     async def model() -> Response:
-        """The whole model of one round, while it trains, for `load_state_dict`: buffers and tied names included."""
+        """Return the whole model of one round, with buffers and tied names, for `load_state_dict`."""
         return StreamedReply(large, lambda: open_model(coordinator), CONTENT_TYPE)
 
     @app.get(routes.CURVES, tags=["inspection"], response_model=CurveList)
     async def curves(max_points: Annotated[int, Query(ge=2, le=MAX_POINTS)] = MAX_POINTS) -> dict[str, Any]:
-        """What trainers report (`Session.report`), as curves: by name and rank, in columns.
+        """Return the results that trainers report (`Session.report`), as curves by name and rank, in columns.
 
-        Of a curve with more than `max_points` points, that many are answered, the first and the last one included;
-        and fewer of each, if all of them together would be more than 100,000.
+        A curve is thinned out to `max_points` points with the first and the last; all curves together have at most
+        100,000.
         """
         return coordinator.curves.describe(max_points)
 
     @app.get(routes.EVENTS, tags=["inspection"])
     async def events(after: EventId = 0, limit: Annotated[int, Query(ge=1, le=MAX_EVENTS)] = 100) -> list[Event]:
-        """What has happened, oldest first: the newest of those behind `after`, up to `limit`."""
+        """Return the newest events after the id `after`, oldest first."""
         return coordinator.events.after(after)[-limit:]
 
     @app.get(
@@ -136,7 +136,10 @@ def add_inspection_routes(app: FastAPI, coordinator: Coordinator) -> None:
         responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
     )
     async def event_stream(request: Request, after: EventId = 0) -> Response:
-        """The same as they happen, as server-sent events; `Last-Event-ID` goes on behind that one."""
+        """Stream events as server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html).
+
+        The stream begins after the id in `Last-Event-ID`.
+        """
         last = request.headers.get("last-event-id", "")
         newest = int(last) if last.isascii() and last.isdecimal() and len(last) < 18 else after
         return streams.open(newest)
@@ -153,24 +156,24 @@ def _tag(coordinator: Coordinator, version: Round) -> str:
 
 
 MAX_STREAMS = 64
-SILENT_SECONDS = 15.0  # then a comment shows that the connection lives
+SILENT_SECONDS = 15.0  # then a comment keeps the connection open
 RETRY_MILLISECONDS = 1000
 
 
 class EventStreams:
-    """Those that are open. Each holds a connection, and nothing else."""
+    """The open streams. Each holds one connection."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._num_open = 0
 
     def open(self, after: int) -> Response:
-        """A reply that lasts until its client leaves or the service stops; TryAgain if there are too many."""
+        """Return a reply that lasts until its client leaves or the service stops. Sending it may raise TryAgain."""
         return _EventStream(self._stream(after), self.place())
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """Hold one for the block. Raises TryAgain."""
+        """Hold one place for the block. Raises TryAgain."""
         if self._num_open >= MAX_STREAMS:
             raise TryAgain(f"{MAX_STREAMS} streams of events are open", code="overloaded")
         self._num_open += 1
@@ -190,7 +193,7 @@ class EventStreams:
                 yield format_sse_event(comment="")
 
     async def _wait_for_news(self, after: int) -> list[Event]:
-        """None if it is silent for long."""
+        """Return the next events; an empty list after a silent time."""
         coordinator = self._coordinator
         await coordinator.wait_until(
             lambda: coordinator.events.newest_id > after or coordinator.is_stopping, SILENT_SECONDS
@@ -199,7 +202,7 @@ class EventStreams:
 
 
 class _EventStream(StreamingResponse):
-    """It takes its place when it is sent, and gives it back when that ends, however it ends."""
+    """The reply. It holds its place while it is sent."""
 
     def __init__(self, content: AsyncIterator[bytes], place: AbstractContextManager[None]) -> None:
         super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-cache"})

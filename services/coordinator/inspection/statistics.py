@@ -1,4 +1,4 @@
-"""Statistics of parameters: pservers describe their blocks, which are merged here; asked often, answered once."""
+"""The statistics of parameters: merged from those of blocks, and cached."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ..run import Run
 from .parameters import find_parameter, owners_of
 from .reading import TRIES, current_plan, find_member, get_from, round_everywhere
 
-STEP_SECONDS = 1.0  # for the next update, whose size is part of what is asked for
-FRESH_SECONDS = 1.0  # who asks again sooner gets the same answer
-SPACING_SECONDS = 0.5  # between batches: a request to a pserver costs more than a small parameter in it
-MAX_BATCH_ELEMENTS = 16 * 1024 * 1024  # of several parameters
-MAX_BATCH_CHARACTERS = 2048  # of their names, which stand in an URL, a few of one parameter
+STEP_SECONDS = 1.0  # for the next update, whose size is part of the answer
+FRESH_SECONDS = 1.0  # a younger answer is sent again
+SPACING_SECONDS = 0.5  # between batches: a request costs a pserver more than a small parameter
+MAX_BATCH_ELEMENTS = 16 * 1024 * 1024  # of the parameters of a batch
+MAX_BATCH_CHARACTERS = 2048  # of their names, which are part of the URL, as the names of a parameter's blocks are
 
 _LIST = TypeAdapter(list[Statistics])
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Parameters of a plan that are asked for together."""
+    """Parameters of a plan whose statistics are requested together."""
 
     plan: SlicePlan
     specs: list[ParameterSpec] = field(default_factory=list)
@@ -50,9 +50,9 @@ class _CachedAnswer:
 
 
 class StatisticsCache:
-    """Keeps the newest of each parameter of the run, so that a hundred who look cost the pservers what one does.
+    """The newest statistics of each parameter, so that the load on pservers does not grow with the readers.
 
-    Those who ask for others within half a second share the requests to the pservers.
+    Requests for several parameters within half a second are sent together.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -60,11 +60,11 @@ class StatisticsCache:
         self._run = ""
         self._cached: dict[str, _CachedAnswer] = {}
         self._batch: _Batch | None = None
-        self._answer: asyncio.Task[dict[str, bytes]]  # to that batch
-        self._next_at = 0.0  # when the next batch may begin
+        self._answer: asyncio.Task[dict[str, bytes]]  # the answer for that batch
+        self._next_at = 0.0  # the earliest start of the next batch
 
     async def describe(self, name: str) -> bytes:
-        """`ParameterStatistics` as JSON, not older than a second. Raises NotFound, NotReady, TryAgain."""
+        """Return `ParameterStatistics` as JSON, at most a second old. Raises NotFound, NotReady, TryAgain."""
         coordinator = self._coordinator
         plan = current_plan(coordinator)
         spec, _ = find_parameter(plan, name)
@@ -79,7 +79,7 @@ class StatisticsCache:
             return (await asyncio.shield(cached.answer))[name]
         except Exception:
             if self._cached.get(name) is cached:
-                del self._cached[name]  # who asks again tries again
+                del self._cached[name]  # an answer that is younger is sent again
             raise
 
     def _join_batch(self, plan: SlicePlan, spec: ParameterSpec) -> asyncio.Task[dict[str, bytes]]:
@@ -89,7 +89,9 @@ class StatisticsCache:
             self._next_at = begin + SPACING_SECONDS
             self._batch = _Batch(plan)
             self._answer = asyncio.create_task(self._ask(self._batch, begin - now), name="statistics")
-            self._answer.add_done_callback(lambda task: task.cancelled() or task.exception())  # who asked may have left
+            self._answer.add_done_callback(
+                lambda task: task.cancelled() or task.exception()
+            )  # its requesters may have left
         self._batch.specs.append(spec)
         return self._answer
 
@@ -126,7 +128,7 @@ class StatisticsCache:
 
 
 def _are_alike(blocks: Sequence[Statistics]) -> bool:
-    """Whether they are of one round: what is not updated is as it was in every round meanwhile."""
+    """Return whether these blocks are of one round. A block without an update is of every round."""
     return len({None if block.update_squares is None else block.version for block in blocks}) <= 1
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks import namespaces
 
-from ...cluster.namespaces import run
+from ...cluster.surroundings import run
 
 NODE = "10.213.78.1"  # where the kubelet's probes come from
 NOBODY = "10.213.78.2"  # the node's, too; nothing listens there, as on a Service without a pod that is ready

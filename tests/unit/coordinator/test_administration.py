@@ -51,7 +51,7 @@ async def test_a_rollback_is_refused_if_its_checkpoint_is_deleted_during_another
         coordinator.cluster.complete_checkpoints[:] = [4]
         may_go_on.set()
         await pausing
-        with pytest.raises(NotFound, match="of this run there are: 4"):
+        with pytest.raises(NotFound, match="complete are: 4"):
             await rolling_back
         assert coordinator.cluster.run.rollback_to is None
 
@@ -105,8 +105,8 @@ async def test_a_rollback_to_a_round_that_a_pserver_cannot_restore_is_refused() 
 @pytest.mark.parametrize(
     ("does_a_trainer_leave", "expected"),
     [
-        (True, "trainer 1 cannot take the rounds after 2 again, being done; the run goes on"),
-        (False, "a pserver did not say what it can restore"),
+        (True, "the rounds after 2 cannot be repeated, because trainer 1 left; the run goes on"),
+        (False, "a pserver did not report which rounds it can restore"),
     ],
 )
 async def test_a_rollback_that_becomes_impossible_meanwhile_is_refused(does_a_trainer_leave: bool, expected: str):
@@ -137,7 +137,7 @@ async def test_a_trainer_that_leaves_with_rounds_of_the_attempt_before_a_rollbac
         if attempt == 0:
             assert run.failure is not None
             assert run.failure.code == "pserver_lost"
-            assert "rounds 3 to 4 are lost, and trainer 1 cannot take them again" in run.failure.detail
+            assert "rounds 3 to 4 are lost and cannot be repeated, because trainer 1 left" in run.failure.detail
         else:  # the trainer has trained them again, or the request does not name the attempt
             assert run.failure is None
 

@@ -86,7 +86,7 @@ async def test_an_installation_is_repeated(error: Exception, num_installations: 
     [
         (BadModel("too large"), "pserver_lost", "pserver 1 cannot serve the run: too large"),
         (StorageFailed("it is damaged"), "storage_failed", "pserver 1 cannot serve the run: it is damaged"),
-        (TryAgain("no space left"), "pserver_lost", r"no change could be carried out for 0\.5 s: .*no space left"),
+        (TryAgain("no space left"), "pserver_lost", r"no change could be installed for 0\.5 s: .*no space left"),
     ],
 )
 async def test_a_pserver_that_cannot_install_the_run_ends_it(refusal: Exception, failure: str, reason: str) -> None:

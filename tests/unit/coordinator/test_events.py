@@ -49,7 +49,7 @@ def test_a_run_in_words():
     events.detect_changes(cluster)
     assert texts(events, seen) == [
         "run run1 is failed: trainer 1 did not come back",
-        "all go back and begin again after round 40 (attempt 1)",
+        "the run is rolled back and continues after round 40 (attempt 1)",
     ]
     [failed, _] = events.after(seen)
     assert (failed.kind, failed.run, failed.facts) == ("run", "run1", {"state": "failed"})

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import FutureRound, RoundPending, RoundTimeout, StaleRound, StaleRun, TrainerLost
-from services.pserver import async_run, reading
+from services.pserver import async_run, block_queue
 
 from ...raising import raises_code
 from .oracle import make_options
@@ -72,9 +72,6 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.001)
 
 
-# ---------------------------------------------------------------------- exactly once
-
-
 @pytest.mark.parametrize("read_consistency", ["none", "block", "shard"])
 async def test_every_gradient_is_applied_once(read_consistency: Any) -> None:
     async with asynchronous(3, read_consistency=read_consistency) as pserver:
@@ -116,7 +113,6 @@ async def test_a_push_is_in_all_its_queues_or_in_none() -> None:
 
 
 async def test_a_push_that_waits_for_several_queues_is_not_overtaken_in_one() -> None:
-    """Else others could take turns in filling them, and there would never be room in all."""
     async with asynchronous(3, max_queued=1) as pserver:
         gate, reached = threading.Event(), threading.Event()
         apply_block = pserver.run.shard.apply_block
@@ -153,9 +149,6 @@ async def test_a_full_queue_sends_the_sender_away_and_loses_nothing(monkeypatch:
         assert stepped(await pserver.get(1, 1), by=3)
 
 
-# ---------------------------------------------------------------------- a block stops
-
-
 async def test_a_worker_that_fails_stops_its_block_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     async with asynchronous() as pserver:
         apply_block = pserver.run.shard.apply_block
@@ -189,9 +182,6 @@ async def test_what_is_queued_behind_a_failure_is_not_waited_for(monkeypatch: py
         with raises_code("apply_failed", match="division by zero"):
             await marked
         assert pserver.metric("gradpost_queued_updates") == 0
-
-
-# ---------------------------------------------------------------------- what a get waits for
 
 
 async def test_a_get_waits_for_the_trainers_own_update_only_if_asked_to() -> None:
@@ -258,7 +248,7 @@ async def test_gradients_of_old_parameters_are_refused() -> None:
             await pserver.push(0, 3, ones(), computed_on=0)
         with pytest.raises(FutureRound):
             await pserver.push(0, 3, ones(), computed_on=3)
-        with pytest.raises(StaleRound, match="got no parameters after its step 2"):
+        with pytest.raises(StaleRound, match="pulled no parameters after its step 2"):
             await pserver.push(0, 3, ones(), computed_on=2)
         await pserver.get(0, 2)
         await pserver.push(0, 3, ones(), computed_on=2)
@@ -271,9 +261,6 @@ async def test_there_are_no_barriers() -> None:
             await pserver.barrier(0, 1)
         with raises_code("mode_mismatch"):
             await pserver.get(0, 0, with_barrier=True)
-
-
-# ---------------------------------------------------------------------- what a get sees
 
 
 async def read_in_the_middle(pserver: Bench) -> dict[str, float]:
@@ -299,12 +286,9 @@ async def read_in_the_middle(pserver: Bench) -> dict[str, float]:
     return {name: round((start[name] - block)[0].item()) for name, block in decode(await get)[0].items()}
 
 
-async def test_without_shard_consistency_a_get_may_see_half_a_contribution() -> None:
+async def test_a_get_sees_half_a_contribution_unless_reads_are_consistent_in_the_shard() -> None:
     async with asynchronous(3) as pserver:
         assert await read_in_the_middle(pserver) == {NAMES[0]: 2, NAMES[1]: 1, NAMES[2]: 1, NAMES[3]: 1}
-
-
-async def test_with_shard_consistency_it_sees_all_of_it_or_nothing() -> None:
     async with asynchronous(3, read_consistency="shard") as pserver:
         assert await read_in_the_middle(pserver) == dict.fromkeys(NAMES, 2)
 
@@ -332,7 +316,7 @@ async def test_a_get_behind_an_update_that_fails_is_told_so() -> None:
 async def test_a_block_that_could_not_be_read_fails_the_get_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     async with asynchronous(read_consistency="shard") as pserver:
         with monkeypatch.context() as patch:
-            patch.setattr(reading._Snapshot, "_copy", lambda *_: 1 / 0)
+            patch.setattr(block_queue.Snapshot, "_copy", lambda *_: 1 / 0)
             with raises_code("apply_failed", match="could not be read: division by zero"):
                 await asyncio.wait_for(pserver.get(1, 0), 5)
         await pserver.push(0, 1, ones())
@@ -351,7 +335,7 @@ async def test_gets_that_fail_at_one_block_do_not_fill_the_queue_of_another(monk
         monkeypatch.setattr(queue, "_apply", apply_late)
         await pserver.push(0, 1, ones())
         with monkeypatch.context() as patch:
-            patch.setattr(reading._Snapshot, "_copy", lambda *_: 1 / 0)
+            patch.setattr(block_queue.Snapshot, "_copy", lambda *_: 1 / 0)
             for _ in range(4):
                 with raises_code("apply_failed", match="could not be read: division by zero"):
                     await asyncio.wait_for(pserver.get(1, 0), 5)
@@ -361,7 +345,6 @@ async def test_gets_that_fail_at_one_block_do_not_fill_the_queue_of_another(monk
 
 @pytest.mark.parametrize(("read_consistency", "seen"), [("none", {0.0, 1.0}), ("block", {1.0}), ("shard", {0.0})])
 async def test_a_block_that_is_being_updated(read_consistency: Any, seen: set[float]) -> None:
-    """The get comes in the middle of an update: it sees half of it, or waits for it, or sees what was before."""
     async with asynchronous(read_consistency=read_consistency) as pserver:
         gate, reached = threading.Event(), threading.Event()
         shard, name = pserver.run.shard, NAMES[3]
@@ -392,9 +375,6 @@ async def test_a_block_that_is_being_updated(read_consistency: Any, seen: set[fl
         assert {round(value, 3) for value in (start - block).tolist()} == seen
 
 
-# ---------------------------------------------------------------------- staleness
-
-
 async def test_staleness_is_measured_and_divides_the_rate() -> None:
     async with asynchronous(3, compensation="divide") as pserver:
         for rank, moved in ((0, 1.0), (1, 2.0), (2, 2.5)):  # staleness 0 and 1 count alike; 2 halves the step
@@ -402,6 +382,15 @@ async def test_staleness_is_measured_and_divides_the_rate() -> None:
             assert stepped(await pserver.get(rank, 1), by=moved)
         assert pserver.metric("gradpost_staleness_sum") == (0 + 1 + 2) * len(NAMES)
         assert pserver.metric("gradpost_staleness_count") == 3 * len(NAMES)
+
+
+@pytest.mark.parametrize("read_consistency", ["block", "shard"])
+async def test_delay_compensation_is_the_papers_formula(read_consistency: Any) -> None:
+    async with asynchronous(compensation="dc", dc_lambda=0.5, read_consistency=read_consistency) as pserver:
+        await pserver.push(0, 1, ones(2.0))
+        assert stepped(await pserver.get(0, 1), by=2)  # nothing had changed since its pull
+        await pserver.push(1, 1, ones(3.0))  # w - w_pulled = -2 by now
+        assert stepped(await pserver.get(1, 1), by=2 + (3 + 0.5 * 3 * 3 * -2))
 
 
 @pytest.mark.parametrize("read_consistency", ["none", "block", "shard"])
@@ -419,17 +408,7 @@ async def test_staleness_counts_from_the_pull_that_a_gradient_was_computed_on(re
         assert pserver.metric("gradpost_staleness_sum") == (0 + 1 + 0 + 0 + 1) * len(NAMES)
 
 
-@pytest.mark.parametrize("read_consistency", ["block", "shard"])
-async def test_delay_compensation_is_the_papers_formula(read_consistency: Any) -> None:
-    async with asynchronous(compensation="dc", dc_lambda=0.5, read_consistency=read_consistency) as pserver:
-        await pserver.push(0, 1, ones(2.0))
-        assert stepped(await pserver.get(0, 1), by=2)  # nothing had changed since its pull
-        await pserver.push(1, 1, ones(3.0))  # w - w_pulled = -2 by now
-        assert stepped(await pserver.get(1, 1), by=2 + (3 + 0.5 * 3 * 3 * -2))
-
-
 async def test_a_step_is_the_trainers_own() -> None:
-    """Adam's first step has the length of the rate, whatever the gradient: its moments are corrected for their age."""
     groups = [make_options("Adam", lr=0.1, betas=[0.9, 0.999], eps=0.0)]
     async with asynchronous(2, optimizer="Adam", groups=groups) as pserver:
         moments, squares, moved = 0.0, 0.0, 0.0
@@ -438,9 +417,6 @@ async def test_a_step_is_the_trainers_own() -> None:
             moved += 0.1 * (moments / (1 - 0.9)) / (squares / (1 - 0.999)) ** 0.5
             await pserver.push(rank, 1, ones(gradient))
             assert stepped(await pserver.get(rank, 1), by=moved)
-
-
-# ---------------------------------------------------------------------- the end
 
 
 @pytest.mark.parametrize("read_consistency", ["none", "block", "shard"])

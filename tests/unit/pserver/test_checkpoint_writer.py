@@ -18,7 +18,7 @@ from services.pserver.durable.update_log import list_segments
 from services.runtime.checkpoints import Manifest, round_folder, write_manifest
 from services.runtime.storage import CheckpointStorage
 
-from .support import Bench, bench, encode, initial_values
+from .support import Bench, bench, encode, failing, initial_values
 from .test_async_run import until
 
 
@@ -82,10 +82,7 @@ async def test_a_last_one_that_cannot_be_written_is_no_success(tmp_path, monkeyp
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=2) as b:
         await b.play_round(1)
 
-        def refuse(*_: object) -> None:
-            raise OSError("no space left on device")
-
-        monkeypatch.setattr(b.run.storage._place, "write", refuse)
+        monkeypatch.setattr(b.run.storage._place, "write", failing(OSError("no space left on device")))
         with pytest.raises(StorageFailed, match="no checkpoint of the last round, 1"):
             await want(b, 1, is_over=True)
 
@@ -162,10 +159,7 @@ async def test_a_checkpoint_that_failed_is_not_coming_any_more(tmp_path: Path, m
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=100) as b:
         await want(b, 1)
 
-        def refuse(*_: object) -> None:
-            raise error
-
-        monkeypatch.setattr(b.run.storage._place, "write", refuse)
+        monkeypatch.setattr(b.run.storage._place, "write", failing(error))
         b.pserver.heartbeat_is_due.clear()
         await b.play_round(1)
         await b.run.wait_for_writes()
@@ -237,7 +231,6 @@ async def test_a_pserver_deletes_what_the_coordinator_does_not_need_any_more(tmp
 
 @pytest.mark.parametrize("is_told", [True, False])
 async def test_a_run_that_is_over_keeps_no_log(tmp_path: Path, is_told: bool):
-    """Its coordinator says in a heartbeat that the last checkpoint is complete, or is gone before that."""
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=2) as b:
         for round_ in (1, 2, 3):
             await b.play_round(round_)
@@ -261,7 +254,6 @@ async def test_a_run_that_is_over_keeps_no_log(tmp_path: Path, is_told: bool):
 
 
 async def test_initial_values_of_an_attempt_that_was_given_up_do_not_stay(tmp_path: Path, monkeypatch):
-    """Their checkpoint 0 is still being written when another trainer is to bring others."""
     settings: dict[str, Any] = {"state_dir": tmp_path, "durability": "log"}
     async with bench(initial=False, **settings) as b:
         place, is_asked = SlowPlace(b, monkeypatch), asyncio.Event()

@@ -20,8 +20,7 @@ from ps_protocol.routes import NORM_HEADER
 
 from ...raising import raises_code
 from .oracle import TorchOracle, assert_same_bits, average
-from .refusals import keep_busy, unchanged
-from .support import GROUPS, PARAMETERS, Bench, bench, decode, gradients_of, initial_values
+from .support import GROUPS, PARAMETERS, Bench, bench, decode, gradients_of, initial_values, keep_busy, unchanged
 
 pytestmark = pytest.mark.clip
 
@@ -142,9 +141,6 @@ async def test_gradients_that_are_not_finite_are_clipped_as_torch_does() -> None
         assert all(bool(block.isnan().all()) for block in values.values())
 
 
-# ---------------------------------------------------------------------- what may happen between norm and get
-
-
 async def test_a_member_that_is_dropped_meanwhile_takes_its_part_of_the_norm_along() -> None:
     async with bench(**NEVER) as b:
         before = agreed(await measure(b))
@@ -240,9 +236,6 @@ async def test_a_pause_holds_the_norm_back_and_its_end_tells_it() -> None:
         assert await b.get(0, 1, norm=agreed(await b.norm(0, 1)))
 
 
-# ---------------------------------------------------------------------- what ends the waits
-
-
 async def test_a_norm_waits_for_all_trainers_until_the_run_ends() -> None:
     async with bench(3, **CLIPS) as b:
         await b.push(0, 1)
@@ -303,12 +296,8 @@ async def test_norms_of_overwritten_rounds_are_forgotten() -> None:
             await b.get(0, 1)
 
 
-# ---------------------------------------------------------------------- the disk
-
-
 @pytest.mark.parametrize("checkpoint_rounds", [0, 2])
 async def test_a_pserver_that_comes_back_knows_what_it_said(tmp_path: Path, checkpoint_rounds: int) -> None:
-    """From the log or a checkpoint; and what was clipped is not clipped once more."""
     settings: Any = {"durability": "log", "checkpoint_rounds": checkpoint_rounds, **CLIPS}
     async with bench(state_dir=tmp_path, **settings) as b:
         for round_ in (1, 2):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,19 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ps_protocol.frames import FrameLimits
+from ps_protocol.frames import FrameLimits, parse_frame
 from ps_protocol.plan import make_plan
-from ps_protocol.quantisation import PIECE
+from ps_protocol.quantisation import PIECE, add_delta
+from ps_protocol.routes import BARRIER_HEADER, SINCE_KEY, VERDICT_HEADER
 from ps_protocol.vocabulary import ParameterSpec
-from ps_protocol.wire_types import GROUP, WireTypes
-from services.pserver.reply import VersionedBlocks
+from ps_protocol.wire_types import GROUP, SCALES, WireTypes
+from services.pserver.inspection import read_blocks
+from services.pserver.reply import LARGE_BYTES, VersionedBlocks
 from services.pserver.shard import Shard
 from services.pserver.shard_state import ShardState, reslice
-from trainer_client.pulling.differences import Differences
+from trainer_client.destinations import Differences
 from trainer_client.tensors import TORCH_DTYPES, writable_bytes
 from trainer_client.transport.frame_sink import FrameSink
 
 from .oracle import make_options, make_spec
+from .support import Bench, bench, decode
 
 SIZES = {"scalar": 1, "small": 5, "group": GROUP, "more": 3 * GROUP + 7, "large": PIECE + GROUP + 1}
 PARAMETERS = [*(ParameterSpec(name, (size,)) for name, size in SIZES.items()), ParameterSpec("half", (300,), "BF16")]
@@ -72,22 +77,15 @@ class Trainer:
         self.memory = {name: writable_bytes(tensor) for name, tensor in self.values.items()}
         self.differences = Differences({name: self.memory[name] for name in DIFFERING})
 
-    def read(self, body: bytes) -> list[str]:
-        """Returns what was no value but a difference, after it was received and before it is added."""
-        sink = FrameSink(self.memory, FrameLimits(), self.differences.memory)
-        sink.feed(body)
-        sink.finish()
-        return sink.differing
-
-    async def pull(self, shard: Shard, changed: dict[str, int]) -> int:
-        """How many bytes it takes."""
+    async def pull(self, shard: Shard, changed: dict[str, int]) -> None:
         versioned = VersionedBlocks(
             shard.borrow(), changed, {"round": str(shard.version)}, shard.version - 1, shard.borrow_deltas()
         )
-        body = b"".join(versioned.parts(self.round))
-        await self.differences.add(self.read(body))
+        sink = FrameSink(self.memory, FrameLimits(), self.differences.memory)
+        sink.feed(b"".join(versioned.parts(self.round)))
+        sink.finish()
+        await self.differences.add(sink.differing)
         self.round = shard.version
-        return len(body)
 
 
 def assert_has_what_is_published(trainer: Trainer, shard: Shard) -> None:
@@ -108,7 +106,6 @@ rounds = st.lists(
 @settings(deadline=None, max_examples=40)
 @given(rounds, st.integers(0, 99))
 async def test_trainers_have_the_bits_that_are_published(history: list, seed: int) -> None:
-    """Whoever has missed rounds gets what has changed since as it is published."""
     shard, trainers = new_shard(seed), [Trainer.new() for _ in range(3)]
     changed = dict.fromkeys(NAMES, 0)
     for number, (stepped, exponent, who) in enumerate(history, 1):
@@ -129,20 +126,8 @@ async def test_trainers_have_the_bits_that_are_published(history: list, seed: in
             assert_has_what_is_published(trainers[rank], shard)
 
 
-async def test_a_difference_is_a_quarter_of_the_bytes() -> None:
-    shard, trainer, late = new_shard(), Trainer.new(), Trainer.new()
-    all_of_it = await trainer.pull(shard, dict.fromkeys(NAMES, 0))
-    move(shard, NAMES, 1)
-    shard.publish(NAMES)
-    assert await trainer.pull(shard, dict.fromkeys(NAMES, 1)) < 0.27 * all_of_it
-    assert await late.pull(shard, dict.fromkeys(NAMES, 1)) >= all_of_it
-    assert_has_what_is_published(trainer, shard)
-    assert_has_what_is_published(late, shard)
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
 async def test_what_has_no_difference_is_published_as_it_is(bad: float) -> None:
-    """3e38 is finite, and how far it is from -3e38 is not."""
     shard, trainer = new_shard(), Trainer.new()
     name, others = "more.block0", [name for name in DIFFERING if name != "more.block0"]
     shard.set_initial(name, torch.full((SIZES["more"],), -3e38))
@@ -157,20 +142,6 @@ async def test_what_has_no_difference_is_published_as_it_is(bad: float) -> None:
         for other in others:
             assert torch.equal(trainer.values[other], published(shard, other))
             assert bool(published(shard, other).isfinite().all())
-
-
-def test_a_reply_that_breaks_off_adds_nothing() -> None:
-    shard, trainer = new_shard(), Trainer.new()
-    before = VersionedBlocks(shard.borrow(), dict.fromkeys(NAMES, 0), {})
-    trainer.read(b"".join(before.parts()))
-    kept = {name: values.clone() for name, values in trainer.values.items()}
-    move(shard, DIFFERING, 1)
-    shard.publish(DIFFERING)
-    changed = {**dict.fromkeys(DIFFERING, 1), "half.block0": 0}
-    body = b"".join(VersionedBlocks(shard.borrow(), changed, {}, 0, shard.borrow_deltas()).parts(0))
-    sink = FrameSink(trainer.memory, FrameLimits(), trainer.differences.memory)
-    sink.feed(body[:-1])
-    assert all(torch.equal(trainer.values[name], kept[name]) for name in NAMES)
 
 
 def test_it_is_in_copies_and_files_and_moves_with_its_elements() -> None:
@@ -212,11 +183,122 @@ def test_from_a_run_that_pulled_values_these_are_what_trainers_have() -> None:
     assert all(torch.equal(published(back, name), back.block(name)) for name in NAMES)
 
 
-def test_trainers_pull_what_is_published_and_others_see_the_values() -> None:
-    shard = new_shard()
-    move(shard, NAMES, 1)
-    shard.publish(NAMES)
-    values, pulled = (b"".join(shard.encode(["more.block0"], pulled=pulled)) for pulled in (False, True))
-    assert values.endswith(shard.block("more.block0").numpy().tobytes())
-    assert pulled.endswith(published(shard, "more.block0").numpy().tobytes())
-    assert values != pulled
+VERSIONED = {"small": 3, "large": LARGE_BYTES // 4 + 1, "other": 5, "larger": LARGE_BYTES}
+
+
+def make_versioned(changed: dict[str, int]) -> tuple[VersionedBlocks, dict[str, bytes]]:
+    data = {name: torch.randn(size).numpy().tobytes() for name, size in VERSIONED.items()}
+    blocks = [((name, "F32", (size,)), memoryview(data[name])) for name, size in VERSIONED.items()]
+    return VersionedBlocks(blocks, changed, {"round": "9"}, 8), data
+
+
+@given(
+    changed=st.fixed_dictionaries(dict.fromkeys(VERSIONED, st.integers(0, 9))),
+    asked=st.lists(st.none() | st.integers(0, 12), min_size=1, max_size=6),
+)
+def test_a_frame_holds_exactly_what_is_newer(changed: dict[str, int], asked: list[int | None]) -> None:
+    versioned, data = make_versioned(changed)
+    for have in asked:
+        body = b"".join(versioned.parts(have))
+        frame = parse_frame(body)
+        held = {
+            entry.name: body[frame.data_begin + entry.begin : frame.data_begin + entry.end] for entry in frame.tensors
+        }
+        newer = {name for name in VERSIONED if have is None or changed[name] > have}
+        assert held == {name: data[name] for name in newer}
+        assert frame.metadata.get(SINCE_KEY) == (None if newer == VERSIONED.keys() else str(have))
+        assert frame.metadata["round"] == "9"
+
+
+def test_large_blocks_are_sent_from_where_they_lie() -> None:
+    versioned, _ = make_versioned(dict.fromkeys(VERSIONED, 1))
+    assert [isinstance(part, memoryview) for part in versioned.parts()] == [False, True, False, True]
+
+
+def test_strangers_cannot_make_it_keep_frames() -> None:
+    versioned, _ = make_versioned({**dict.fromkeys(VERSIONED, 1), "small": 9})
+    for have in (*range(1, 8), *range(9, 20)):
+        assert versioned.parts(have) is not versioned.parts(have)
+    assert versioned.parts(8) is versioned.parts(8)
+
+
+WIRE = WireTypes(pull="int8")
+
+
+def add(values: dict[str, Tensor], body: bytes) -> dict[str, Tensor]:
+    """What a trainer with these values has after this answer."""
+    frame = parse_frame(body)
+    data = bytearray(body[frame.data_begin :])
+    found = {e.name: torch.frombuffer(data, dtype=TORCH_DTYPES[e.dtype], count=e.shape[0], offset=e.begin)
+             for e in frame.tensors}  # fmt: skip
+    result = {name: value.clone() for name, value in values.items()}
+    for name, tensor in found.items():
+        if tensor.dtype == torch.int8:
+            add_delta(result[name], tensor, found[name + SCALES])
+        elif not name.endswith(SCALES):
+            result[name] = tensor
+    return result
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+async def play(bench: Bench, first: int, last: int) -> dict[str, Tensor]:
+    """These rounds; what a trainer has that is there from the start."""
+    values, _ = decode(await bench.get(0, first - 1))
+    for round_ in range(first, last + 1):
+        for rank in range(2):
+            await bench.push(rank, round_)
+        for rank in range(2):
+            await bench.barrier(rank, round_)
+        body = await bench.get(0, round_, have=round_ - 1)
+        assert parse_frame(body).metadata[SINCE_KEY] == str(round_ - 1)
+        values = add(values, body)
+        assert_same(decode(await bench.get(1, round_))[0], values)  # whoever comes late has the same
+    return values
+
+
+async def test_who_has_the_round_before_gets_a_difference_and_all_others_what_is_published() -> None:
+    async with bench(wire=WIRE) as pserver:
+        values = await play(pserver, 1, 3)
+        for have in (None, 1):
+            body = await pserver.get(1, 3, have=have)
+            assert {entry.dtype for entry in parse_frame(body).tensors} == {"F32"}
+            assert_same(decode(body)[0], values)
+        assert_same(decode(await pserver.get(0, 3, names=["p3.block0"]))[0], {"p3.block0": values["p3.block0"]})
+        exact, _ = decode(b"".join(await read_blocks(pserver.run, ["p3.block0"], None, 0)))
+        assert 0 < (exact["p3.block0"] - values["p3.block0"]).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("settings", [{"durability": "log"}, {"durability": "none"}, {"checkpoint_rounds": 3}], ids=str)
+async def test_a_pserver_that_was_killed_publishes_what_it_had(tmp_path: Path, settings: dict[str, object]) -> None:
+    settings = {"durability": "log", **settings}
+    async with bench(wire=WIRE, state_dir=tmp_path, **settings) as pserver:
+        expected = await play(pserver, 1, 4)
+        if settings["durability"] == "none":
+            await pserver.run.want_checkpoint(4)
+        digest = await pserver.digest()
+    async with bench(wire=WIRE, state_dir=tmp_path, incarnation=2, **settings) as pserver:
+        assert pserver.run.round == 4
+        body = await pserver.get(0, 4, have=3)  # not a difference: what had come of the one before, nobody knows
+        assert {entry.dtype for entry in parse_frame(body).tensors} == {"F32"}
+        assert_same(decode(body)[0], expected)
+        assert (await pserver.digest()).partition("-")[0] == digest.partition("-")[0]
+        again = await play(pserver, 5, 6)
+    async with bench(wire=WIRE) as pserver:
+        assert_same(await play(pserver, 1, 6), again)
+
+
+async def test_a_round_that_is_skipped_sends_nothing() -> None:
+    async with bench(wire=WIRE, nonfinite="skip_round") as pserver:
+        values = await play(pserver, 1, 1)
+        verdict = {BARRIER_HEADER: "batch", VERDICT_HEADER: "nonfinite"}
+        for rank in range(2):
+            await pserver.push(rank, 2)
+            await pserver.call("barrier", pserver.fence(rank, 2), headers=verdict)
+        body = await pserver.get(0, 2, have=1)
+        assert parse_frame(body).tensors == ()
+        assert json.loads(parse_frame(body).metadata["skipped_for"]) == [0, 1]
+        assert_same(decode(await pserver.get(1, 2))[0], values)

@@ -20,8 +20,6 @@ NAMES = ("a", "b", "c")
 NUM_BLOCKS = len(NAMES)
 LAMBDAS = ([{"lr": 0.1}], [{"lr": 0.2}])
 
-# ---------------------------------------------------------------- the model
-
 
 @dataclass(frozen=True)
 class Push:
@@ -133,9 +131,6 @@ def payload(rank: int, incarnation: int, round_: int, name: str) -> str:
     return f"{name} of trainer {rank}.{incarnation} in round {round_}"
 
 
-# ---------------------------------------------------------------- the machine
-
-
 NOBODY = 9
 ranks = st.integers(0, 3)
 identities = st.tuples(
@@ -175,8 +170,6 @@ class Interleavings(RuleBasedStateMachine):
         self.counted: list[Barrier] = []
         self.proofs: set[tuple[int, int, int]] = set()  # (rank, incarnation, version) that was surely read
         self.applies: list[Apply[str]] = []
-
-    # ------------------------------------------------------------ events
 
     @rule(rank=ranks, content=contents)
     def a_push_arrives(self, rank: int, content: Any) -> None:
@@ -259,8 +252,6 @@ class Interleavings(RuleBasedStateMachine):
             self._end_round()
             self.the_machine_is_where_the_model_is()
 
-    # ------------------------------------------------------------ what must hold
-
     @invariant()
     def the_machine_is_where_the_model_is(self) -> None:
         rounds, model = self.rounds, self.model
@@ -314,8 +305,6 @@ class Interleavings(RuleBasedStateMachine):
         lowest = self.model.staged[min(members)]
         assert apply.hyper_parameters == (lowest.said or ())[1]
         assert apply.identity == (apply.round, tuple(sorted(members.items())), ())
-
-    # ------------------------------------------------------------ helpers
 
     def _identity(self, drawn: tuple[int, int, int]) -> tuple[int, int, int]:
         """Relative to what is current: a rank, how many lives off, how many rounds off."""

@@ -3,15 +3,23 @@ from __future__ import annotations
 import pytest
 import safetensors.torch
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ps_protocol.frames import parse_frame
+from ps_protocol.optimizers import OptimizerSpec
 from ps_protocol.plan import make_plan
-from ps_protocol.vocabulary import ParameterSpec
+from ps_protocol.vocabulary import PARAMETER_DTYPES, PLACEMENTS, WINDOW, ParameterSpec
+from services.coordinator.defaults import RECORD_BYTES
+from services.pserver.aggregation import PIECE, Aggregator
+from services.pserver.layout import ShardLayout
 from services.pserver.reply_chunks import CHUNK_BYTES
 from services.pserver.shard import Shard
+from services.pserver.tensors import is_finite
+from tests.unit.coordinator.support import defaults
 
 from ...raising import raises_code
-from .oracle import DTYPES, make_numbers, make_options, make_spec
+from .oracle import DTYPES, assert_same_bits, average, make_numbers, make_options, make_spec
 
 GROUPS = [make_options("AdamW")]
 SPEC = make_spec("AdamW", GROUPS)
@@ -36,11 +44,8 @@ def step(shard: Shard, **gradients: float) -> None:
         f"{name}.block0": torch.full((shard.layout.place[f"{name}.block0"].block.num_elements,), value)
         for name, value in gradients.items()
     }
-    gradient, present = shard.aggregate([pushed])
+    gradient, present = shard.aggregator.aggregate([pushed])
     shard.apply(gradient, present, NUMBERS)
-
-
-# ---------------------------------------------------------------- initial values
 
 
 def test_a_shard_is_initialised_once_every_block_and_buffer_is_set():
@@ -61,7 +66,7 @@ def test_a_shard_is_initialised_once_every_block_and_buffer_is_set():
 def test_a_shard_without_blocks_is_initialised_and_encodes_an_empty_frame():
     shard = Shard(make_plan([ParameterSpec("w", (3,))], 2, optimizer=SPEC), 1)
     assert shard.is_initialised
-    gradient, present = shard.aggregate([{}, {}])
+    gradient, present = shard.aggregator.aggregate([{}, {}])
     shard.apply(gradient, present, NUMBERS)
     assert shard.version == 1
     assert safetensors.torch.load(b"".join(shard.encode())) == {}
@@ -93,33 +98,21 @@ def test_buffers_that_do_not_fit_are_refused():
     with raises_code("unknown_block", match="other"):
         shard.set_initial_buffer("other", b"")
     assert not shard.is_initialised
-
-
-def test_buffers_of_other_pservers_are_not_ours():
-    plan = make_plan([ParameterSpec("w", (3,))], 2, buffers=BUFFERS, optimizer=SPEC)
-    shard = Shard(plan, 1)
+    second = Shard(make_plan([ParameterSpec("w", (3,))], 2, buffers=BUFFERS, optimizer=SPEC), 1)
     with raises_code("unknown_block"):
-        shard.set_initial_buffer("running_mean", bytes(24))
-    shard.set_initial_buffer("num_batches", bytes(8))
-    assert shard.is_initialised
-
-
-# ---------------------------------------------------------------- steps
+        second.set_initial_buffer("running_mean", bytes(24))  # it belongs to the first pserver
+    second.set_initial_buffer("num_batches", bytes(8))
+    assert second.is_initialised
 
 
 def test_versions_count_applies_of_the_shard_and_of_each_block():
     shard = make_shard(("a", 5, "F32"), ("b", 7, "F32"))
-    step(shard, a=1.0)
-    step(shard, a=1.0, b=1.0)
-    assert shard.version == 2
-    assert shard.versions == {"a.block0": 2, "b.block0": 1}
-
-
-def test_a_block_without_a_gradient_keeps_its_values():
-    shard = make_shard(("a", 5, "F32"), ("b", 7, "F32"))
     before = shard.block("b.block0").clone()
     step(shard, a=1.0)
     assert torch.equal(shard.block("b.block0"), before)
+    step(shard, a=1.0, b=1.0)
+    assert shard.version == 2
+    assert shard.versions == {"a.block0": 2, "b.block0": 1}
 
 
 def test_a_plan_without_an_optimizer_cannot_be_stepped():
@@ -127,8 +120,6 @@ def test_a_plan_without_an_optimizer_cannot_be_stepped():
     with raises_code("unsupported_optimizer"):
         step(shard, a=1.0)
 
-
-# ---------------------------------------------------------------- frames
 
 LARGE = CHUNK_BYTES // 4 + 1000
 MODELS = {
@@ -150,6 +141,9 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 def test_a_frame_is_a_safetensors_file_of_the_blocks_in_their_own_dtype(model):
     shard = make_shard(*MODELS[model])
+    for place in shard.layout.places:
+        shard.block(place.name)[0] = float("-inf")
+        shard.block(place.name)[-1] = -0.0
     chunks = shard.encode(metadata={"round": "7"})
     frame = parse_frame(b"".join(chunks))
     assert frame.metadata == {"round": "7"}
@@ -161,7 +155,11 @@ def test_a_frame_is_a_safetensors_file_of_the_blocks_in_their_own_dtype(model):
     loaded = safetensors.torch.load(b"".join(chunks))
     for name, place in shard.layout.place.items():
         assert loaded[name].dtype == DTYPES[place.dtype]
-        assert torch.equal(loaded[name], shard.block(name).to(DTYPES[place.dtype])), name
+        expected = shard.block(name).to(DTYPES[place.dtype])
+        assert torch.equal(loaded[name].view(torch.uint8), expected.view(torch.uint8)), name
+    before = [bytes(bytearray(chunk)) for chunk in chunks]
+    shard.block(shard.layout.places[0].name).fill_(3.0)
+    assert (chunks == before, shard.encode(metadata={"round": "7"}) == before) == (True, False)
 
 
 def test_a_frame_of_some_blocks_has_them_in_plan_order():
@@ -171,26 +169,9 @@ def test_a_frame_of_some_blocks_has_them_in_plan_order():
     assert parse_frame(b"".join(shard.encode([]))).tensors == ()
     with raises_code("unknown_block", match="x"):
         shard.encode(["a.block0", "x.block0"])
-
-
-def test_a_frame_stays_when_the_shard_goes_on():
-    shard = make_shard(("a", 5, "F32"), ("b", 7, "F32"))
-    chunks = shard.encode()
-    before = [bytes(bytearray(chunk)) for chunk in chunks]
     step(shard, a=1.0, b=1.0)
-    shard.encode()
-    assert chunks == before
-    assert shard.encode() != before
-
-
-def test_special_values_pass_through_a_frame():
-    shard = make_shard(("a", 6, "F32"), ("b", 6, "BF16"), ("c", 6, "F16"))
-    special = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), 1e-40, 1.0])
-    for name, place in shard.layout.place.items():
-        shard.set_initial(name, special.to(DTYPES[place.dtype]))
-    for name, loaded in safetensors.torch.load(b"".join(shard.encode())).items():
-        expected = special.to(loaded.dtype)
-        assert torch.equal(loaded.view(torch.uint8), expected.view(torch.uint8)), name
+    for encode in (shard.encode, shard.encode_slots):
+        assert b"".join(map(bytes, encode(["b.block0", "b.block0"]))) == b"".join(map(bytes, encode(["b.block0"])))
 
 
 def test_buffers_come_back_as_they_went_in():
@@ -209,19 +190,11 @@ def test_buffers_come_back_as_they_went_in():
     assert parse_frame(b"".join(chunks)).metadata == {"round": "1"}
 
 
-# ---------------------------------------------------------------- digest
-
-
 def make_stepped() -> Shard:
     shard = make_shard(("a", 5, "F32"), ("b", 70, "F32"), buffers=BUFFERS)
     shard.set_initial_buffer("running_mean", bytes(24))
     step(shard, a=1.0, b=2.0)
     return shard
-
-
-def test_equal_shards_have_equal_digests():
-    assert make_stepped().digest() == make_stepped().digest()
-    assert make_shard(("a", 5, "F32"), optimizer=None).digest() == make_shard(("a", 5, "F32"), optimizer=None).digest()
 
 
 def _change_value(shard):
@@ -245,30 +218,172 @@ def _change_step(shard):
     # a step that changes neither values nor, once they are put back, slots
     numbers = [{**NUMBERS[0], "lr": 0.0, "weight_decay": 0.0}]
     slots = {name: slot.clone() for name, slot in shard.optimizer.slots().items()}
-    shard.apply(*shard.aggregate([{"a.block0": torch.zeros(5)}]), numbers)
+    shard.apply(*shard.aggregator.aggregate([{"a.block0": torch.zeros(5)}]), numbers)
     for name, slot in shard.optimizer.slots().items():
         slot.copy_(slots[name])
 
 
 @pytest.mark.parametrize("change", [_change_value, _change_slot, _change_buffer, _add_buffer, _change_step])
-def test_any_difference_changes_the_digest(change):
+def test_any_difference_but_padding_changes_the_digest(change):
     shard = make_stepped()
-    before = shard.digest()
+    before = make_stepped().digest()
+    place = shard.layout.place["a.block0"]
+    shard.values[place.end : place.padded_end] = float("nan")
+    assert shard.digest() == before
     change(shard)
     assert shard.digest() != before
 
 
-def test_padding_is_not_part_of_the_digest():
-    shard = make_stepped()
-    before = shard.digest()
-    place = shard.layout.place["a.block0"]
-    shard.values[place.end : place.padded_end] = float("nan")
-    assert shard.digest() == before
+def make_aggregator(*sizes: int, dtype: str = "F32") -> tuple[Aggregator, ShardLayout]:
+    parameters = [ParameterSpec(f"p{i}", (size,), dtype) for i, size in enumerate(sizes)]
+    layout = ShardLayout(make_plan(parameters, 1), 0)
+    return Aggregator(layout, torch.zeros(layout.num_elements)), layout
 
 
-def test_a_block_that_is_named_twice_is_answered_once():
-    """By blocks and slots alike: a frame has no place for two entries of a name."""
-    shard = make_shard(("a", 5, "F32"), ("b", 7, "F32"))
-    step(shard, a=1.0, b=1.0)
-    for encode in (shard.encode, shard.encode_slots):
-        assert b"".join(map(bytes, encode(["b.block0", "b.block0"]))) == b"".join(map(bytes, encode(["b.block0"])))
+def aggregate(aggregator, layout, contributions):
+    gradient, present = aggregator.aggregate(contributions)
+    return {name: gradient[layout.place[name].begin : layout.place[name].end] for name in present}
+
+
+def test_a_contribution_that_lacks_a_buffer_counts_the_values_it_has():
+    optimizer = OptimizerSpec("SGD", ({"maximize": False, "nesterov": False},)).with_means()
+    parameters = [ParameterSpec("w", (2,)), ParameterSpec("mean", (2,), group=1), ParameterSpec("other", (2,), group=1)]
+    layout = ShardLayout(make_plan(parameters, 1, optimizer=optimizer), 0)
+    values = torch.zeros(layout.num_elements)
+    values[layout.place["mean.block0"].begin] = 4.0
+    aggregator = Aggregator(layout, values)
+    contributions = [
+        {"w.block0": torch.tensor([3.0, 4.0]), "mean.block0": torch.tensor([2.0, 6.0])},
+        {"w.block0": torch.tensor([3.0, 4.0]), "other.block0": torch.tensor([5.0, 7.0])},
+    ]
+    actual = aggregate(aggregator, layout, contributions)
+    assert {name: block.tolist() for name, block in actual.items()} == {
+        "w.block0": [3.0, 4.0], "mean.block0": [3.0, 3.0], "other.block0": [2.5, 3.5],
+    }  # fmt: skip
+    assert aggregator.sum_of_squares(list(actual)) == 25.0
+    aggregator.scale(0.5)
+    gradient = aggregator.aggregate([])[0]
+    assert [gradient[layout.place[name].begin].item() for name in actual] == [1.5, 3.0, 2.5]
+
+
+def test_the_gradient_is_one_kept_buffer_and_padding_stays_zero():
+    aggregator, layout = make_aggregator(70, 70)
+    first, _ = aggregator.aggregate([{name: torch.ones(70) for name in layout.place}] * 2)
+    second, present = aggregator.aggregate([{"p1.block0": torch.full((70,), 5.0)}])
+    assert first.data_ptr() == second.data_ptr()
+    assert present == ("p1.block0",)
+    assert second[layout.place["p1.block0"].begin] == 5.0
+    padding = torch.ones(layout.num_elements, dtype=torch.bool)
+    for place in layout.places:
+        padding[place.begin : place.end] = False
+    assert not second[padding].any()
+
+
+def test_a_shape_that_would_be_broadcast_is_refused():
+    aggregator, _ = make_aggregator(5)
+    with pytest.raises(ValueError, match=r"'p0.block0' has shape \(1,\), expected \(5,\)"):
+        aggregator.aggregate([{"p0.block0": torch.ones(5)}, {"p0.block0": torch.ones(1)}])
+
+
+SIZES = [PIECE - 3, 1, 65, PIECE, 130, PIECE + 1, 2 * PIECE, 7, 8]
+
+
+@pytest.mark.parametrize("num_contributions", [1, 3])
+def test_blocks_of_all_sizes_are_scaled_once(num_contributions):
+    aggregator, layout = make_aggregator(*SIZES)
+    names = list(layout.place)
+    for absent in (None, *names):
+        means = {}
+        for value, present in ((1.0, names), (3.0, [name for name in names if name != absent])):
+            parts = {name: torch.full((layout.place[name].block.num_elements,), value) for name in present}
+            assert list(aggregate(aggregator, layout, [parts] * num_contributions)) == present
+            means |= dict.fromkeys(present, average([{"": torch.tensor([value])}] * num_contributions)[""].item())
+        gradient, _ = aggregator.aggregate([])
+        for name, place in layout.place.items():  # the rest of an absent block is not scaled again
+            assert (gradient[place.begin : place.end] == means[name]).all(), name
+
+
+@settings(deadline=None)
+@given(st.integers(0, 5), st.sampled_from(list(DTYPES)), st.integers(0, 3), st.data())
+def test_the_mean_is_summed_in_rank_order_in_float32(num_contributions, dtype, offset, data):
+    aggregator, layout = make_aggregator(1, 65, 130, 2 * PIECE + 7, 5, dtype=dtype)
+    contributions = []
+    for rank in range(num_contributions):
+        blocks = {}
+        for name in data.draw(st.frozensets(st.sampled_from(list(layout.place)))):
+            count = layout.place[name].block.num_elements
+            part = torch.randn(count).mul(10.0**rank).to(DTYPES[dtype])
+            part[-1] = -0.0
+            body = bytearray(bytes(offset) + part.view(torch.uint8).numpy().tobytes())
+            blocks[name] = torch.frombuffer(body, dtype=part.dtype, count=count, offset=offset)
+        contributions.append(blocks)
+    before = [{name: part.clone() for name, part in blocks.items()} for blocks in contributions]
+    actual, expected = aggregate(aggregator, layout, contributions), average(contributions)
+    assert actual.keys() == expected.keys()
+    for name, block in expected.items():
+        assert_same_bits(actual[name], block, name)
+    assert all(torch.equal(a[n], b[n]) for a, b in zip(contributions, before, strict=True) for n in a)
+
+
+@given(sizes=st.lists(st.integers(0, 200), min_size=1, max_size=50), num_pservers=st.integers(1, 3))
+def test_the_coordinator_counts_the_padding_of_blocks_when_it_bounds_the_log(sizes, num_pservers):
+    parameters = [ParameterSpec(f"p{i}", (size,)) for i, size in enumerate(sizes)]
+    plan = make_plan(parameters, num_pservers, min_block_size=10)
+    largest = max(ShardLayout(plan, index).num_elements for index in range(num_pservers))
+    interval = defaults(durability="log", max_log_bytes=1 << 20).checkpoint_interval(plan)
+    assert interval == (1 << 20) // (4 * largest + RECORD_BYTES)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 500), max_size=6),
+    groups=st.lists(st.integers(0, 2), min_size=6, max_size=6),
+    dtypes=st.lists(st.sampled_from(PARAMETER_DTYPES), min_size=6, max_size=6),
+    num_pservers=st.integers(1, 5),
+    min_block_size=st.integers(1, 200),
+    placement=st.sampled_from(PLACEMENTS),
+)
+def test_every_element_keeps_its_place_in_its_window(sizes, groups, dtypes, num_pservers, min_block_size, placement):
+    parameters = [
+        ParameterSpec(f"p{i}", (size,), dtypes[i], groups[i]) for i, size in enumerate(sizes)
+    ]  # fmt: skip
+    plan = make_plan(parameters, num_pservers, min_block_size=min_block_size, placement=placement)
+    for pserver in range(num_pservers):
+        layout = ShardLayout(plan, pserver)
+        assert list(layout.place) == [block.name for block in plan.shards[pserver]]
+        assert set(layout.places) == set(layout.place.values())
+        at = 0
+        for place in layout.places:
+            block, parameter = place.block, plan.parameter[place.block.parameter]
+            assert (place.name, place.group, place.dtype) == (block.name, parameter.group, parameter.dtype)
+            assert place.end - place.begin == block.num_elements
+            # the flat tensor is tiled by whole windows
+            assert place.step_begin == at
+            assert place.step_begin % WINDOW == place.padded_end % WINDOW == 0
+            at = place.padded_end
+            # the block lies within its windows, each element where it lies in its parameter's window
+            assert place.begin % WINDOW == block.begin % WINDOW
+            assert place.step_begin <= place.begin < place.step_begin + WINDOW
+            assert place.padded_end == place.end + -place.end % WINDOW
+            # windows are stepped whole, but not beyond the parameter's end
+            stepped_to = place.step_end - place.begin + block.begin  # in elements of the parameter
+            assert stepped_to == min(block.end + -block.end % WINDOW, parameter.num_elements)
+        assert layout.num_elements == at
+    assert [p.group for p in layout.places] == sorted(p.group for p in layout.places)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values())
+def test_one_bad_element_is_found_wherever_it_is_and_large_numbers_are_finite(dtype):
+    largest = torch.finfo(dtype).max
+    for size in (1, 2, 7, 8, 9, 31, 33, 64, 1000, 200_000):
+        tensor = torch.full((size,), largest, dtype=dtype)  # its sum overflows
+        assert is_finite(tensor)
+        for at in sorted({0, size // 3, size // 2, size - 2, size - 1}):
+            for bad in (float("nan"), float("inf"), float("-inf")):
+                tensor[at] = bad
+                assert not is_finite(tensor), (size, at)
+            tensor[at] = -largest
+    assert is_finite(torch.empty(0, dtype=dtype))
+    data = torch.cat([torch.ones(99), torch.tensor([float("inf")])]).to(dtype).view(torch.uint8).numpy().tobytes()
+    unaligned = torch.frombuffer(bytearray(b"\0" + data), dtype=dtype, offset=1, count=100)
+    assert not is_finite(unaligned)
+    assert is_finite(unaligned[:99])

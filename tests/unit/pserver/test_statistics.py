@@ -9,9 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from services.pserver import statistics
+from services.pserver.metrics import LoadMeter, PserverMetrics
 from services.pserver.statistics import describe_values
+from services.runtime.compute import ComputeExecutor
 from services.runtime.statistics import MAX_BINS, Histogram, Statistics
 
 FLOATS = st.floats(width=32)  # NaN, infinities and what is below the normal numbers included
@@ -78,8 +81,28 @@ def test_nothing_to_describe() -> None:
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 def test_an_update_is_seen_though_some_values_are_no_numbers(odd: float) -> None:
-    """Else the blocks of a parameter of which one has such values would never be taken for those of one round."""
     before, after = torch.tensor([1.0, odd, 2.0]), torch.tensor([4.0, odd, 2.0])
     found = Statistics.model_validate_json(describe_values(after, 7, before).model_dump_json())
     assert (found.update_squares, found.before_squares) == (9.0, 5.0)
     assert found.num_nan + found.num_infinite == 1
+
+
+def test_only_what_was_added_since_counts() -> None:
+    metrics = PserverMetrics(CollectorRegistry(), ComputeExecutor())
+    metrics.apply_seconds.observe(5.0)
+    metrics.staleness.observe(1)
+    meter = LoadMeter(metrics)
+    assert meter.read()["num_applies"] == 0
+    assert not any(number for _, number in meter.read()["staleness"])
+    for seconds in (0.25, 0.5):
+        metrics.apply_seconds.observe(seconds)
+    for value in (0, 1, 1, 5, 6, 1000):
+        metrics.staleness.observe(value)
+    found = meter.read()
+    assert (found["num_applies"], found["apply_seconds"]) == (2, pytest.approx(0.75))
+    assert (found["num_waits"], found["wait_seconds"]) == (0, 0)
+    counts = dict(found["staleness"])
+    assert {bound: number for bound, number in counts.items() if number} == {0: 1, 1: 2, 6: 2, None: 1}
+    assert meter.num_held == 0
+    with metrics.held_pushes.track_inprogress():
+        assert meter.num_held == 1

@@ -1,0 +1,200 @@
+"""What surrounds services: a network whose packets are dropped, a gateway in front of them, a small disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Literal
+
+import httpx
+import pytest
+
+# ---------------------------------------------------------------------- a network namespace
+#
+#     the machine: coordinator, pservers  ═══ 10.213.77.1 ═══ veth ═══ 10.213.77.2 ═══  the namespace: one trainer
+#
+# The rules and the link last as long as a process in the namespace, which is not long even if the test is killed.
+
+HOST = "10.213.77.1"  # of the machine, for the namespace
+
+
+_INSIDE = "10.213.77.2"
+
+
+Direction = Literal["out", "in", "both"]
+
+
+_TABLE = "add table inet cut; add chain inet cut {0} {{ type filter hook {0} priority 0 ; }}"
+
+
+class Namespace:
+    """What `prefix` starts runs in it."""
+
+    def __init__(self, pid: int) -> None:
+        self.prefix = ["nsenter", f"--net=/proc/{pid}/ns/net"]
+        outside, inside = f"gp-{pid}", f"gp-in-{pid}"
+        run("ip", "link", "add", outside, "type", "veth", "peer", "name", inside, "netns", str(pid))
+        run("ip", "address", "add", f"{HOST}/30", "dev", outside)
+        run("ip", "link", "set", outside, "up")
+        for command in (f"address add {_INSIDE}/30 dev {inside}", f"link set {inside} up", "link set lo up"):
+            run(*self.prefix, "ip", *command.split())
+        for hook in ("input", "output"):
+            self._nft(_TABLE.format(hook))
+
+    def cut(self, port: int, direction: Direction) -> None:
+        """From now on packets to (out) and from (in) this port of the machine are lost without a word."""
+        if direction in ("out", "both"):
+            self._nft(f"add rule inet cut output ip daddr {HOST} tcp dport {port} drop")
+        if direction in ("in", "both"):
+            self._nft(f"add rule inet cut input ip saddr {HOST} tcp sport {port} drop")
+
+    def heal(self) -> None:
+        """Everything passes again."""
+        self._nft("flush table inet cut")
+
+    def _nft(self, commands: str) -> None:
+        run(*self.prefix, "nft", commands)
+
+
+@contextmanager
+def namespace() -> Iterator[Namespace]:
+    """Gone at the end of the block, whatever happens in it. Skips where there can be none."""
+    if os.geteuid() != 0:
+        pytest.skip("a network namespace needs root")
+    if missing := [tool for tool in ("ip", "nft", "nsenter", "unshare") if shutil.which(tool) is None]:
+        pytest.skip(f"{' and '.join(missing)} are not installed (Debian packages iproute2, nftables)")
+    keeper = subprocess.Popen(["unshare", "--net", "sh", "-c", "echo; exec sleep 300"], stdout=subprocess.PIPE)
+    with keeper:
+        try:
+            assert keeper.stdout is not None
+            if not keeper.stdout.readline():
+                pytest.skip("there can be no network namespace here")
+            yield Namespace(keeper.pid)
+        finally:
+            keeper.kill()
+
+
+def run(*command: str) -> None:
+    """Raises OSError with what it said."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+# ---------------------------------------------------------------------- a gateway
+
+FORWARDED = ("authorization", "content-type")
+
+
+class Gateway(ThreadingHTTPServer):
+    """Forwards to `target`. While no service listens there it answers with a page of this status, and counts it."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.target = ""
+        self.status = status
+        self.num_pages = 0
+        self.has_answered = threading.Condition()
+        self.http = httpx.Client(trust_env=False, timeout=60)
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def wait_for_pages(self, number: int) -> None:
+        """Wait until so many more pages have been answered."""
+        with self.has_answered:
+            wanted = self.num_pages + number
+            assert self.has_answered.wait_for(lambda: self.num_pages >= wanted, 90)
+
+    def handle_error(self, *_: object) -> None:
+        """The client has gone away."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Gateway
+
+    def _forward(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        headers = {k: v for k, v in self.headers.items() if k.lower().startswith(("gradpost-", *FORWARDED))}
+        try:
+            answer = self.server.http.request(
+                self.command, self.server.target + self.path, content=body, headers=headers
+            )
+        except httpx.TransportError:
+            self.send_error(self.server.status)  # a page of HTML
+            with self.server.has_answered:
+                self.server.num_pages += 1
+                self.server.has_answered.notify_all()
+            return
+        self.send_response(answer.status_code)
+        for name in ("content-type", "retry-after"):
+            if name in answer.headers:
+                self.send_header(name, answer.headers[name])
+        self.send_header("content-length", str(len(answer.content)))
+        self.end_headers()
+        self.wfile.write(answer.content)
+
+    do_GET = do_POST = do_PUT = _forward  # noqa: N815 - names that the base class calls
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def serve_gateway(status: int) -> Iterator[Gateway]:
+    with Gateway(status) as gateway:
+        thread = threading.Thread(target=gateway.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield gateway
+        finally:
+            gateway.shutdown()
+            thread.join()
+            gateway.http.close()
+
+
+# ---------------------------------------------------------------------- a small disk
+
+
+class SmallDisk:
+    """A few MiB; `fill` leaves not one page."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._ballast = path / "ballast"
+
+    def fill(self) -> None:
+        with self._ballast.open("ab", buffering=0) as file:
+            for size in (1 << 16, 1 << 12):
+                with contextlib.suppress(OSError):  # that there is no space left
+                    while True:
+                        file.write(bytes(size))
+
+    def make_room(self) -> None:
+        self._ballast.unlink()
+
+
+@contextmanager
+def small_disk(folder: Path, size: str = "4m") -> Iterator[SmallDisk]:
+    """Mounted at `folder` until the end of the block, whatever happens in it. Skips where that is not permitted."""
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "gradpost-test", str(folder)], capture_output=True, text=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"a tmpfs cannot be mounted: {mounted.stderr.strip()}")
+    try:
+        yield SmallDisk(folder)
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)

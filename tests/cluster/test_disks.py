@@ -1,0 +1,300 @@
+"""Disks that are full, slow or damaged: the pserver logs what to do, and the run goes on without a loss."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any
+
+import httpx
+import pytest
+
+from services.runtime.checkpoints import complete_checkpoints, read_shard_file
+from services.runtime.storage import open_checkpoint_storage
+from trainer_client.testing import LocalCluster
+
+from ..soaking import parametrize_sampled
+from .faulty_run import FaultyRun
+from .surroundings import SmallDisk, small_disk
+from .training import expected_result
+from .up_support import ROOT
+
+pytestmark = [pytest.mark.cluster, pytest.mark.extended, pytest.mark.timeout(300)]
+
+
+def train(folder: Path, rounds: int = 60, **settings: Any) -> FaultyRun:
+    return FaultyRun(rounds, state_dir=folder, **{"lease_seconds": 5, **settings})
+
+
+# ---------------------------------------------------------------------- damaged files
+# What a damaged log or checkpoint costs is in tests/unit/pserver/durable and, for a whole cluster, in test_faults.py.
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_pserver_does_not_believe_a_damaged_identity(tmp_path: Path) -> None:
+    with FaultyRun(80, state_dir=tmp_path, checkpoint_rounds=5) as run:
+        run.wait_for_round(12)
+        run.kill(run.cluster.pservers[1])
+        identity = tmp_path / "pserver-1" / "identity.json"
+        flip(identity)
+        assert run.cluster.start_pserver(1).wait(30) == 1
+        line = run.wait_for_line("identity.json is damaged")
+        assert "delete it, and the run goes back to the newest checkpoint" in line
+        identity.unlink()
+        run.cluster.start_pserver(1)
+        assert "the run is rolled back" in run.wait_for_line("the run is rolled back")
+        assert run.results() == [expected_result(80)] * 2
+        assert not [line for line in run.lines if "Traceback" in line]
+
+
+def start_refused(folder: Path, **settings: Any) -> str:
+    """Start services that refuse the state in this folder; return their output."""
+    cluster = LocalCluster(state_dir=folder, resume=True, **settings)
+    with pytest.raises(RuntimeError, match="the coordinator did not start"):
+        cluster.start()
+    return "\n".join(cluster.output)
+
+
+def test_a_coordinator_does_not_believe_a_damaged_state(tmp_path: Path) -> None:
+    with train(tmp_path) as run:
+        run.results()
+        run.cluster.summary()  # answered when the last checkpoint is written
+    [state] = tmp_path.glob("**/coordinator.json")
+    flip(state)
+    output = start_refused(tmp_path)
+    assert "coordinator.json is damaged" in output
+    assert "delete it" in output
+    assert "Traceback" not in output
+    state.unlink()
+    with train(tmp_path, 120, resume=True) as run:
+        assert run.results() == [expected_result(120)] * 2
+        run.wait_for_line("begin 60", 2)
+
+
+def test_an_administrator_does_not_take_a_run_back_to_a_damaged_checkpoint(tmp_path: Path) -> None:
+    """There is no log, so nothing else leads to that round: nothing is undone for it."""
+    with FaultyRun(100, state_dir=tmp_path, durability="none") as run:
+        run.wait_for_round(5)
+        rounds = []
+        for _ in range(2):
+            rounds.append(httpx.post(f"{run.cluster.address}/v1/checkpoints", timeout=60).json()["round"])
+            run.wait_for_round(rounds[-1] + 3)
+        [shard] = tmp_path.glob(f"checkpoints/*/{rounds[1]:012}/pserver-1-of-2.safetensors")
+        flip(shard)
+        damaged, whole = (
+            httpx.post(f"{run.cluster.address}/v1/rollback", json={"round": round_}, timeout=60)
+            for round_ in (rounds[1], rounds[0])
+        )
+        assert (damaged.status_code, damaged.json()["code"]) == (409, "conflict")
+        assert f"not every pserver can restore round {rounds[1]}" in damaged.json()["detail"]
+        assert f"{shard.name} in " in run.wait_for_line("a checkpoint is damaged")
+        assert (whole.status_code, whole.json()["attempt"], whole.json()["round"]) == (200, 1, rounds[0] + 1)
+        assert run.results() == [expected_result(100)] * 2
+
+
+def test_others_do_not_go_on_from_a_damaged_checkpoint(tmp_path: Path) -> None:
+    """The file is named at once: to read it again and again would not help."""
+    with train(tmp_path, checkpoint_rounds=20) as run:
+        run.results()
+        run.cluster.summary()
+    [shard] = tmp_path.glob("checkpoints/*/000000000060/pserver-1-of-2.safetensors")
+    flip(shard)
+    with train(tmp_path, pservers=3, resume=True) as run:
+        assert [child.wait(60) for child in run.cluster.trainers] == [1, 1]
+        run.wait_for_line("StorageFailed: pserver ")
+        assert f"{shard.name} in " in run.wait_for_line("is damaged")
+    shutil.rmtree(shard.parent)  # the only one: the run has ended
+    assert "there is no run to resume" in start_refused(tmp_path, pservers=3)
+
+
+# ---------------------------------------------------------------------- full disks
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    with small_disk(tmp_path / "disk") as disk:
+        yield disk
+
+
+def test_a_round_waits_for_room_in_the_log(disk: SmallDisk) -> None:
+    with FaultyRun(60, state_dir=disk.path, round_timeout_seconds=30) as run:
+        run.wait_for_round(10)
+        disk.fill()
+        assert "No space left on device" in run.wait_for_line("the log cannot be written; the round waits")
+        stands_at = run.round_of(0)
+        run.wait_for_line("the log cannot be written; the round waits", 5)
+        assert run.round_of(0) <= stands_at + 1
+        disk.make_room()
+        assert run.results() == [expected_result(60)] * 2
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(disk: SmallDisk, tmp_path: Path) -> None:
+    with FaultyRun(80, state_dir=tmp_path / "state", checkpoints=disk.path, checkpoint_rounds=5) as run:
+        run.wait_for_round(12)
+        disk.fill()
+        line = run.wait_for_line("a checkpoint could not be written; training goes on", 4)
+        assert "No space left on device" in line
+        place = open_checkpoint_storage(str(disk.path))
+        newest = complete_checkpoints(place, run.cluster.status().run)[0]
+        assert newest.round in (5, 10, 15)
+        for file in newest.shards:
+            read_shard_file(place, newest.run, file)  # raises if it is damaged
+        run.restart_pserver(1)
+        run.wait_for_line("restored from disk")
+        run.wait_for_round(run.round_of(0) + 3)
+        disk.make_room()
+        assert run.results() == [expected_result(80)] * 2
+        newest = complete_checkpoints(place, newest.run)[0]
+        assert newest.round > 15
+
+
+def test_a_disk_that_stays_full_ends_the_run_for_everybody(disk: SmallDisk) -> None:
+    settings = {"round_timeout_seconds": 3, "rejoin_timeout_seconds": 1}
+    with FaultyRun(1000, state_dir=disk.path, **settings) as run:
+        run.wait_for_round(100)  # the coordinator has written down by now that rounds were ended
+        disk.fill()
+        assert [trainer.wait(30) for trainer in run.cluster.trainers] == [1, 1]
+        for rank in (0, 1):
+            run.wait_for_line(f"[trainer {rank}] ps_protocol.errors.StorageFailed: ")
+        run.wait_for_line('"event": "run failed"', of="coordinator")
+        status = run.cluster.status()
+        assert status.state == "failed"
+        assert status.failure is not None
+        assert (status.failure["code"], status.failure["status"]) == ("storage_failed", 507)
+        assert "cannot log round" in status.failure["detail"] or "cannot be written" in status.failure["detail"]
+        assert not [line for line in run.lines if "Traceback" in line and "[trainer" not in line]
+
+
+# ---------------------------------------------------------------------- slow places of checkpoints
+
+LOG_BYTES = 64 * 1024
+
+
+KEEP = 2
+
+
+TROUBLE = """
+import os, time
+if os.environ.get("GRADPOST_PSERVER_INDEX") == "1":
+    from services.runtime.storage import LocalStorage
+    write = LocalStorage.write
+    def write_in_trouble(self, name, chunks):
+        if name.endswith(".safetensors") and "/000000000000/" not in name:
+            {trouble}
+        write(self, name, chunks)
+    LocalStorage.write = write_in_trouble
+"""
+
+
+def environ_with(trouble: str, folder: Path) -> dict[str, str]:
+    """Make pserver 1 run the statement `trouble` before it writes a shard other than the initial values."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(TROUBLE.format(trouble=trouble))
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GRADPOST_")}
+    return {**kept, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+
+
+def complete(run: FaultyRun) -> list[int]:
+    found = httpx.get(f"{run.cluster.address}/v1/checkpoints", timeout=30).json()
+    return [one["round"] for one in found]
+
+
+def shards_of(state: Path, pserver: int) -> dict[int, int]:
+    """Sizes of the shards in the place, by round."""
+    found = state.glob(f"checkpoints/*/*/pserver-{pserver}-of-2.safetensors")
+    return {int(path.parent.name): size_of(path) for path in found}
+
+
+def size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # deleted, or renamed, meanwhile
+        return 0
+
+
+class DiskUse:
+    """The most that the log of a pserver, and all of its checkpoints, have taken."""
+
+    def __init__(self, state: Path) -> None:
+        self.log, self.checkpoints, self.largest = 0, 0, 0
+        self._state = state
+
+    def look(self) -> None:
+        for index in (0, 1):
+            own, log = [], 0
+            for path in self._state.glob(f"pserver-{index}/log/*"):
+                if path.suffix == ".checkpoint":
+                    own.append(size_of(path))
+                else:
+                    log += size_of(path)
+            sizes = [*own, *shards_of(self._state, index).values()]
+            self.log = max(self.log, log)
+            self.checkpoints = max(self.checkpoints, sum(sizes))
+            self.largest = max([self.largest, *sizes])
+
+
+@contextmanager
+def measuring(state: Path) -> Iterator[DiskUse]:
+    use, is_over = DiskUse(state), threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.02):
+            use.look()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield use
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@parametrize_sampled("seconds", [0.3, 0.8], [0.8])
+def test_all_pservers_make_the_same_checkpoints_at_the_pace_of_the_slowest(tmp_path: Path, seconds: float) -> None:
+    state = tmp_path / "state"
+    environ = environ_with(f"time.sleep({seconds})", tmp_path / "site")
+    with FaultyRun(100_000, environ=environ, state_dir=state, checkpoint_rounds=5) as run:
+        seen: set[int] = set()
+        while len(seen) < 6:
+            run.wait_for_round(run.round_of(0) + 2)
+            listed = complete(run)
+            seen.update(listed)
+            shards = [shards_of(state, index) for index in (0, 1)]
+            still = [round_ for round_ in listed if round_ in complete(run)]
+            assert [round_ for round_ in still if round_ not in shards[0] or round_ not in shards[1]] == []
+            assert len(listed) <= KEEP + 1
+        known = run.cluster.status().round  # by the newest heartbeats
+        assert run.make_checkpoint() >= known
+        for child in run.cluster.trainers:
+            child.signal(SIGKILL)
+
+
+TROUBLES = {"slow place": "time.sleep(2)", "full place": "raise OSError(28, 'No space left on device')"}
+
+
+@parametrize_sampled("trouble", ["none", "slow place", "full place", "no coordinator"], ["no coordinator"])
+def test_the_disk_that_a_pserver_takes_is_bounded_as_documented(tmp_path: Path, trouble: str) -> None:
+    state = tmp_path / "state"
+    environ = environ_with(TROUBLES.get(trouble, "pass"), tmp_path / "site")
+    settings = {"max_log_bytes": LOG_BYTES, "keep_checkpoints": KEEP, "rejoin_timeout_seconds": 60}
+    with FaultyRun(300, environ=environ, state_dir=state, **settings) as run, measuring(state) as use:
+        run.wait_for_round(30)
+        if trouble == "no coordinator":
+            run.kill(run.cluster.coordinator)
+            run.wait_for_round(250)
+            run.cluster.restart_coordinator()
+        assert run.results() == [expected_result(300)] * 2
+    assert use.log <= (KEEP + 2) * LOG_BYTES
+    assert use.checkpoints <= 2 * (KEEP + 1) * use.largest
+    assert use.log > LOG_BYTES  # it would have been far more

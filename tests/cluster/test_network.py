@@ -1,0 +1,317 @@
+"""Networks and clocks that fail: partitions, gateways that answer for a service, proxies, jumps of the wall clock."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from signal import SIGTERM
+
+import httpx
+import pytest
+import torch
+
+from gradpost.tokens import create_tokens
+from ps_config.tokens import SCOPES
+from ps_protocol.routes import AUDIT, CONTROLS, STATUS
+from services.runtime.checkpoints import complete_checkpoints
+from services.runtime.storage import open_checkpoint_storage
+from trainer_client import RemoteOptimizer, Session
+from trainer_client.testing import LocalCluster
+
+from ..docs.markdown import code_blocks, read, section
+from .faulty_run import FaultyRun
+from .surroundings import HOST, Direction, Namespace, namespace, serve_gateway
+from .torchrun import free_port
+from .training import expected_result, step_with
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+# ---------------------------------------------------------------------- partitions
+
+LEASE = 3
+
+
+@pytest.fixture
+def apart() -> Iterator[Namespace]:
+    with namespace() as apart:
+        yield apart
+
+
+def start(rounds: int, apart: Namespace, **settings: object) -> FaultyRun:
+    """Trainer 1 lives apart."""
+    run = FaultyRun(
+        rounds, host=HOST, insecure=True, lease_seconds=LEASE, round_timeout_seconds=4, **settings
+    )  # fmt: skip
+    run.prefix[1] = apart.prefix
+    return run
+
+
+def port_of(run: FaultyRun, pserver: int) -> int:
+    return int(run.cluster.status().pservers[pserver].address.rpartition(":")[2])
+
+
+@pytest.mark.alone
+@pytest.mark.extended
+def test_a_partition_that_heals_within_the_lease_costs_nothing_but_time(apart: Namespace) -> None:
+    directions: tuple[Direction, ...] = ("out", "in", "both")
+    with start(100, apart) as run:
+        for direction in directions:
+            run.wait_for_round(run.round_of(0) + 10)
+            apart.cut(port_of(run, 0), direction)
+            stands_at = run.round_of(0)
+            time.sleep(LEASE / 3)
+            assert run.round_of(0) <= stands_at + 1
+            apart.heal()
+        assert run.results() == [expected_result(100)] * 2
+        assert not [line for line in run.lines if "was lost" in line or "though alive" in line]
+
+
+@pytest.mark.alone
+@pytest.mark.extended
+def test_who_stays_cut_off_is_named_and_waited_for(apart: Namespace) -> None:
+    with start(60, apart) as run:
+        run.wait_for_round(10)
+        apart.cut(port_of(run, 0), "both")
+        assert "within the round time-out of 4 s, though alive" in run.wait_for_line("trainer 1 did not reach")
+        run.wait_for(lambda: run.cluster.status().waiting_for == ("trainer 1",), "the status to name trainer 1")
+        apart.heal()
+        assert run.results() == [expected_result(60)] * 2
+
+
+@pytest.mark.parametrize("direction", ["out", "in"])
+@pytest.mark.alone
+@pytest.mark.extended
+def test_the_others_go_on_without_who_stays_cut_off(apart: Namespace, direction: Direction) -> None:
+    with start(60, apart, on_trainer_loss="continue") as run:
+        run.wait_for_round(10)
+        apart.cut(port_of(run, 0), direction)
+        assert run.cluster.trainers[0].wait(30) == 0
+        assert run.cluster.trainers[1].wait(30) == 1
+        assert "trainer 1 did not reach" in run.wait_for_line("[trainer 1] ps_protocol.errors.Conflict")
+
+
+# ---------------------------------------------------------------------- gateways that answer pages of their own
+
+
+@pytest.mark.parametrize("status", [404, pytest.param(500, marks=pytest.mark.extended)])
+def test_training_goes_on_while_a_gateway_answers_for_the_coordinator(status: int) -> None:
+    with serve_gateway(status) as gateway, FaultyRun(80, environment={"GRADPOST_COORDINATOR": gateway.address}) as run:
+        gateway.target = run.cluster.address
+        run.wait_for_round(10)
+        run.kill(run.cluster.coordinator)
+        gateway.wait_for_pages(5)
+        run.cluster.restart_coordinator()
+        assert run.results() == [expected_result(80)] * 2
+        assert f"answered {status} without a problem document" in run.wait_for_line("did not answer a heartbeat")
+
+
+@pytest.mark.extended
+def test_a_pserver_is_waited_for_while_a_gateway_answers_for_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with serve_gateway(404) as gateway:
+        gateway.target = f"http://127.0.0.1:{port}"
+        own = {"GRADPOST_PORT": str(port), "GRADPOST_ADVERTISE_ADDRESS": gateway.address}
+        with FaultyRun(80, http2=False, environment={"GRADPOST_LOCAL_TRANSPORT": "false"}) as run:
+            run.wait_for_round(10)
+            run.restart_pserver(1, **own)  # from now on it is reached through the gateway
+            run.wait_for_round(run.round_of(0) + 10)
+            run.kill(run.cluster.pservers[1])
+            gateway.wait_for_pages(5)
+            run.cluster.start_pserver(1, **own)
+            assert run.results() == [expected_result(80)] * 2
+
+
+# ---------------------------------------------------------------------- proxies
+
+# As ingress-nginx writes it: connections to the service are kept, and clients may ask for an upgrade.
+NGINX = """
+user root; worker_processes 1; daemon off; pid {folder}/nginx.pid; error_log stderr;
+events {{ }}
+http {{
+    access_log off;
+    client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/fastcgi;
+    uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
+    map $http_upgrade $connection_upgrade {{ default upgrade; '' ''; }}
+    upstream service {{ server 127.0.0.1:{service}; keepalive 32; }}
+    server {{
+        listen 127.0.0.1:{port};
+        location / {{
+            proxy_pass http://service;
+            proxy_http_version 1.1;
+            proxy_set_header Host $http_host;
+            proxy_set_header Upgrade $http_upgrade;
+            proxy_set_header Connection $connection_upgrade;
+        }}
+    }}
+}}
+"""
+
+
+HAPROXY = """
+defaults
+    mode http
+    timeout connect 5s
+    timeout client 60s
+    timeout server 60s
+    http-reuse always
+frontend front
+    bind 127.0.0.1:{port}
+    default_backend service
+backend service
+    server one 127.0.0.1:{service}
+"""
+
+
+CONFIGURATIONS = {"nginx": NGINX, "haproxy": HAPROXY}
+
+
+ARGUMENTS = {"nginx": ["-e", "stderr", "-c"], "haproxy": ["-db", "-f"]}
+
+
+DOCUMENTED = section(read("deploy.md"), "Behind proxies")
+
+
+# What stands around the part that the document shows.
+AROUND = {
+    "nginx": "user root; worker_processes 1; daemon off; pid {folder}/nginx.pid; error_log stderr; events {{ }}\n"
+    "http {{ access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; "
+    "fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;\n{shown} }}",
+    "haproxy": "{shown}",
+}
+
+
+ATTEMPTS = 10
+
+
+@contextmanager
+def running_proxy(name: str, port: int, text: str, folder: Path) -> Iterator[str]:
+    """Run a proxy with this configuration, which listens on this port; yields the proxy's address."""
+    if shutil.which(name) is None:
+        pytest.skip(f"{name} is not installed")
+    config = folder / f"{name}.conf"
+    config.write_text(text)
+    process = subprocess.Popen([name, *ARGUMENTS[name], str(config)])
+    try:
+        deadline = time.monotonic() + 30
+        while True:
+            assert process.poll() is None, f"{name} has ended"
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except OSError:
+                assert time.monotonic() < deadline, f"{name} does not listen"
+                time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def smuggle(address: str, request: bytes) -> bytes:
+    """Send the beginning of a request as the body of one that asks for an upgrade; returns the answer's first bytes."""
+    host, port = address.removeprefix("http://").split(":")
+    body = b"\r\n" * 40_000 + request  # the server reads the empty lines and the request in separate segments
+    head = f"POST /v1/trainers HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n"
+    with closing(socket.create_connection((host, int(port)), 10)) as sock:
+        sock.sendall(f"{head}Connection: upgrade\r\nUpgrade: x\r\n\r\n".encode() + body)
+        return sock.recv(1 << 16)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.extended
+def test_a_pserver_is_trained_with_through_a_proxy_as_documented(name: str, tmp_path: Path) -> None:
+    [shown] = code_blocks(DOCUMENTED, name)
+    port, own = free_port(), free_port()
+    text = shown.text.replace("10.0.0.5:7071", f"127.0.0.1:{own}")
+    text = text.replace("listen 7071", f"listen 127.0.0.1:{port}").replace("bind :7071", f"bind 127.0.0.1:{port}")
+    with (
+        running_proxy(name, port, AROUND[name].format(folder=tmp_path, shown=text), tmp_path) as proxy,
+        LocalCluster(pservers=1, trainers=1, http2=name != "nginx", local_transport=False) as cluster,
+    ):
+        cluster.pservers[0].signal(SIGTERM)
+        cluster.pservers[0].wait(30)
+        cluster.start_pserver(0, GRADPOST_PORT=str(own), GRADPOST_ADVERTISE_ADDRESS=proxy)
+        with Session(coordinator=cluster.address, rank=0, world_size=1) as session:
+            weight = torch.nn.Parameter(torch.zeros(1_000_000))  # more than nginx takes unless told otherwise
+            optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
+            for _ in range(3):
+                weight.grad = torch.ones(1_000_000)
+                optimizer.step()
+            [pserver] = cluster.status().pservers
+        assert pserver.address == proxy
+        assert torch.equal(weight.detach(), torch.full((1_000_000,), -3.0))
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.extended
+def test_nothing_is_paused_by_a_request_that_is_smuggled_through_a_proxy(name: str, tmp_path: Path) -> None:
+    tokens, port = tmp_path / "tokens", free_port()
+    create_tokens(tokens, SCOPES, rotate=False)
+    admin = {"authorization": f"Bearer {(tokens / 'admin').read_text().strip()}"}
+    with (
+        LocalCluster(pservers=1, trainers=1, tokens_dir=tokens) as cluster,
+        running_proxy(
+            name,
+            port,
+            CONFIGURATIONS[name].format(folder=tmp_path, port=port, service=cluster.address.rpartition(":")[2]),
+            tmp_path,
+        ) as proxy,
+        httpx.Client(headers=admin, timeout=30) as http,
+        Session(coordinator=cluster.address, rank=0, world_size=1, token_file=tokens / "train") as session,
+    ):
+        weight = torch.nn.Parameter(torch.zeros(4))
+        optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
+        step_with(optimizer, weight)
+        for _ in range(ATTEMPTS):
+            smuggle(proxy, b"POST /v1/controls/pause HTTP/1.1\r\nHost: localhost\r\nX-Rest: ")
+            status = http.get(proxy + STATUS)
+            assert status.status_code == 200
+            assert status.json()["state"] == "training"
+        assert http.get(cluster.address + CONTROLS).json()["is_paused"] is False
+        assert http.get(cluster.address + AUDIT).json() == []
+
+
+# ---------------------------------------------------------------------- clocks
+
+
+def find_libfaketime() -> str:
+    found = sorted(Path("/usr/lib").glob("**/faketime/libfaketimeMT.so.1"))
+    if not found:
+        pytest.skip("libfaketime is not installed (the Debian package of this name)")
+    return str(found[0])
+
+
+def days_ahead(run: FaultyRun, checkpoints: Path) -> int:
+    """The clock of the coordinator, compared with ours, when it completed its newest checkpoint."""
+    newest = complete_checkpoints(open_checkpoint_storage(str(checkpoints)), run.cluster.status().run)[0]
+    return round((datetime.fromisoformat(newest.created) - datetime.now(UTC)) / timedelta(days=1))
+
+
+@pytest.mark.extended
+def test_the_date_does_not_matter(tmp_path: Path) -> None:
+    offset, checkpoints = tmp_path / "offset", tmp_path / "checkpoints"
+    offset.write_text("+0d\n")
+    environ = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("GRADPOST_")},
+        "LD_PRELOAD": find_libfaketime(),
+        "FAKETIME_TIMESTAMP_FILE": str(offset),
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        "FAKETIME_CACHE_DURATION": "1",  # seconds until it looks into the file again
+    }
+    run = FaultyRun(80, environ=environ, lease_seconds=10, checkpoints=checkpoints, checkpoint_rounds=5)
+    run.prefix = {rank: ["env", "--unset=LD_PRELOAD"] for rank in (0, 1)}
+    with run:
+        run.wait_for_round(10)
+        for days in (1, -1):
+            offset.write_text(f"{days:+}d\n")
+            run.wait_for(lambda days=days: days_ahead(run, checkpoints) == days, f"a checkpoint {days} days ahead")
+        assert run.results(90) == [expected_result(80)] * 2
+        assert not [line for line in run.lines if "was lost" in line or "is silent" in line or "paused" in line]

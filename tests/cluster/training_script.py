@@ -1,0 +1,196 @@
+"""A trainer whose gradients are a function of its rank and the round, so that a result does not depend on faults.
+
+    python training_script.py ROUNDS [PAUSE_SECONDS [TROUBLE [KIND]]]
+
+TROUBLE is RANK:ROUND:WHAT, where WHAT is `nan` (in that gradient), `raise` (after that round), `raise-once` or `stop`.
+KIND is a name in `KINDS`. Prints `round N` for each round and in the end `result RESULT ROUND`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from trainer_client import GradScaler, RemoteOptimizer, Session, connect
+
+INIT_SCALE, GROWTH_INTERVAL = 2.0**10, 3
+SIZES = (40, 100, 7)  # of the rows that `Counting` counts in: several blocks, on every pserver
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")  # in one piece: the processes of a host write to the same pipe
+    sys.stdout.flush()
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 3))
+
+
+def loss_of(model: nn.Module, rank: int, round_: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * round_ + rank)
+    return model(torch.randn(8, 20, generator=generator)).pow(2).mean()
+
+
+def digest_of(model: nn.Module) -> str:
+    return xxhash.xxh3_64_hexdigest(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
+
+
+class Regression:
+    """Adam on a small network."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.model = make_model()
+        self.optimizer = RemoteOptimizer(
+            torch.optim.Adam(self.model.named_parameters(), lr=0.01), model=self.model, session=session
+        )
+
+    @property
+    def begun(self) -> int:
+        return self.optimizer.round
+
+    def take_step(self, *, has_nan: bool) -> None:
+        self.optimizer.zero_grad()
+        loss_of(self.model, self.session.rank, self.begun + 1).backward()
+        if has_nan:
+            next(self.model.parameters()).grad[0, 0] = float("nan")
+        self.optimizer.step()
+
+    def result(self) -> str:
+        return digest_of(self.model)
+
+
+def overflows(rank: int, round_: int) -> bool:
+    return round_ % 7 == 5 and rank == round_ // 7 % 2
+
+
+class Scaling(Regression):
+    """The same with a GradScaler; some losses are infinite. Prints `scale ROUND SCALE` for each loss."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self.scaler = GradScaler(self.optimizer, "cpu", init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
+
+    @property
+    def begun(self) -> int:
+        return self.optimizer._steps.begun  # with `max_delay` more than optimizer.round
+
+    def take_step(self, *, has_nan: bool) -> None:
+        round_ = self.begun + 1
+        self.optimizer.zero_grad()
+        loss = loss_of(self.model, self.session.rank, round_)
+        self.scaler.scale(loss * float("inf") if overflows(self.session.rank, round_) else loss).backward()
+        say(f"scale {self.begun + 1} {self.scaler.get_scale()}")  # another round if the run went back meanwhile
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+class Counting(Regression):
+    """Each contribution adds 1 to its trainer's row of every parameter: the result is how often each was applied.
+
+    The result has the count of every trainer; `6/7` if its elements do not agree.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.tensors = [nn.Parameter(torch.zeros(session.world_size, size)) for size in SIZES]
+        named = [(f"p{i}", tensor) for i, tensor in enumerate(self.tensors)]
+        self.optimizer = RemoteOptimizer(torch.optim.SGD(named, lr=1.0), session=session)
+
+    def take_step(self, *, has_nan: bool) -> None:
+        for tensor in self.tensors:
+            tensor.grad = torch.zeros_like(tensor)
+            tensor.grad[self.session.rank] = -1.0
+        self.optimizer.step()
+
+    def result(self) -> str:
+        self.optimizer.synchronize()
+        rows = [{x for tensor in self.tensors for x in tensor[rank].tolist()} for rank in range(len(self.tensors[0]))]
+        return ",".join("/".join(f"{value:.0f}" for value in sorted(row)) for row in rows)
+
+
+@cache
+def load_images() -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits  # which takes long to import
+
+    images, labels = load_digits(return_X_y=True)
+    return torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
+
+
+def make_scored_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+
+
+@torch.no_grad()
+def score(model: nn.Module) -> float:
+    inputs, labels = load_images()
+    return (model(inputs[-300:]).argmax(1) == labels[-300:]).double().mean().item()
+
+
+class Scoring(Regression):
+    """SGD on images of digits. Reports the `accuracy` on others after every round, and the round as `scored`."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.model = make_scored_model()
+        self.optimizer = RemoteOptimizer(torch.optim.SGD(self.model.named_parameters(), lr=0.05), session=session)
+
+    def take_step(self, *, has_nan: bool) -> None:
+        inputs, labels = (tensor[:-300] for tensor in load_images())
+        generator = torch.Generator().manual_seed(self.optimizer.round)
+        mine = torch.randint(len(labels), (32,), generator=generator)[self.session.rank :: self.session.world_size]
+        self.optimizer.zero_grad()
+        nn.functional.cross_entropy(self.model(inputs[mine]), labels[mine]).backward()
+        self.optimizer.step()
+        self.session.report(accuracy=score(self.model), scored=self.optimizer.round)
+
+
+KINDS = {"regression": Regression, "scaling": Scaling, "counting": Counting, "scoring": Scoring}
+
+
+def train(session: Session, rounds: int, pause: float, trouble: str, kind: str) -> None:
+    training = KINDS[kind](session)
+    optimizer = training.optimizer
+    rank, at, what = trouble.split(":") if trouble else ("", "0", "")
+    is_troubled = rank == str(session.rank)
+    say(f"begin {optimizer.round}")
+    while training.begun < rounds:
+        training.take_step(has_nan=is_troubled and what == "nan" and training.begun + 1 == int(at))
+        if training.begun == rounds:
+            optimizer.synchronize()  # the run may go back as long as something is on its way
+        say(f"round {optimizer.round}")
+        if is_troubled and optimizer.round == int(at):
+            if what == "stop":
+                break
+            if what == "raise" or (what == "raise-once" and not Path("raised").exists()):
+                Path("raised").touch()
+                raise ValueError("no data")
+        time.sleep(pause)  # stands for computation
+    say(f"result {training.result()} {optimizer.round}")
+
+
+def main() -> None:
+    given = sys.argv[1:]
+    rounds, pause, trouble, kind = (*given, *("", "0", "", "regression")[len(given) :])
+    torch.set_num_threads(1)
+    session = connect()
+    if session.host is not None:
+        say(f"process {session.rank} {os.getpid()}")
+    try:
+        train(session, int(rounds), float(pause), trouble, kind)
+    except Exception as error:
+        say(f"ended {session.rank} {type(error).__name__}: {error}")
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""What a pserver receives and sends: parts of pushes, their memory, and replies that readers borrow."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ps_protocol.errors import ContributionConflict, StaleRound, TryAgain
+from ps_protocol.frames import DEFAULT_LIMITS, encode_header, parse_frame
+from ps_protocol.plan import make_plan
+from ps_protocol.vocabulary import ParameterSpec
+from ps_protocol.wire_types import GROUP, WireTypes
+from services.pserver import limits as module
+from services.pserver import reply as reply_module
+from services.pserver.bodies import Body, BufferPool
+from services.pserver.contribution import Contribution
+from services.pserver.layout import ShardLayout
+from services.pserver.limits import Copies, InFlight, WaitingPulls
+from services.pserver.pushes import read_blocks
+from services.pserver.reply import Reply
+from services.pserver.tensors import Part, QuantisedPart, SparsePart, StagedBlock, check_blocks
+
+from ...raising import raises_code
+
+SIZE = 5 * GROUP + 7
+
+
+def quantised() -> tuple[Part, Tensor]:
+    integers = torch.randint(-127, 128, (SIZE,), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+    scales = torch.rand(-(-SIZE // GROUP), generator=torch.Generator().manual_seed(1))
+    return QuantisedPart(integers, scales), integers.float() * scales.repeat_interleave(GROUP)[:SIZE]
+
+
+def sparse() -> tuple[Part, Tensor]:
+    indices = torch.arange(3, SIZE, 11, dtype=torch.int32)
+    values = torch.randn(len(indices), generator=torch.Generator().manual_seed(2))
+    return SparsePart(values, indices, SIZE), torch.zeros(SIZE).index_put((indices.long(),), values)
+
+
+@pytest.mark.parametrize("make", [quantised, sparse])
+@given(cuts=st.lists(st.integers(0, SIZE // GROUP).map(GROUP.__mul__), max_size=4))
+def test_ranges_are_those_of_the_whole(make, cuts: list[int]) -> None:
+    part, expected = make()
+    assert part.shape == expected.shape
+    assert torch.equal(part[:], expected)
+    edges = sorted({0, SIZE, *cuts})
+    pieces = [part[begin:end] for begin, end in itertools.pairwise(edges)]
+    assert torch.equal(torch.cat(pieces), expected)
+
+
+def receive(push: str, tensors: dict[str, Tensor], size: int = 1000) -> dict[str, Tensor]:
+    """What is read from a push of these tensors to a shard with one block `w.block0` of so many elements."""
+    layout = ShardLayout(make_plan([ParameterSpec("w", (size,))], 1, wire=WireTypes(push=push, topk=0.002)), 0)
+    names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int8: "I8", torch.int32: "I32"}
+    header = encode_header([(name, names[t.dtype], tuple(t.shape)) for name, t in tensors.items()])
+    data = header + b"".join(t.view(torch.uint8).numpy().tobytes() for t in tensors.values())
+    body = Body(BufferPool(), len(data))
+    body.buffer[:] = data
+    body.frame = parse_frame(body.buffer, DEFAULT_LIMITS)
+    blocks = read_blocks(body, layout)
+    check_blocks(blocks)
+    return {name: block.tensor() for name, block in blocks.items()}
+
+
+def test_each_type_is_read_as_what_it_stands_for() -> None:
+    ones = torch.ones(1000)
+    assert torch.equal(receive("float32", {"w.block0": ones})["w.block0"], ones)
+    assert torch.equal(receive("bfloat16", {"w.block0": ones.bfloat16()})["w.block0"], ones.bfloat16())
+    bytes_ = {"w.block0": torch.ones(1000, dtype=torch.int8), "w.block0.scales": torch.full((4,), 2.0)}
+    assert torch.equal(receive("int8", bytes_)["w.block0"], 2 * ones)
+    some = {"w.block0": torch.tensor([5.0, 6.0]), "w.block0.indices": torch.tensor([7, 999], dtype=torch.int32)}
+    assert receive("topk", some)["w.block0"].nonzero().flatten().tolist() == [7, 999]
+
+
+INTEGERS = torch.ones(1000, dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("push", "tensors", "error"),
+    [
+        ("int8", {"w.block0": INTEGERS}, "malformed_frame"),
+        ("int8", {"w.block0.scales": torch.ones(4)}, "malformed_frame"),
+        ("int8", {"w.block0": INTEGERS, "w.block0.scales": torch.ones(5)}, "wrong_shape"),
+        ("int8", {"w.block0": torch.ones(1000), "w.block0.scales": torch.ones(4)}, "wrong_dtype"),
+        ("int8", {"w.block0": INTEGERS, "w.block0.indices": torch.ones(4)}, "malformed_frame"),
+        ("float32", {"w.block0": torch.ones(1000), "w.block0.scales": torch.ones(4)}, "unknown_block"),
+        ("bfloat16", {"w.block0": torch.ones(1000)}, "wrong_dtype"),
+        *(
+            ("topk", {"w.block0": torch.ones(2), "w.block0.indices": torch.tensor(indices, dtype=torch.int32)}, error)
+            for indices, error in (
+                ([3, 3], "malformed_frame"),
+                ([4, 3], "malformed_frame"),
+                ([-1, 3], "malformed_frame"),
+                ([3, 1000], "malformed_frame"),
+                ([3], "wrong_shape"),
+            )
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(push: str, tensors: dict[str, Tensor], error: str) -> None:
+    with raises_code(error):
+        receive(push, tensors)
+
+
+def receive_block(values: Tensor) -> StagedBlock:
+    data = encode_header([("w", "F32", tuple(values.shape))])
+    body = Body(BufferPool(), len(data) + values.nbytes)
+    body.buffer[:] = data + values.numpy().tobytes()
+    body.frame = parse_frame(body.buffer, DEFAULT_LIMITS)
+    return StagedBlock(body, tuple(body.frame.tensors), len(values))
+
+
+def test_a_push_that_comes_again_is_compared_by_its_bits() -> None:
+    def push_again(first: Tensor, second: Tensor) -> int:
+        contribution: Contribution[StagedBlock] = Contribution()
+        contribution.stage(0, 1, {"w": receive_block(first)}, None, None)
+        return contribution.stage(0, 1, {"w": receive_block(second)}, None, None)
+
+    values = torch.tensor([float("nan"), 0.0]).repeat(100_000)
+    assert push_again(values, values.clone()) == 0
+    for at in (0, 1, 65_535, 65_536, 131_072, 199_999):
+        other = torch.zeros(200_000)
+        other[at] = -0.0
+        with pytest.raises(ContributionConflict):
+            push_again(torch.zeros(200_000), other)
+
+
+def test_pushes_are_not_compared_element_by_element() -> None:
+    first, second = receive_block(torch.ones(4_000_000)), receive_block(torch.ones(4_000_000))
+
+    def seconds(compare: Callable[[], bool]) -> float:
+        begin = time.thread_time()
+        assert compare()
+        return time.thread_time() - begin
+
+    slow = seconds(lambda: first.bytes() == second.bytes())
+    assert min(seconds(lambda: first == second) for _ in range(3)) < slow / 3
+
+
+def test_each_trainer_has_a_share_and_one_body_always_fits() -> None:
+    in_flight = InFlight(200)
+    with ExitStack() as bodies:
+        for _ in range(2):
+            bodies.enter_context(in_flight.reserve(0, 50, 2))
+        with raises_code("overloaded", match="trainer 0"), in_flight.reserve(0, 1, 2):
+            pass
+        bodies.enter_context(in_flight.reserve(1, 10**9, 2))  # the share of the other trainer
+        with raises_code("overloaded"), in_flight.reserve(1, 1, 2):
+            pass
+        assert in_flight.num_bytes == 10**9 + 100
+    assert in_flight.num_bytes == 0
+    with pytest.raises(ZeroDivisionError), in_flight.reserve(0, 60, 1):
+        raise ZeroDivisionError
+    assert in_flight.num_bytes == 0
+
+
+async def test_newer_gets_end_the_oldest() -> None:
+    waiting = WaitingPulls(max_each=2)
+    order: list[str] = []
+
+    async def get(name: str, rank: int = 0) -> str:
+        try:
+            async with waiting.place(rank):
+                await asyncio.sleep(60)
+        except TryAgain:
+            order.append(name)
+        return name
+
+    gets = [asyncio.create_task(get(name)) for name in ("a", "b")]
+    gets.append(asyncio.create_task(get("of another", rank=1)))
+    await asyncio.sleep(0)
+    for name in ("c", "d"):
+        gets.append(asyncio.create_task(get(name)))
+        await asyncio.wait(gets[: len(gets) - 3], timeout=1)
+    assert order == ["a", "b"]
+    for task in gets:
+        task.cancel()
+    await asyncio.gather(*gets, return_exceptions=True)
+    assert repr(waiting) == "<WaitingPulls [{}]>"
+
+
+async def test_as_many_at_once_as_fit() -> None:
+    copies, done = Copies(max_bytes=10), asyncio.Event()
+    held: list[int] = []
+
+    async def look(num_bytes: int) -> None:
+        async with copies.reserve(num_bytes):
+            held.append(num_bytes)
+            try:
+                await done.wait()
+            finally:
+                held.remove(num_bytes)
+
+    small = [asyncio.create_task(look(3)) for _ in range(4)]
+    await asyncio.sleep(0.01)
+    assert held == [3, 3, 3]
+    small[0].cancel()  # its client has left: another gets the room
+    await asyncio.sleep(0.01)
+    assert held == [3, 3, 3]
+    large = asyncio.create_task(look(1000))
+    await asyncio.sleep(0.01)
+    assert held == [3, 3, 3]
+    done.set()
+    await asyncio.gather(*small[1:], large)  # one always, however large
+
+
+async def test_who_finds_no_room_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.02)
+    copies = Copies(max_bytes=10)
+    async with copies.reserve(8):
+        with raises_code("overloaded", match="large blocks"):
+            async with copies.reserve(3):
+                raise AssertionError
+    async with copies.reserve(10):
+        pass
+
+
+def make_reply() -> Reply:
+    return Reply(7, [b"head", memoryview(bytearray(b"values"))])
+
+
+async def read(reply: Reply, until: asyncio.Event, log: list[str]) -> None:
+    async with reply.reading():
+        log.append("begun")
+        try:
+            await until.wait()
+            log.append("read")
+        except asyncio.CancelledError:
+            log.append("ended")
+            raise
+
+
+async def test_a_reply_without_readers_is_revoked_at_once_and_read_no_more() -> None:
+    reply, log = make_reply(), list[str]()
+    async with reply.reading():
+        pass
+    reader = asyncio.create_task(read(reply, asyncio.Event(), log))
+    await asyncio.sleep(0)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert log == ["begun", "ended"]
+    async with asyncio.timeout(0.05):
+        await reply.revoke()
+    with pytest.raises(StaleRound, match="round 7 is being overwritten"):
+        async with reply.reading():
+            pytest.fail("it is read")
+
+
+async def test_readers_have_a_grace_period_and_are_then_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reply_module, "GRACE_SECONDS", 0.05)
+    reply, log = make_reply(), list[str]()
+    ends = [asyncio.Event() for _ in range(3)]
+    readers = [asyncio.create_task(read(reply, end, log)) for end in ends]
+    await asyncio.sleep(0)
+    loop = asyncio.get_running_loop()
+    begun = loop.time()
+    asyncio.get_running_loop().call_later(0.01, ends[0].set)
+    await asyncio.wait_for(reply.revoke(), 5)
+    assert loop.time() - begun >= 0.05
+    assert log == ["begun"] * 3 + ["read"] + ["ended"] * 2
+    ended = await asyncio.gather(*readers, return_exceptions=True)
+    assert [type(each) for each in ended] == [type(None), StaleRound, StaleRound]
+
+
+async def test_a_reply_is_revoked_when_its_last_reader_has_ended(monkeypatch):
+    monkeypatch.setattr(reply_module, "GRACE_SECONDS", 0.01)
+    reply, lets_go = make_reply(), asyncio.Event()
+
+    async def cling() -> None:
+        async with reply.reading():
+            try:
+                await asyncio.sleep(5)
+            finally:
+                await lets_go.wait()
+
+    reader = asyncio.create_task(cling())
+    await asyncio.sleep(0)
+    calling = asyncio.create_task(reply.revoke())
+    await asyncio.sleep(0.05)
+    assert not calling.done()
+    lets_go.set()
+    await asyncio.wait_for(calling, 5)
+    with pytest.raises(StaleRound):
+        await reader
+
+
+async def test_a_time_out_of_the_reader_is_its_own() -> None:
+    reply = make_reply()
+
+    async def read_with_a_limit() -> None:
+        async with reply.reading(), asyncio.timeout(0.01):
+            await asyncio.sleep(5)
+
+    with pytest.raises(TimeoutError):
+        await read_with_a_limit()

@@ -1,0 +1,176 @@
+"""Where pulls land: in the parameters' own memory if that can be, else beside it, to be copied from there."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ps_protocol.errors import BadInput, BadModel
+from ps_protocol.plan import SlicePlan
+from ps_protocol.quantisation import PIECE, add_delta
+from ps_protocol.vocabulary import Block
+from ps_protocol.wire_types import SCALES, quantised
+
+from .device_copies import ParameterCopies, host_memory, is_away
+from .tensors import TORCH_DTYPES, lands_directly, wire_dtype, writable_bytes
+
+
+class Landing:
+    """Sets of host tensors by parameter name, one for each step that may be on its way, in the dtype on the wire.
+
+    They are the parameters' own memory if nobody computes with these meanwhile. A difference is added to what was
+    pulled, and not to what a script may have made of that: then they lie apart, too.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], plan: SlicePlan, max_delay: int, *, are_awaited: bool = False
+    ) -> None:
+        """`are_awaited`: whoever computes with a parameter takes its new value first."""
+        self._parameters = parameters
+        self._copies = ParameterCopies(are_awaited=are_awaited)
+        self._plan = plan
+        self._dtypes = {name: TORCH_DTYPES[plan.pulled(name)] for name in parameters}
+        self._is_apart = max_delay > 0 or plan.wire.pulls_deltas
+        self.sets: list[dict[str, Tensor]] = (
+            [{name: host_memory(p, self._dtypes[name]) for name, p in parameters.items()} for _ in range(max_delay + 1)]
+            if self._is_apart
+            else [landing_of(parameters, self._dtypes)]
+        )
+        self._note_memory()
+
+    def _note_memory(self) -> None:
+        self._memory = {name: _memory_of(parameter) for name, parameter in self._parameters.items()}
+
+    def has_moved(self) -> bool:
+        """Whether a script has given a parameter other memory, as `module.to()` does; then `sets` are new.
+
+        Raises BadModel if it has become another parameter.
+        """
+        if all(_memory_of(parameter) == self._memory[name] for name, parameter in self._parameters.items()):
+            return False
+        for name, parameter in self._parameters.items():
+            spec = self._plan.parameter[name]
+            if (tuple(parameter.shape), wire_dtype(name, parameter)) != (spec.shape, spec.dtype):
+                raise BadModel(
+                    f"parameter {name!r} has become another one; the slice plan is made once, when the run starts",
+                    expected=f"{spec.dtype} {list(spec.shape)}",
+                    actual=f"{parameter.dtype} {list(parameter.shape)}",
+                )
+        if not self._is_apart:
+            self.sets = [landing_of(self._parameters, self._dtypes)]
+        self._note_memory()
+        return True
+
+    def begin(self) -> None:
+        """A step has begun, and its pull will write to a set. Blocks for copies from there to a device."""
+        self._copies.begin(self._parameters)
+
+    def take(self, index: int, names: Iterable[str], *, is_noticed: bool = True) -> None:
+        """What a set holds goes to these parameters.
+
+        Unless `is_noticed` autograd does not see it: a graph that was made before may be gone through once more.
+        """
+        taken = {name: self._parameters[name] for name in names}
+        seen = taken if is_noticed else {name: parameter.data for name, parameter in taken.items()}
+        copy_landed(seen, self.sets[index], self._copies)
+
+
+def landing_of(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """For each tensor where its bytes are written to, in the dtype on the wire: its own memory, or some beside it."""
+    return {
+        name: tensor.detach()
+        if lands_directly(tensor) and tensor.dtype == dtypes[name]
+        else host_memory(tensor, dtypes[name])
+        for name, tensor in tensors.items()
+    }
+
+
+def copy_landed(tensors: Mapping[str, Tensor], landed: Mapping[str, Tensor], copies: ParameterCopies) -> None:
+    """Copy what was pulled to where it could not be written directly: other devices, other memory formats."""
+    written = []  # by the network
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if tensor.data_ptr() == landed[name].data_ptr():
+                written.append(tensor)
+            elif is_away(tensor):
+                copies.copy(tensor, landed[name])
+            else:
+                tensor.copy_(landed[name])
+    # Autograd did not see that: a second backward through the old graph must fail, as ever.
+    torch.autograd.graph.increment_version(written)
+
+
+def _memory_of(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+class Arrivals:
+    """Of one pull. Blocks may land again, with the same bytes, when a reply had broken off."""
+
+    def __init__(self, blocks_of: Mapping[str, Sequence[Block]]) -> None:
+        """`blocks_of` are the blocks of each parameter, by its name."""
+        self._parameter_of = {block.name: name for name, blocks in blocks_of.items() for block in blocks}
+        self._missing = {name: len(blocks) for name, blocks in blocks_of.items()}
+        self._landed: set[str] = set()
+        self._is_over = False
+        self._changed = threading.Condition()
+
+    def landed(self, block: str) -> None:
+        """All bytes of this block are where they belong."""
+        if block in self._landed:
+            return
+        self._landed.add(block)
+        name = self._parameter_of[block]
+        self._missing[name] -= 1
+        if not self._missing[name]:
+            with self._changed:
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """Nothing more will land, whether all has or not."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def wait(self, name: str) -> bool:
+        """Wait until this parameter has landed; False if the pull has ended without."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or not self._missing[name])
+        return not self._missing[name]
+
+
+class Differences:
+    """Memory for those of one pserver's blocks, made once: some 26 bytes for 100 of the values."""
+
+    def __init__(self, values: Mapping[str, memoryview]) -> None:
+        """`values` are the bytes of float32 blocks by name, which hold what was pulled and nothing else."""
+        self.memory: dict[str, memoryview] = {}  # by the name of a tensor in a frame: where it is received
+        self._blocks = {}
+        for name, data in values.items():
+            block = torch.frombuffer(data, dtype=torch.float32)
+            tensors = quantised(name, len(block))
+            integers, scales = (
+                torch.empty(count, dtype=TORCH_DTYPES[dtype], device="cpu") for _, dtype, (count,) in tensors
+            )
+            self.memory[name], self.memory[name + SCALES] = writable_bytes(integers), writable_bytes(scales)
+            self._blocks[name] = block, integers, scales
+
+    async def add(self, received: Collection[str]) -> None:
+        """Add what has been received (names of tensors) to the values; on an error some are added, and some are not.
+
+        Others of the loop have their turn now and then. Raises BadInput, before anything is added.
+        """
+        names = [name for name in received if name in self._blocks]
+        if set(received) != {*names, *(name + SCALES for name in names)}:
+            raise BadInput("a difference has integers and scales", code="malformed_frame", actual=sorted(received)[:8])
+        num_elements = 0
+        for name in names:
+            add_delta(*self._blocks[name])
+            num_elements += len(self._blocks[name][0])
+            if num_elements >= PIECE:
+                num_elements = 0
+                await asyncio.sleep(0)

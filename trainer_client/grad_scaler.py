@@ -1,0 +1,217 @@
+"""`GradScaler`: `torch.amp.GradScaler` whose scale is the same on all trainers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ps_protocol.errors import BadModel
+from ps_protocol.optimizers import HyperParameters
+from ps_protocol.vocabulary import Round
+
+if TYPE_CHECKING:
+    from .remote_optimizer import RemoteOptimizer
+from collections.abc import Iterable
+
+
+@dataclass(frozen=True, slots=True)
+class ScalerState:
+    """The state of a GradScaler after a round. Its fields are SCALER_NUMBERS."""
+
+    after: Round  # the newest round whose outcome is in it
+    scale: float  # a float32
+    growth_tracker: int  # rounds that were applied since the scale changed
+
+    def next(
+        self, *, is_skipped: bool, growth_factor: float, backoff_factor: float, growth_interval: int
+    ) -> ScalerState:
+        """Return the state after another round, as `torch.amp.GradScaler` computes it.
+
+        >>> ScalerState(0, 8.0, 1).next(is_skipped=False, growth_factor=2.0, backoff_factor=0.5, growth_interval=2)
+        ScalerState(after=1, scale=16.0, growth_tracker=0)
+        """
+        if is_skipped:
+            return ScalerState(self.after + 1, as_float32(self.scale * backoff_factor), 0)
+        if self.growth_tracker + 1 != growth_interval:
+            return ScalerState(self.after + 1, self.scale, self.growth_tracker + 1)
+        grown = as_float32(self.scale * growth_factor)
+        return ScalerState(self.after + 1, grown if math.isfinite(grown) else self.scale, 0)
+
+
+def as_float32(number: float) -> float:
+    """Return the nearest number that a scale can be; infinity if it is too large for one."""
+    return torch.tensor(number, dtype=torch.float32).item()
+
+
+class GradScaler(torch.amp.GradScaler):
+    """A `torch.amp.GradScaler` for one RemoteOptimizer, which goes by what the round said instead of by own gradients.
+
+        scaler = GradScaler(optimizer)
+
+    It is used like torch's: `scale`, `unscale_` if gradients are to be looked at or clipped, `step`, `update`. Where a
+    round was skipped for any trainer's gradients, `update()` lets the scale back off on all of them, and else it grows
+    on all of them together: at each step all trainers have the same scale, if they begin with the same settings. A
+    trainer that is started again, or a run that is resumed or rolled back, continues with the state that the lowest
+    rank had in that round; what `load_state_dict` loads counts in a run that has just begun.
+
+    With `max_delay` = k the outcome of a round counts k steps later, so that a scale that is too large may be halved
+    k + 1 times. With `overlap` gradients are unscaled before they leave. In asynchronous modes and with local steps
+    there are no rounds in common: there it is torch's own, and each trainer has its own scale.
+
+    With `overlap_pulls`, what needs the new scale (`scale`, `get_scale`, `state_dict`) waits for the newest step.
+
+    Args:
+        optimizer: whose gradients are scaled; it has one GradScaler.
+        device: where losses are, as torch's: "cuda" or "cpu".
+        settings: torch's: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`, `enabled`.
+
+    Raises:
+        BadModel: where rounds are shared, and `nonfinite` is not `skip_round`.
+
+    """
+
+    def __init__(self, optimizer: RemoteOptimizer, device: str = "cuda", **settings: Any) -> None:
+        super().__init__(device, **settings)
+        self._remote = optimizer
+        self._is_shared = self.is_enabled() and optimizer.shares_rounds
+        self._inverse: float | None = None  # of the scale of this step, while gradients are to be divided by it
+        if self.is_enabled():
+            self._check_run()
+            self._begin_with(ScalerState(0, super().get_scale(), 0))
+            optimizer.attach_scaler(self.unscale_early, self._describe)
+
+    def _check_run(self) -> None:
+        policy = self._remote.session.client.nonfinite
+        if self._is_shared and policy != "skip_round":
+            raise BadModel(
+                "a step that one trainer's GradScaler skips has to be skipped by all: set nonfinite to skip_round "
+                "(GRADPOST_NONFINITE), or use bfloat16, which needs no GradScaler",
+                expected="skip_round",
+                actual=policy,
+            )
+        if self._remote.overlaps and not self._is_shared:
+            raise BadModel(
+                "with overlap=True what has overflowed has left before a GradScaler finds it, and without rounds "
+                "nobody else skips it: use bfloat16, which needs no GradScaler, or overlap=False"
+            )
+
+    def _begin_with(self, state: ScalerState) -> None:
+        # Of torch's, which multiplies by a float32, whatever number the script has given.
+        self._initial = self._state = replace(state, scale=as_float32(state.scale))
+        self._is_due = True  # whether there is an outcome that the scale has yet to follow from
+        self._num_rollbacks: int | None = None  # of the run when the state was last advanced
+
+    def _describe(self) -> HyperParameters:
+        return asdict(self._state)
+
+    def scale(self, outputs: Any) -> Any:
+        """As torch's, with the scale of the run."""
+        self._catch_up()
+        if self._remote.overlaps and self.is_enabled():
+            self._inverse = 1 / self._state.scale
+        return super().scale(outputs)
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """As torch's; with `overlap` gradients that have left are unscaled already, and must not be changed."""
+        self._check(optimizer)
+        if self._remote.overlaps:
+            self._unscale_rest()
+        else:
+            super().unscale_(optimizer)
+
+    def unscale_early(self, gradient: Tensor) -> None:
+        """Divide a gradient, in place, by the scale of this step, unless all have been."""
+        if self._inverse is not None:
+            gradient.mul_(self._inverse)
+
+    def _unscale_rest(self) -> None:
+        for gradient in self._remote.gradients_here():
+            self.unscale_early(gradient)
+        self._inverse = None
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step like `RemoteOptimizer.step`, with unscaled gradients; nobody steps if they are not finite somewhere.
+
+        Takes no closure, whose gradients would come after those that are unscaled; nor does torch's.
+        """
+        self._check(optimizer)
+        if self.is_enabled() and (args or kwargs):
+            raise BadModel("a GradScaler's step takes no closure: call backward before it")
+        if not self._is_shared:
+            return super().step(optimizer, *args, **kwargs)
+        if not self._remote.overlaps:
+            return super().step(optimizer)
+        self._unscale_rest()
+        return self._remote.step()  # the pservers, or the ring, find what is not finite
+
+    def _check(self, optimizer: Optimizer) -> None:
+        if optimizer is not self._remote:
+            raise BadModel("this GradScaler belongs to another optimizer; local ones have torch.amp.GradScaler")
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Go on with the scale that follows from the round; or with this one, which all trainers have to set."""
+        if not self._is_shared:
+            super().update(new_scale)
+        elif new_scale is None:
+            super().update(self._state.scale)  # ends torch's iteration; what follows is found when it is needed
+            self._is_due = True
+        else:
+            super().update(new_scale)
+            self._state = ScalerState(self._remote.outcome_round, super().get_scale(), self._state.growth_tracker)
+            self._is_due = False
+
+    def _catch_up(self) -> None:
+        if not self._is_shared or (not self._is_due and self._num_rollbacks == self._remote.num_rollbacks):
+            return
+        self._remote.wait_for_outcome()
+        round_, outcomes = self._remote.outcome_round, self._remote.session.client.outcomes
+        if self._num_rollbacks != self._remote.num_rollbacks:  # also before the first step
+            told: dict[str, Any] = outcomes.scaler or {**asdict(self._initial), "after": round_}
+            self._state = ScalerState(**told)
+        factors: dict[str, Any] = {
+            "growth_factor": self.get_growth_factor(),
+            "backoff_factor": self.get_backoff_factor(),
+            "growth_interval": self.get_growth_interval(),
+        }
+        while self._state.after < round_:
+            self._state = self._state.next(is_skipped=self._state.after + 1 in outcomes.skipped, **factors)
+        self._num_rollbacks, self._is_due = self._remote.num_rollbacks, False
+        super().load_state_dict({"scale": self._state.scale, "_growth_tracker": self._state.growth_tracker, **factors})
+
+    def get_scale(self) -> float:
+        """As torch's: the scale of the next step."""
+        self._catch_up()
+        return super().get_scale()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's."""
+        self._catch_up()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; in a run that has taken steps with a GradScaler, the run's state counts instead."""
+        super().load_state_dict(state_dict)
+        if self.is_enabled():
+            self._begin_with(ScalerState(0, state_dict["scale"], int(state_dict["_growth_tracker"])))
+
+
+def unscale_gradients(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
+    """Divide the gradients, in place, by the scale that a GradScaler has left; returns whether they have overflowed.
+
+    Then they are left as they are. Without a GradScaler nothing happens.
+    """
+    found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+    if found_inf is not None and bool(found_inf.item()):
+        return True
+    scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    if scale is not None:  # not if the script has called `unscale_`
+        inverse = scale.double().reciprocal().float()
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        for gradient in gradients:
+            gradient.mul_(inverse.to(gradient.device, non_blocking=True))
+    return False

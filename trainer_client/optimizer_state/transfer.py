@@ -1,0 +1,153 @@
+"""Slots between a trainer and the pservers: fetched block by block, and pushed with a contribution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ps_protocol.frames import encode_header
+from ps_protocol.plan import SlicePlan
+from ps_protocol.routes import STATES_KEY
+from ps_protocol.slots import FRESH, MASTER, StepState, slot_key, write_states
+from ps_protocol.vocabulary import Block, Round
+
+from ..client import ParameterClient
+from ..pserver_client import PserverClient
+from ..pushing.buckets import ENTRY_HEADER_BYTES, MAX_HEADER_BYTES, MIN_LENT_BYTES, Payload
+from ..tensors import writable_bytes
+from .torch_state import ParameterSlots, Slots
+
+NOTHING = ParameterSlots(FRESH, {})
+
+
+async def pull_slots(
+    client: ParameterClient, round_: Round, needed: Callable[[str, StepState], Sequence[str]]
+) -> dict[str, ParameterSlots]:
+    """Return newly allocated slots of all stepped parameters, as of a round that this trainer has pulled.
+
+    Waits for pservers alone. `needed` says which slots of a parameter are wanted; one that no pserver has is zeros.
+    """
+    held = await client.ask_all(lambda pserver: pserver.describe_slots(round_))
+    found: dict[str, ParameterSlots] = {}
+    wanted: list[dict[str, memoryview]] = [{} for _ in held]
+    for name, blocks in client.plan.blocks_of.items():
+        if name in client.plan.means:
+            continue  # a buffer has no slots
+        # In asynchronous modes blocks may differ for a moment; a checkpoint that is cut anew goes by the first, too.
+        state = held[blocks[0].pserver].states.get(blocks[0].name, FRESH) if blocks else FRESH
+        names = needed(name, state)
+        if state == FRESH and not names:
+            continue
+        size = client.plan.parameter[name].num_elements
+        slots = {slot: torch.zeros(size, dtype=torch.float32, device="cpu") for slot in names}
+        found[name] = ParameterSlots(state, slots)
+        for block in blocks:
+            for slot, tensor in slots.items():
+                if slot in held[block.pserver].slots:
+                    data = writable_bytes(tensor[block.begin : block.end])
+                    wanted[block.pserver][slot_key(slot, block.name)] = data
+    portion_bytes = client.settings.chosen_bucket_bytes
+    await client.ask_all(lambda pserver: _fetch(pserver, round_, wanted[pserver.index], portion_bytes))
+    return found
+
+
+async def _fetch(pserver: PserverClient, round_: Round, wanted: Mapping[str, memoryview], portion_bytes: int) -> None:
+    portion: dict[str, memoryview] = {}
+    size = names = 0
+    for key, data in wanted.items():
+        if portion and (size + len(data) > portion_bytes or names + len(key) > MAX_HEADER_BYTES):
+            await pserver.get_slots(round_, portion)
+            portion, size, names = {}, 0, 0
+        portion[key] = data
+        size, names = size + len(data), names + len(key) + ENTRY_HEADER_BYTES
+    if portion:
+        await pserver.get_slots(round_, portion)
+
+
+@dataclass
+class SlotFrames:
+    """What goes to one pserver with a contribution."""
+
+    frames: list[Payload] = field(default_factory=list)
+    num_slots: int = 0  # and step states
+
+
+def make_slot_frames(
+    plan: SlicePlan, slots: Slots | None, masters: Mapping[str, Tensor], *, bucket_bytes: int
+) -> list[SlotFrames]:
+    """Return frames of about `bucket_bytes` for each pserver: slots and values of its blocks.
+
+    The slots are those of all blocks, none for parameters that are not in `slots`; without `slots` all blocks keep
+    theirs. `masters` are values by parameter, of shape (numel,), float32. The frames read these tensors, which must not
+    change as long as they are used.
+    """
+    return [_make_frames(_items(shard, slots, masters), bucket_bytes) for shard in plan.shards]
+
+
+def _make_frames(items: Iterable[tuple[str, memoryview | StepState]], bucket_bytes: int) -> SlotFrames:
+    result = SlotFrames()
+    draft = _Draft()
+    for key, value in items:
+        if draft.num_bytes and (
+            draft.num_bytes + _size(value) > bucket_bytes or draft.header_bytes + len(key) > MAX_HEADER_BYTES
+        ):
+            result.frames.append(draft.frame())
+            draft = _Draft()
+        draft.add(key, value)
+        result.num_slots += 1
+    if result.num_slots:
+        result.frames.append(draft.frame())
+    return result
+
+
+def _items(
+    shard: Sequence[Block], slots: Slots | None, masters: Mapping[str, Tensor]
+) -> Iterator[tuple[str, memoryview | StepState]]:
+    for block in shard:
+        tensors: dict[str, Tensor] = {}
+        if slots is not None:
+            state, loaded = slots.get(block.parameter, NOTHING)
+            yield block.name, state
+            tensors.update(loaded)
+        if block.parameter in masters:
+            tensors[MASTER] = masters[block.parameter]
+        for slot, tensor in tensors.items():
+            yield slot_key(slot, block.name), writable_bytes(tensor[block.begin : block.end])
+
+
+def _size(value: memoryview | StepState) -> int:
+    return len(value) if isinstance(value, memoryview) else ENTRY_HEADER_BYTES
+
+
+class _Draft:
+    """A frame that is being filled."""
+
+    def __init__(self) -> None:
+        self.num_bytes = self.header_bytes = 0
+        self._states: dict[str, StepState] = {}
+        self._tensors: dict[str, memoryview] = {}
+
+    def add(self, key: str, value: memoryview | StepState) -> None:
+        """A slot by its key, or a state by its block."""
+        self.num_bytes += _size(value)
+        self.header_bytes += len(key) + ENTRY_HEADER_BYTES
+        if isinstance(value, memoryview):
+            self._tensors[key] = value
+        else:
+            self._states[key] = value
+
+    def frame(self) -> Payload:
+        """Its parts; small tensors that stand together are one."""
+        entries = [(key, "F32", (len(data) // torch.float32.itemsize,)) for key, data in self._tensors.items()]
+        parts: list[memoryview] = []
+        small = bytearray(encode_header(entries, {STATES_KEY: write_states(self._states)}))
+        for data in self._tensors.values():
+            if len(data) < MIN_LENT_BYTES:
+                small += data
+                continue
+            parts += [memoryview(small), data]
+            small = bytearray()
+        return tuple(part for part in (*parts, memoryview(small)) if len(part))
