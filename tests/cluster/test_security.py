@@ -19,8 +19,7 @@ import httpx
 import pytest
 import torch
 
-from gradpost.doctor import check_cluster
-from gradpost.finding import Finding
+from gradpost.doctor import Finding, check_cluster
 from gradpost.tokens import create_tokens
 from ps_config.certificates import TlsFiles, client_context
 from ps_config.environment import SettingsError
