@@ -37,8 +37,10 @@ def renew(text: str) -> str:
 
 def _rows(model: type[BaseSettings]) -> Iterator[list[str]]:
     """What the model itself has; what it inherits stands in another table."""
+    classes = [cls for cls in (model, *model.__bases__) if cls is model or not issubclass(cls, BaseSettings)]
+    declared = {name for cls in classes for name in inspect.get_annotations(cls)}
     for name, field in model.model_fields.items():
-        if name in inspect.get_annotations(model):
+        if name in declared:
             yield [code([name]), code([_variable(name, field)]), _default(field.default), _meaning(field)]
 
 
