@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .amp.grad_scaler import GradScaler
     from .client import ParameterClient
+    from .grad_scaler import GradScaler
     from .remote_optimizer import RemoteOptimizer
     from .session import Session, connect
 
@@ -15,7 +15,7 @@ __all__ = ["GradScaler", "ParameterClient", "RemoteOptimizer", "Session", "conne
 
 # Imported when they are first asked for: `trainer_client.testing` starts clusters, and needs no torch for it.
 _HOMES = {
-    "GradScaler": ".amp.grad_scaler",
+    "GradScaler": ".grad_scaler",
     "ParameterClient": ".client",
     "RemoteOptimizer": ".remote_optimizer",
     "Session": ".session",

@@ -39,15 +39,14 @@ from ps_protocol.vocabulary import (
     Round,
 )
 
-from .agreement import NormAgreement, finish_rounds
+from .destinations import Differences
 from .membership import Membership
 from .metrics import MetricsServer, TrainerMetrics
-from .outcomes import Outcomes
 from .pserver_client import PserverClient, Pulled
 from .pserver_connection import PserverConnection
-from .pulling.differences import Differences
 from .pushing.buckets import Bucket, Payload, make_buckets
 from .pushing.encoding import ErrorFeedback
+from .round_results import NormAgreement, Outcomes, finish_rounds
 from .settings import TrainerSettings, read_settings
 from .tensors import TORCH_DTYPES, writable_bytes
 from .transport.exchange import Exchange

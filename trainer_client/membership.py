@@ -7,10 +7,13 @@ import contextlib
 import copy
 import secrets
 import ssl
+import sys
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import httpx
+import structlog
+from structlog.typing import FilteringBoundLogger, Processor
 
 from ps_config.certificates import hint_at_tls
 from ps_config.versions import installed_versions
@@ -29,6 +32,7 @@ from ps_protocol.messages import (
     TrainerJoined,
     heartbeat_period,
 )
+from ps_protocol.printable import escape_event
 from ps_protocol.retry import Patience, RetryPolicy, choose_pause, request_with_retry
 from ps_protocol.routes import (
     DECLARE_MODEL,
@@ -42,8 +46,7 @@ from ps_protocol.routes import (
 from ps_protocol.vocabulary import PROTOCOL_VERSION, PserverIndex, Round
 
 from .answers import GatewayPage, raise_for_problem
-from .links import LinkMeter
-from .logs import make_log
+from .metrics import LinkMeter
 from .news import News
 from .settings import TrainerSettings
 
@@ -297,3 +300,22 @@ def _is_certificate_refused(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
         error = error.__cause__ or error.__context__
     return error is not None
+
+
+def make_log(**context: object) -> FilteringBoundLogger:
+    """A logger bound to `context` (run, trainer, …) that does not touch structlog's global configuration."""
+    is_terminal = sys.stderr.isatty()
+    rendering: list[Processor] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    if is_terminal:
+        rendering = [escape_event, structlog.dev.ConsoleRenderer()]
+    log: FilteringBoundLogger = structlog.wrap_logger(
+        structlog.PrintLogger(sys.stderr),
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *rendering,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger("info"),
+        context_class=dict,
+    )
+    return log.bind(role="trainer", **context)

@@ -21,12 +21,11 @@ from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Round
 
 from .client import ParameterClient
+from .destinations import Arrivals, Differences
 from .io_thread import IoThread
-from .pulling.arrivals import Arrivals
-from .pulling.differences import Differences
+from .optimizer_state.transfer import SlotFrames
 from .pushing.buckets import Bucket, make_buckets
 from .pushing.outgoing import Outgoing, note_task, nothing_to_wait_for
-from .slots.slot_transfer import SlotFrames
 from .tensors import writable_bytes
 
 

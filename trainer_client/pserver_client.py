@@ -20,8 +20,8 @@ from ps_protocol.slots import StepState, read_states
 from ps_protocol.vocabulary import Rank, Round
 
 from .answers import may_be_problem, raise_for_problem
+from .destinations import Differences
 from .pserver_connection import PserverConnection
-from .pulling.differences import Differences
 from .pushing.buckets import Payload
 from .transport.frame_sink import NO_DIFFERENCES, FrameSink
 

@@ -28,8 +28,7 @@ from ps_protocol.retry import Patience, RetryPolicy, choose_backoff, choose_paus
 from ps_protocol.vocabulary import Incarnation
 
 from .answers import GatewayPage
-from .links import LinkMeter
-from .metrics import TrainerMetrics
+from .metrics import LinkMeter, TrainerMetrics
 from .news import News
 from .transport.exchange import Exchange
 

@@ -17,28 +17,34 @@ from ps_protocol.messages import RunSummary
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import ParameterSpec, Round
 
-from .amp.unscaling import unscale_gradients
 from .buffer_averages import BufferAverages
 from .collectives import choose_device
 from .device_copies import check_devices
+from .grad_scaler import unscale_gradients
 from .host.follower import FollowerSteps
 from .host.leader import LeaderSteps
-from .host.model import describe_model
 from .local_steps import LocalSteps, check_outer
-from .model_tensors import find_aliases, frozen_parameters, name_parameters, stored_tensors
-from .optimizer_spec import describe_local_optimizer, describe_optimizer, read_hyper_parameters
+from .model_tensors import describe_model, find_aliases, frozen_parameters, name_parameters, stored_tensors
+from .optimizer_state.remote import RemoteSlots
+from .overlap import ForwardWaits, Overlap
 from .parameter_watch import Digests, ModelPlaces, ParameterWatch, check_model, digest_values, find_rewritten
-from .pulling.forward_waits import ForwardWaits
-from .pushing.flattening import Flattening
-from .pushing.overlap import Overlap
 from .resumable_batches import Position, ResumableBatches
 from .ring.group import Group
 from .ring.steps import RingSteps
 from .session import Session, connect, open_session
-from .slots.remote_slots import RemoteSlots
 from .steps import Steps
-from .tensors import wire_dtype
-from .wrapped_optimizer import InitializedState, RemoteState, refuse_changes, refuse_entries, refuse_group, share_hooks
+from .tensors import Flattening, wire_dtype
+from .wrapped_optimizer import (
+    InitializedState,
+    RemoteState,
+    describe_local_optimizer,
+    describe_optimizer,
+    read_hyper_parameters,
+    refuse_changes,
+    refuse_entries,
+    refuse_group,
+    share_hooks,
+)
 
 
 class RemoteOptimizer(Optimizer):

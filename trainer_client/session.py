@@ -14,7 +14,7 @@ from ps_protocol.vocabulary import Mode, Rank, Round, Strategy
 
 from .client import ParameterClient
 from .host.host import Host
-from .host.place import HostPlace, find_place
+from .host.rendezvous import HostPlace, find_place
 from .io_thread import IoThread
 from .script_end import outcome_of, watch_end
 from .settings import read_settings

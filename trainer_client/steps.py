@@ -22,14 +22,14 @@ from ps_protocol.slots import StepState
 from ps_protocol.vocabulary import Round
 
 from .buffer_averages import BufferAverages
+from .destinations import Landing, copy_landed, landing_of
 from .device_copies import GradientCopies, ParameterCopies, is_away
 from .local_steps import LocalSteps
+from .optimizer_state.loading import Loading
+from .optimizer_state.torch_state import Slots
+from .optimizer_state.transfer import pull_slots
 from .pipeline import Pipeline
-from .pulling.landing import Landing, copy_landed, landing_of
 from .session import Session
-from .slots.loading import Loading
-from .slots.slot_state import Slots
-from .slots.slot_transfer import pull_slots
 from .tensors import writable_bytes
 
 

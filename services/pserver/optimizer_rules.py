@@ -38,7 +38,7 @@ PIECE = 1 << 18  # elements: 1 MiB of float32
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """Parallel lists of 1-D float32 views: what one call steps. All have the same `state`."""
+    """Parallel lists of 1-D float32 views that one call steps. All have the same `state`."""
 
     values: list[Tensor]
     gradients: list[Tensor]  # not written
@@ -46,17 +46,17 @@ class Operands:
     state: StepState
 
     def scalars(self, value: float) -> list[Tensor]:
-        """A 0-dimensional float32 tensor for each view, as torch wants the numbers that it counts itself."""
+        """Return a 0-dimensional float32 tensor for each view, the form of torch's own step counts."""
         return list(torch.full((len(self.values),), value, dtype=torch.float32).unbind())
 
     def stepped(self) -> StepState:
-        """The state after one more step."""
+        """Return the state after one more step."""
         return self.state._replace(steps=self.state.steps + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """How one optimizer steps; which slots that needs is in `ps_protocol.slots`."""
+    """The step function of one optimizer; `ps_protocol.slots` has the slots that it needs."""
 
     step: Callable[[Operands, Options], StepState]  # writes values and slots, returns the new state
     max_elements: int | None = PIECE  # of one view; None if one call may step any number

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from ps_protocol.errors import BadModel
 from ps_protocol.frames import parse_frame
-from trainer_client import RemoteOptimizer, Session, steps
+from trainer_client import RemoteOptimizer, Session, destinations, steps
 from trainer_client.device_copies import GradientCopies, ParameterCopies
-from trainer_client.pulling import landing
 from trainer_client.pushing.buckets import Payload
 from trainer_client.testing import LocalCluster
 
@@ -36,7 +35,6 @@ from .training import (
 )
 
 pytestmark = [pytest.mark.cluster, pytest.mark.overlap]
-
 BOTH = {"overlap": True, "overlap_pulls": True}
 
 
@@ -63,7 +61,7 @@ def test_fewer_bytes_are_the_same_ones(pair: LocalCluster, wire: dict[str, str],
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """All parameters are treated as if they were in a device's own memory; returns how many copies were made."""
+    """Treat all parameters as if they were in a device's own memory; return how many copies were made."""
     counts = {"out": 0, "in": 0}
     begin, copy = GradientCopies.begin, ParameterCopies.copy
 
@@ -78,8 +76,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(GradientCopies, "begin", begin_and_count)
     monkeypatch.setattr(ParameterCopies, "copy", copy_and_count)
     monkeypatch.setattr(steps, "is_away", lambda _: True)
-    monkeypatch.setattr(landing, "is_away", lambda _: True)
-    monkeypatch.setattr(landing, "lands_directly", lambda _: False)
+    monkeypatch.setattr(destinations, "is_away", lambda _: True)
+    monkeypatch.setattr(destinations, "lands_directly", lambda _: False)
     return counts
 
 
@@ -93,7 +91,6 @@ def test_copies_from_and_to_a_device_change_no_bit(
     assert counts["in"] > 0
 
 
-@pytest.mark.extended
 def test_delayed_steps_have_copies_of_their_own(shared_cluster: StartCluster, counts: dict[str, int]) -> None:
     def train(session: Session) -> list[float]:
         weight, optimizer = wrap_weight(session, 40_000)
@@ -281,7 +278,7 @@ def test_a_model_goes_on_when_the_session_is_closed(session: Session) -> None:
 
 # The gradients do not depend on the parameters, which with `max_delay` are of one round or of another.
 def push_given_gradients(session: Session, **arguments: Any) -> dict[str, Tensor]:
-    """Their gradients do not depend on the parameters, which with `max_delay` are of one round or of another."""
+    """Push gradients that do not depend on the parameters, which with `max_delay` are of one round or of another."""
     model = Net()
     optimizer = RemoteOptimizer(NET_OPTIMIZERS["AdamW"](model.parameters()), model=model, session=session, **arguments)
     generator = torch.Generator().manual_seed(session.rank)

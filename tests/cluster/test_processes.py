@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from trainer_client.testing import Child
-from trainer_client.testing.environment import find_our_packages
 from trainer_client.testing.guardian import Guardian
+from trainer_client.testing.local_cluster import find_our_packages
 
 from .up_support import wait_until
 
@@ -36,7 +36,7 @@ def start(script: str, lines: Lines, guardian: Guardian | None = None) -> Child:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether the process has ended, reaped or not."""
+    """Return whether the process has ended, reaped or not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:

@@ -13,7 +13,7 @@ from ..buffer_averages import BufferAverages
 from ..collectives import choose_device
 from ..flat_buckets import FlatBucket, FlatGradients, cut_buckets
 from ..local_steps import LocalSteps
-from ..outcomes import Outcomes
+from ..round_results import Outcomes
 from ..session import Session
 from .host import Host
 from .values import Values

@@ -23,9 +23,8 @@ from ps_protocol.messages import TrainerJoined, heartbeat_period
 from ..client import ParameterClient
 from ..collectives import Collectives, make_group, run_aside
 from ..io_thread import IoThread
-from .meeting import START_SECONDS, Meeting
 from .peer import MAX_LINE_BYTES, Line, Peer, encode
-from .place import HostPlace
+from .rendezvous import START_SECONDS, HostPlace, Meeting
 
 T = TypeVar("T")
 

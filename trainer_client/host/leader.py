@@ -18,11 +18,11 @@ from ps_protocol.vocabulary import Round
 from ..buffer_averages import BufferAverages
 from ..collectives import choose_device
 from ..flat_buckets import FlatBucket, FlatGradients, cut_buckets
+from ..model_tensors import check_alike
 from ..ring.steps import RingSteps
 from ..session import Session
 from ..steps import Steps
 from .host import Host
-from .model import check_alike
 from .values import Values
 
 

@@ -21,7 +21,7 @@ from ps_protocol.vocabulary import PserverIndex, Round
 
 from ..client import ParameterClient, completion
 from ..io_thread import IoThread
-from ..slots.slot_transfer import SlotFrames
+from ..optimizer_state.transfer import SlotFrames
 from .buckets import Bucket, Payload
 
 END_SECONDS = 5.0  # for requests that are given up; they end at once

@@ -6,11 +6,13 @@ import os
 import select
 import signal
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +22,6 @@ from ps_protocol.messages import ClusterStatus, PserverState, RunSummary
 from ps_protocol.vocabulary import Rank
 
 from ..inspection import ClusterView
-from .environment import find_our_packages, use_this_python
 from .guardian import Guardian
 from .processes import Child, OnLine
 
@@ -258,3 +259,24 @@ def _read_address(fd: int, give_up: Callable[[], bool]) -> str:
         if ready:
             return os.read(fd, 1000).decode().strip()
     return ""
+
+
+_ROOT = str(Path(__file__).parents[2])  # the folder that holds our packages
+
+
+def use_this_python(environ: Mapping[str, str]) -> dict[str, str]:
+    """A copy in which `python` is the one that runs this process."""
+    folder = os.path.dirname(sys.executable)
+    return {**environ, "PATH": folder + os.pathsep + environ.get("PATH", os.defpath)}
+
+
+def find_our_packages(environ: Mapping[str, str], *, first: bool) -> dict[str, str]:
+    """A copy in which Python finds our packages, also from a checkout that is not installed.
+
+    A service looks there `first`: nothing on the user's PYTHONPATH may shadow `services`. A script looks there last.
+    """
+    given = environ.get("PYTHONPATH")
+    if not given and _ROOT in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        return {**environ}
+    parts = [part for part in ([_ROOT, given] if first else [given, _ROOT]) if part]
+    return {**environ, "PYTHONPATH": os.pathsep.join(parts)}

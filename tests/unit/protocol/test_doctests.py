@@ -24,10 +24,10 @@ MODULES = [
     "gradpost.output",
     "gradpost.plan",
     "benchmarks.wire.strategies",
-    "trainer_client.amp.grad_scaler",
+    "trainer_client.grad_scaler",
     "trainer_client.flat_buckets",
-    "trainer_client.host.place",
-    "trainer_client.outcomes",
+    "trainer_client.host.rendezvous",
+    "trainer_client.round_results",
 ]
 
 

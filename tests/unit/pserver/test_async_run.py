@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import FutureRound, RoundPending, RoundTimeout, StaleRound, StaleRun, TrainerLost
-from services.pserver import async_run, reading
+from services.pserver import async_run, block_queue
 
 from ...raising import raises_code
 from .oracle import make_options
@@ -248,7 +248,7 @@ async def test_gradients_of_old_parameters_are_refused() -> None:
             await pserver.push(0, 3, ones(), computed_on=0)
         with pytest.raises(FutureRound):
             await pserver.push(0, 3, ones(), computed_on=3)
-        with pytest.raises(StaleRound, match="got no parameters after its step 2"):
+        with pytest.raises(StaleRound, match="pulled no parameters after its step 2"):
             await pserver.push(0, 3, ones(), computed_on=2)
         await pserver.get(0, 2)
         await pserver.push(0, 3, ones(), computed_on=2)
@@ -286,12 +286,9 @@ async def read_in_the_middle(pserver: Bench) -> dict[str, float]:
     return {name: round((start[name] - block)[0].item()) for name, block in decode(await get)[0].items()}
 
 
-async def test_without_shard_consistency_a_get_may_see_half_a_contribution() -> None:
+async def test_a_get_sees_half_a_contribution_unless_reads_are_consistent_in_the_shard() -> None:
     async with asynchronous(3) as pserver:
         assert await read_in_the_middle(pserver) == {NAMES[0]: 2, NAMES[1]: 1, NAMES[2]: 1, NAMES[3]: 1}
-
-
-async def test_with_shard_consistency_it_sees_all_of_it_or_nothing() -> None:
     async with asynchronous(3, read_consistency="shard") as pserver:
         assert await read_in_the_middle(pserver) == dict.fromkeys(NAMES, 2)
 
@@ -319,7 +316,7 @@ async def test_a_get_behind_an_update_that_fails_is_told_so() -> None:
 async def test_a_block_that_could_not_be_read_fails_the_get_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     async with asynchronous(read_consistency="shard") as pserver:
         with monkeypatch.context() as patch:
-            patch.setattr(reading._Snapshot, "_copy", lambda *_: 1 / 0)
+            patch.setattr(block_queue.Snapshot, "_copy", lambda *_: 1 / 0)
             with raises_code("apply_failed", match="could not be read: division by zero"):
                 await asyncio.wait_for(pserver.get(1, 0), 5)
         await pserver.push(0, 1, ones())
@@ -338,7 +335,7 @@ async def test_gets_that_fail_at_one_block_do_not_fill_the_queue_of_another(monk
         monkeypatch.setattr(queue, "_apply", apply_late)
         await pserver.push(0, 1, ones())
         with monkeypatch.context() as patch:
-            patch.setattr(reading._Snapshot, "_copy", lambda *_: 1 / 0)
+            patch.setattr(block_queue.Snapshot, "_copy", lambda *_: 1 / 0)
             for _ in range(4):
                 with raises_code("apply_failed", match="could not be read: division by zero"):
                     await asyncio.wait_for(pserver.get(1, 0), 5)
@@ -387,6 +384,15 @@ async def test_staleness_is_measured_and_divides_the_rate() -> None:
         assert pserver.metric("gradpost_staleness_count") == 3 * len(NAMES)
 
 
+@pytest.mark.parametrize("read_consistency", ["block", "shard"])
+async def test_delay_compensation_is_the_papers_formula(read_consistency: Any) -> None:
+    async with asynchronous(compensation="dc", dc_lambda=0.5, read_consistency=read_consistency) as pserver:
+        await pserver.push(0, 1, ones(2.0))
+        assert stepped(await pserver.get(0, 1), by=2)  # nothing had changed since its pull
+        await pserver.push(1, 1, ones(3.0))  # w - w_pulled = -2 by now
+        assert stepped(await pserver.get(1, 1), by=2 + (3 + 0.5 * 3 * 3 * -2))
+
+
 @pytest.mark.parametrize("read_consistency", ["none", "block", "shard"])
 async def test_staleness_counts_from_the_pull_that_a_gradient_was_computed_on(read_consistency: Any) -> None:
     async with asynchronous(compensation="divide", read_consistency=read_consistency) as pserver:
@@ -400,15 +406,6 @@ async def test_staleness_counts_from_the_pull_that_a_gradient_was_computed_on(re
         await pserver.push(0, 2, ones())  # one step of trainer 1 has come between, not three
         assert stepped(await pserver.get(0, 2), by=5)
         assert pserver.metric("gradpost_staleness_sum") == (0 + 1 + 0 + 0 + 1) * len(NAMES)
-
-
-@pytest.mark.parametrize("read_consistency", ["block", "shard"])
-async def test_delay_compensation_is_the_papers_formula(read_consistency: Any) -> None:
-    async with asynchronous(compensation="dc", dc_lambda=0.5, read_consistency=read_consistency) as pserver:
-        await pserver.push(0, 1, ones(2.0))
-        assert stepped(await pserver.get(0, 1), by=2)  # nothing had changed since its pull
-        await pserver.push(1, 1, ones(3.0))  # w - w_pulled = -2 by now
-        assert stepped(await pserver.get(1, 1), by=2 + (3 + 0.5 * 3 * 3 * -2))
 
 
 async def test_a_step_is_the_trainers_own() -> None:

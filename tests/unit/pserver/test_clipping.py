@@ -20,8 +20,7 @@ from ps_protocol.routes import NORM_HEADER
 
 from ...raising import raises_code
 from .oracle import TorchOracle, assert_same_bits, average
-from .refusals import keep_busy, unchanged
-from .support import GROUPS, PARAMETERS, Bench, bench, decode, gradients_of, initial_values
+from .support import GROUPS, PARAMETERS, Bench, bench, decode, gradients_of, initial_values, keep_busy, unchanged
 
 pytestmark = pytest.mark.clip
 

@@ -244,7 +244,5 @@ async def interleave(num_trainers: int, scripts: list[list[int]]) -> None:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(num_trainers=st.integers(1, 3), scripts=st.lists(SCRIPTS, min_size=4, max_size=4))
-async def test_any_interleaving_gives_what_one_process_of_torch_gives(
-    num_trainers: int, scripts: list[list[int]]
-) -> None:
+async def test_any_interleaving_gives_what_one_process_of_torch_gives(num_trainers, scripts):
     await interleave(num_trainers, scripts)

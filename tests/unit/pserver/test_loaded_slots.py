@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +18,7 @@ from services.pserver.durable.update_log import Update
 from services.pserver.shard import Shard
 
 from .oracle import Options, TorchOracle, assert_same_bits, make_options
-from .refusals import refused, unchanged
-from .support import PARAMETERS, Bench, bench, decode, encode, gradients_of, initial_values
+from .support import PARAMETERS, Bench, bench, decode, encode, gradients_of, initial_values, refused, unchanged
 from .test_async_run import until
 
 BUFFERS = {f"{p.name}.block0": torch.arange(p.num_elements, dtype=torch.float32) + 0.5 for p in PARAMETERS}
@@ -303,9 +301,7 @@ async def assert_same(b: Bench, oracle: Oracle, rank: int, step: int) -> None:
 
 @pytest.mark.parametrize(("durability", "interval"), [("log", 0), ("log", 3), ("none", 0)])
 @pytest.mark.parametrize("name", ["Adam", "NAdam"])
-async def test_every_count_begins_with_what_was_loaded(
-    tmp_path: Path, name: str, durability: str, interval: int
-) -> None:
+async def test_every_count_begins_with_what_was_loaded(tmp_path, name, durability, interval):
     groups = [make_options(name)]
     oracle, state = Oracle(name, groups), saved_state(name, groups)
     settings: dict[str, Any] = {
@@ -340,9 +336,7 @@ async def test_every_count_begins_with_what_was_loaded(
         assert {state.steps for state in states.values()} == {9}  # its own, not those of the newest step
 
 
-async def test_a_log_of_an_earlier_version_is_replayed_as_it_was_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_log_of_an_earlier_version_is_replayed_as_it_was_counted(tmp_path, monkeypatch):
     groups = [make_options("Adam")]
     oracle = Oracle("Adam", groups)
     settings: dict[str, Any] = {

@@ -18,8 +18,7 @@ from services.pserver.durable.update_log import Update
 from services.pserver.history import History
 from services.pserver.pulls import divide_rates
 
-from .refusals import unchanged
-from .support import Bench, bench, encode
+from .support import Bench, bench, encode, unchanged
 
 pytestmark = pytest.mark.amp
 

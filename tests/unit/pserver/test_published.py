@@ -23,7 +23,7 @@ from services.pserver.inspection import read_blocks
 from services.pserver.reply import LARGE_BYTES, VersionedBlocks
 from services.pserver.shard import Shard
 from services.pserver.shard_state import ShardState, reslice
-from trainer_client.pulling.differences import Differences
+from trainer_client.destinations import Differences
 from trainer_client.tensors import TORCH_DTYPES, writable_bytes
 from trainer_client.transport.frame_sink import FrameSink
 

@@ -24,7 +24,7 @@ from services.pserver import reply as reply_module
 from services.pserver.bodies import Body, BufferPool
 from services.pserver.contribution import Contribution
 from services.pserver.layout import ShardLayout
-from services.pserver.limits import Copies, InFlight, WaitingGets
+from services.pserver.limits import Copies, InFlight, WaitingPulls
 from services.pserver.pushes import read_blocks
 from services.pserver.reply import Reply
 from services.pserver.tensors import Part, QuantisedPart, SparsePart, StagedBlock, check_blocks
@@ -164,7 +164,7 @@ def test_each_trainer_has_a_share_and_one_body_always_fits() -> None:
 
 
 async def test_newer_gets_end_the_oldest() -> None:
-    waiting = WaitingGets(max_each=2)
+    waiting = WaitingPulls(max_each=2)
     order: list[str] = []
 
     async def get(name: str, rank: int = 0) -> str:
@@ -185,7 +185,7 @@ async def test_newer_gets_end_the_oldest() -> None:
     for task in gets:
         task.cancel()
     await asyncio.gather(*gets, return_exceptions=True)
-    assert repr(waiting) == "<WaitingGets [{}]>"
+    assert repr(waiting) == "<WaitingPulls [{}]>"
 
 
 async def test_as_many_at_once_as_fit() -> None:
@@ -272,9 +272,7 @@ async def test_readers_have_a_grace_period_and_are_then_ended(monkeypatch: pytes
     assert [type(each) for each in ended] == [type(None), StaleRound, StaleRound]
 
 
-async def test_a_reply_is_revoked_when_its_last_reader_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_reply_is_revoked_when_its_last_reader_has_ended(monkeypatch):
     monkeypatch.setattr(reply_module, "GRACE_SECONDS", 0.01)
     reply, lets_go = make_reply(), asyncio.Event()
 

@@ -112,7 +112,7 @@ def test_a_change_to_no_members_applies_nothing_and_lets_the_running_apply_end()
     assert apply.ranks == (1,)
     assert rounds.install_members(Membership({})) is None
     assert rounds.applying is apply
-    assert repr(rounds) == "<Round 1 [applying | waiting for: nobody]>"
+    assert repr(rounds) == "<Round 1 [applying | waiting for: no trainer]>"
     rounds.finish_apply()
     assert rounds.applied == 1
 
@@ -131,7 +131,7 @@ def measured(rounds: Rounds[str]) -> Apply[str]:
 def test_a_round_that_is_clipped_is_applied_when_its_norm_is_known():
     rounds: Rounds[str] = Rounds({0: 1, 1: 1}, clips=True)
     apply = measured(rounds)
-    assert repr(rounds) == "<Round 1 [measuring | waiting for: nobody]>"
+    assert repr(rounds) == "<Round 1 [measuring | waiting for: no trainer]>"
     assert rounds.count_batch_barrier(0, 1, 1) is None
     assert rounds.accept_norm() is apply
     assert (rounds.measuring, rounds.applying) == (None, apply)

@@ -21,17 +21,20 @@ from services.runtime.metrics import ServiceMetrics
 
 from ...raising import raises_code
 from .oracle import TorchOracle, assert_same_bits, average, make_options
-from .refusals import begin_push, keep_busy, refused, unchanged
 from .support import (
     GROUPS,
     PARAMETERS,
     Bench,
     Upload,
+    begin_push,
     bench,
     decode,
     encode,
     gradients_of,
     initial_values,
+    keep_busy,
+    refused,
+    unchanged,
 )
 
 JSON = {"content-type": "application/json"}

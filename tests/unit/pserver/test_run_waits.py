@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -11,12 +10,15 @@ from ps_protocol.errors import Conflict, NotReady, RoundPending, RoundTimeout, S
 from ps_protocol.membership import Membership
 
 from ...raising import raises_code
-from .refusals import Refusal, keep_busy, unchanged
 from .support import (
+    Refusal,
     bench,
     decode,
     encode,
+    failing,
     initial_values,
+    keep_busy,
+    unchanged,
 )
 
 
@@ -206,11 +208,7 @@ async def test_a_cancelled_waiter_leaves_the_condition_to_the_others():
 
 async def test_an_apply_that_fails_ends_every_wait():
     async with bench() as b:
-
-        def fail(*_: Any) -> None:
-            raise RuntimeError("out of memory")
-
-        b.run.shard.apply = fail
+        b.run.shard.apply = failing(RuntimeError("out of memory"))
         await b.push(0, 1)
         await b.push(1, 1)
         get = asyncio.create_task(b.get(0, 1, with_barrier=True))

@@ -9,8 +9,8 @@ import pytest
 
 from ps_protocol.errors import Conflict, NormChanged
 from ps_protocol.norms import AgreedNorm, ShardNorm
-from trainer_client import agreement
-from trainer_client.agreement import NormAgreement, finish_rounds
+from trainer_client import round_results
+from trainer_client.round_results import NormAgreement, finish_rounds
 
 from ...raising import raises_code
 
@@ -89,11 +89,11 @@ async def test_a_gradient_that_changed_after_its_norm_was_read_is_asked_for_agai
 
 
 async def test_pservers_that_never_agree_are_asked_a_limited_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(round_results, "PAUSE_SECONDS", 0.0)
     pservers = Pservers([*norms("a", 1.0), *norms("b", 1.0)])
     with pytest.raises(NormChanged, match="do not agree on whose gradients"):
         await NormAgreement(pservers.ask).bring(0, lambda norm: pservers.get(0, norm))
-    assert pservers.num_asked == agreement.MAX_ASKED
+    assert pservers.num_asked == round_results.MAX_ASKED
 
 
 async def test_an_error_of_the_run_ends_the_agreement() -> None:

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ps_protocol.optimizers import HyperParameters
-from trainer_client.amp.grad_scaler import GradScaler, ScalerState
-from trainer_client.amp.unscaling import unscale_gradients
-from trainer_client.outcomes import Outcomes
+from trainer_client.grad_scaler import GradScaler, ScalerState, unscale_gradients
+from trainer_client.round_results import Outcomes
 
 pytestmark = pytest.mark.amp
 

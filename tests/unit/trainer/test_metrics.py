@@ -14,10 +14,10 @@ from prometheus_client import CollectorRegistry, Counter
 
 from ps_config.certificates import CertificateError, TlsFiles, client_context
 from ps_protocol.errors import Unreachable
-from trainer_client import ParameterClient, links
-from trainer_client.links import LinkMeter, TrafficMeter
-from trainer_client.logs import make_log
-from trainer_client.metrics import MetricsServer
+from trainer_client import ParameterClient
+from trainer_client import metrics as trainer_metrics
+from trainer_client.membership import make_log
+from trainer_client.metrics import LinkMeter, MetricsServer, TrafficMeter
 
 from ..protocol.test_certificates import Authority
 
@@ -74,7 +74,7 @@ async def test_a_trainer_that_cannot_join_frees_its_metrics_port() -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A list whose only element is the time."""
     now = [100.0]
-    monkeypatch.setattr(links, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(trainer_metrics, "perf_counter", lambda: now[0])
     return now
 
 

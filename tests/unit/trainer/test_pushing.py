@@ -22,8 +22,8 @@ from ps_protocol.wire_types import WireTypes
 from trainer_client.io_thread import IoThread
 from trainer_client.pushing.buckets import Payload, make_buckets
 from trainer_client.pushing.encoding import ErrorFeedback
-from trainer_client.pushing.flattening import Flattening
 from trainer_client.pushing.outgoing import Outgoing, nothing_to_wait_for
+from trainer_client.tensors import Flattening
 
 
 def plan_of(sizes: dict[str, int], num_pservers: int = 1, **options: object) -> SlicePlan:

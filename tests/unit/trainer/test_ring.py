@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainer_client.flat_buckets import PIECE, FlatBucket, cut_buckets
-from trainer_client.ring.rendezvous import address_towards, join_store, open_store
+from trainer_client.ring.group import address_towards, join_store, open_store
 from trainer_client.ring.tally import Tally, TallyVector
 
 pytestmark = pytest.mark.ring

@@ -16,10 +16,10 @@ from ps_protocol.plan import make_plan
 from ps_protocol.routes import STATES_KEY
 from ps_protocol.slots import FRESH, StepState, read_states, split_key
 from ps_protocol.vocabulary import ParameterSpec
-from trainer_client.optimizer_spec import describe_optimizer
-from trainer_client.slots.loading import Loading
-from trainer_client.slots.slot_state import ParameterSlots, read_state, write_state
-from trainer_client.slots.slot_transfer import make_slot_frames
+from trainer_client.optimizer_state.loading import Loading
+from trainer_client.optimizer_state.torch_state import ParameterSlots, read_state, write_state
+from trainer_client.optimizer_state.transfer import make_slot_frames
+from trainer_client.wrapped_optimizer import describe_optimizer
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9}, "Adam": {"amsgrad": True}, "Adagrad": {"initial_accumulator_value": 0.5},

@@ -15,7 +15,8 @@ from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Round
 
 if TYPE_CHECKING:
-    from ..remote_optimizer import RemoteOptimizer
+    from .remote_optimizer import RemoteOptimizer
+from collections.abc import Iterable
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,3 +198,20 @@ class GradScaler(torch.amp.GradScaler):
         super().load_state_dict(state_dict)
         if self.is_enabled():
             self._begin_with(ScalerState(0, state_dict["scale"], int(state_dict["_growth_tracker"])))
+
+
+def unscale_gradients(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
+    """Divide the gradients, in place, by the scale that a GradScaler has left; returns whether they have overflowed.
+
+    Then they are left as they are. Without a GradScaler nothing happens.
+    """
+    found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+    if found_inf is not None and bool(found_inf.item()):
+        return True
+    scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    if scale is not None:  # not if the script has called `unscale_`
+        inverse = scale.double().reciprocal().float()
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        for gradient in gradients:
+            gradient.mul_(inverse.to(gradient.device, non_blocking=True))
+    return False

@@ -1,17 +1,37 @@
-"""What a trainer does for clipping: it asks every pserver for its part of a round's norm, and brings back the whole."""
+"""What a trainer knows of the newest rounds: which were skipped, and the lowest rank's GradScaler."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ps_protocol.errors import NormChanged
 from ps_protocol.norms import AgreedNorm, ShardNorm, agree
+from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Round
 
 from .pserver_client import PserverClient
+
+
+class Outcomes(NamedTuple):
+    """The outcomes of the newest rounds. A later value replaces it, so that threads share it without a lock."""
+
+    skipped: Collection[Round] = ()
+    scaler: HyperParameters | None = None  # that the lowest rank pushed in the newest round, for a trainer that joins
+
+    def followed_by(
+        self, skipped: Collection[Round], scaler: HyperParameters | None, *, newest: Round, keep: int
+    ) -> Outcomes:
+        """Return the outcomes of the `keep` newest rounds, with those that came with version `newest`.
+
+        >>> Outcomes(skipped=(4, 5)).followed_by([6], None, newest=6, keep=2)
+        Outcomes(skipped=(5, 6), scaler=None)
+        """
+        known = sorted({*self.skipped, *skipped})
+        return Outcomes(tuple(round_ for round_ in known if round_ > newest - keep), scaler)
+
 
 T = TypeVar("T")
 

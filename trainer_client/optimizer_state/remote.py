@@ -12,7 +12,7 @@ from ps_protocol.optimizers import OptimizerSpec
 from ps_protocol.slots import StepState
 
 from ..steps import Steps
-from .slot_state import Slots, needed_slots, read_state, write_state
+from .torch_state import Slots, needed_slots, read_state, write_state
 
 
 class RemoteSlots:

@@ -18,7 +18,7 @@ from ..client import ParameterClient
 from ..pserver_client import PserverClient
 from ..pushing.buckets import ENTRY_HEADER_BYTES, MAX_HEADER_BYTES, MIN_LENT_BYTES, Payload
 from ..tensors import writable_bytes
-from .slot_state import ParameterSlots, Slots
+from .torch_state import ParameterSlots, Slots
 
 NOTHING = ParameterSlots(FRESH, {})
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ps_protocol.errors import BadModel
+from ps_protocol.errors import BadInput, BadModel
 from ps_protocol.plan import SlicePlan
+from ps_protocol.quantisation import PIECE, add_delta
+from ps_protocol.vocabulary import Block
+from ps_protocol.wire_types import SCALES, quantised
 
-from ..device_copies import ParameterCopies, host_memory, is_away
-from ..tensors import TORCH_DTYPES, lands_directly, wire_dtype
+from .device_copies import ParameterCopies, host_memory, is_away
+from .tensors import TORCH_DTYPES, lands_directly, wire_dtype, writable_bytes
 
 
 class Landing:
@@ -101,3 +106,71 @@ def copy_landed(tensors: Mapping[str, Tensor], landed: Mapping[str, Tensor], cop
 
 def _memory_of(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+class Arrivals:
+    """Of one pull. Blocks may land again, with the same bytes, when a reply had broken off."""
+
+    def __init__(self, blocks_of: Mapping[str, Sequence[Block]]) -> None:
+        """`blocks_of` are the blocks of each parameter, by its name."""
+        self._parameter_of = {block.name: name for name, blocks in blocks_of.items() for block in blocks}
+        self._missing = {name: len(blocks) for name, blocks in blocks_of.items()}
+        self._landed: set[str] = set()
+        self._is_over = False
+        self._changed = threading.Condition()
+
+    def landed(self, block: str) -> None:
+        """All bytes of this block are where they belong."""
+        if block in self._landed:
+            return
+        self._landed.add(block)
+        name = self._parameter_of[block]
+        self._missing[name] -= 1
+        if not self._missing[name]:
+            with self._changed:
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """Nothing more will land, whether all has or not."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def wait(self, name: str) -> bool:
+        """Wait until this parameter has landed; False if the pull has ended without."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or not self._missing[name])
+        return not self._missing[name]
+
+
+class Differences:
+    """Memory for those of one pserver's blocks, made once: some 26 bytes for 100 of the values."""
+
+    def __init__(self, values: Mapping[str, memoryview]) -> None:
+        """`values` are the bytes of float32 blocks by name, which hold what was pulled and nothing else."""
+        self.memory: dict[str, memoryview] = {}  # by the name of a tensor in a frame: where it is received
+        self._blocks = {}
+        for name, data in values.items():
+            block = torch.frombuffer(data, dtype=torch.float32)
+            tensors = quantised(name, len(block))
+            integers, scales = (
+                torch.empty(count, dtype=TORCH_DTYPES[dtype], device="cpu") for _, dtype, (count,) in tensors
+            )
+            self.memory[name], self.memory[name + SCALES] = writable_bytes(integers), writable_bytes(scales)
+            self._blocks[name] = block, integers, scales
+
+    async def add(self, received: Collection[str]) -> None:
+        """Add what has been received (names of tensors) to the values; on an error some are added, and some are not.
+
+        Others of the loop have their turn now and then. Raises BadInput, before anything is added.
+        """
+        names = [name for name in received if name in self._blocks]
+        if set(received) != {*names, *(name + SCALES for name in names)}:
+            raise BadInput("a difference has integers and scales", code="malformed_frame", actual=sorted(received)[:8])
+        num_elements = 0
+        for name in names:
+            add_delta(*self._blocks[name])
+            num_elements += len(self._blocks[name][0])
+            if num_elements >= PIECE:
+                num_elements = 0
+                await asyncio.sleep(0)

@@ -9,8 +9,8 @@ from torch import Tensor
 from ps_protocol.vocabulary import Round
 
 from ..client import ParameterClient
-from .slot_state import Slots, split_masters
-from .slot_transfer import SlotFrames, make_slot_frames
+from .torch_state import Slots, split_masters
+from .transfer import SlotFrames, make_slot_frames
 
 
 class Loading:

@@ -1,1 +1,0 @@
-"""Mixed precision: GradScalers that go the same way on all trainers."""
