@@ -475,6 +475,15 @@ class PserverRun(ABC):
         """Return what `read` returns between two updates, on the compute thread; `extra` joins its metadata."""
         return await self._compute.run(lambda: read({**self._metadata(self.shard.version), **(extra or {})}))
 
+    def describe_amounts(self) -> dict[str, int]:
+        """Return the sizes that PserverLoad and PserverState have in common."""
+        return {
+            "num_blocks": len(self.plan.shards[self.index]),
+            "shard_bytes": self.plan.shard_bytes(self.index),
+            "pushed_bytes": self.pushed_bytes,
+            "pulled_bytes": self.pulled_bytes,
+        }
+
     def describe_load(self) -> PserverLoad:
         """Return the progress and the work so far, for the heartbeat."""
         trainers = self.describe_trainers()
@@ -482,10 +491,7 @@ class PserverRun(ABC):
             batch_barriers=trainers.get("batch_barriers", ()),
             participants=trainers.get("participants", ()),
             clocks=trainers.get("clocks", {}),
-            num_blocks=len(self.plan.shards[self.index]),
-            shard_bytes=self.plan.shard_bytes(self.index),
-            pushed_bytes=self.pushed_bytes,
-            pulled_bytes=self.pulled_bytes,
+            **self.describe_amounts(),
             num_queued=self.num_queued + self._meter.num_held,
             **self._meter.read(),
         )
