@@ -303,7 +303,8 @@ class PserverRun(ABC):
         """Write the initial values as checkpoint 0, before a trainer can read them."""
         if self.shard.version == 0 and 0 not in storage.checkpoints:
             try:
-                write = await self._compute.run(storage.snapshot_unchanging, self.shard, self._history())
+                snapshot = partial(storage.snapshot, self.shard, self._history(), copies=False)
+                write = await self._compute.run(snapshot)
                 await self.writer.write_and_wait(0, write)
             except OSError as error:
                 await self.fail(self.storage_failed("write checkpoint 0", error))

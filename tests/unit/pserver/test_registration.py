@@ -202,7 +202,7 @@ async def test_a_pserver_whose_coordinator_is_gone_for_good_does_not_wait_for_ev
         with structlog.testing.capture_logs() as logs, contextlib.suppress(TimeoutError):
             registered = PserverRegistered(index=0, incarnation=1, lease_seconds=0.03)
             await asyncio.wait_for(staying._send_heartbeats(registered, stop), 1.5)
-        said = [line["event"] for line in logs if "does not come back" in line["event"]]
+        said = [line["event"] for line in logs if "neither the coordinator" in line["event"]]
         assert (stop.is_set(), staying.exit_code, len(said)) == ((True, 1, 1) if exits else (False, 0, 0))
 
 
