@@ -189,7 +189,7 @@ class PserverRun(ABC):
     @property
     @abstractmethod
     def is_idle(self) -> bool:
-        """Whether the shard contains everything that was acknowledged."""
+        """True if the shard contains everything that was acknowledged."""
 
     @abstractmethod
     async def read_after_round(self, round_: Round | None, read: Read[T], wait_seconds: float) -> T:

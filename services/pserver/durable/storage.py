@@ -143,12 +143,12 @@ class RunStorage:
 
     @property
     def is_async(self) -> bool:
-        """Whether rounds are numbers of this pserver's own contributions."""
+        """True if rounds are numbers of this pserver's own contributions."""
         return self._install.consistency.is_async
 
     @property
     def has_log(self) -> bool:
-        """Whether updates are logged."""
+        """True if updates are logged."""
         return self._install.durability != "none"
 
     # ------------------------------------------------------------------ writing
