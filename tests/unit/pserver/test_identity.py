@@ -119,7 +119,7 @@ async def test_what_is_held_can_be_restored_before_the_pserver_knows_who_it_is(t
         await b.pserver.open_folder(0)
         b.pserver.index = None
         assert await b.pserver.find_restorable(b.install.run) == [(0, 1)]
-        with pytest.raises(NotReady, match="who it is"):
+        with pytest.raises(NotReady, match="not registered yet"):
             await b.pserver.find_restorable("another run")
         b.pserver.index = 0
         await b.pserver.install_run(b.install.model_copy(update={"restore": 1, "number": 2}))
@@ -158,7 +158,7 @@ async def test_a_pserver_that_has_not_looked_into_its_folder_does_not_say_that_i
     next_life = Pserver(b.compute, PserverMetrics(CollectorRegistry(), b.compute), LIMITS, disk=Disk(tmp_path))
     freeze = Freeze(run=b.install.run, attempt=0, number=2)
     for ask in (next_life.freeze(freeze), next_life.find_restorable(b.install.run)):
-        with pytest.raises(TryAgain, match="has not looked") as refusal:
+        with pytest.raises(TryAgain, match="has not opened its folder") as refusal:
             await ask
         assert not isinstance(refusal.value, NotReady)  # which is what one says that holds nothing
     await next_life.open_folder(0)
