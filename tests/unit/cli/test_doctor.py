@@ -9,6 +9,7 @@ import pytest
 
 from gradpost import doctor, status
 from gradpost.doctor import (
+    Finding,
     Reached,
     check_addresses,
     check_clocks,
@@ -21,7 +22,6 @@ from gradpost.doctor import (
     check_tokens,
     check_versions,
 )
-from gradpost.finding import Finding
 from ps_config.environment import PREFIX
 from ps_config.versions import installed_versions
 from ps_protocol.messages import ClusterStatus, PserverState, PserverStatus, Software, TrainerStatus
@@ -115,7 +115,7 @@ def test_a_check_that_fails_itself_hides_no_other(run_command: RunCommand, monke
     monkeypatch.setattr(doctor, "check_disk", check_disk)
     outcome = run_command("doctor")
     assert outcome.exit_code == 1
-    assert "BROKEN  disk         this check failed itself: ZeroDivisionError('x')\n" in outcome.stdout
+    assert "BROKEN  disk         the check raised ZeroDivisionError('x')\n" in outcome.stdout
     assert "\nok      tokens " in outcome.stdout
 
 

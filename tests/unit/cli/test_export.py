@@ -48,7 +48,7 @@ def stop_at(
     for index, last in enumerate(rounds):
         disk = Disk(folder)
         disk.open(index)
-        disk.register(index, 1)
+        disk.write_incarnation(index, 1)
         storage, _ = disk.open_run(install_for(PLAN, attempt=attempts[index], **settings))
         shard = new_shard(PLAN, index)
         for round_ in range(last + 1):
@@ -131,7 +131,7 @@ def test_of_a_run_that_is_under_way_it_is_the_newest_complete_checkpoint(tmp_pat
     stop_at(tmp_path, 7, 6)
     assert lock_folder(tmp_path / "pserver-1") is not None
     assert_is_round(export(tmp_path), 4)
-    assert "only complete checkpoints are looked at, and no logs: pserver 1 is running" in capsys.readouterr().out
+    assert "exporting complete checkpoints only, without the logs: pserver 1 is running" in capsys.readouterr().out
 
 
 def test_rounds_that_were_undone_while_a_pserver_was_away_do_not_count(tmp_path):

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradpost.output import CommandError
-from gradpost.whole_file import whole_file
+from gradpost.output import CommandError, whole_file
 
 
 def test_whole_or_as_it_was(tmp_path: Path) -> None:

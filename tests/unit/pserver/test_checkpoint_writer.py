@@ -18,7 +18,7 @@ from services.pserver.durable.update_log import list_segments
 from services.runtime.checkpoints import Manifest, round_folder, write_manifest
 from services.runtime.storage import CheckpointStorage
 
-from .support import Bench, bench, encode, initial_values
+from .support import Bench, bench, encode, failing, initial_values
 from .test_async_run import until
 
 
@@ -82,15 +82,12 @@ async def test_a_last_one_that_cannot_be_written_is_no_success(tmp_path, monkeyp
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=2) as b:
         await b.play_round(1)
 
-        def refuse(*_: object) -> None:
-            raise OSError("no space left on device")
-
-        monkeypatch.setattr(b.run.storage._place, "write", refuse)
+        monkeypatch.setattr(b.run.storage._place, "write", failing(OSError("no space left on device")))
         with pytest.raises(StorageFailed, match="no checkpoint of the last round, 1"):
             await want(b, 1, is_over=True)
 
 
-async def test_a_request_that_is_repeated_writes_once_and_another_one_comes_again(tmp_path, monkeypatch):
+async def test_a_repeated_request_writes_once_and_another_one_is_retried(tmp_path, monkeypatch):
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=100) as b:
         place = SlowPlace(b, monkeypatch)
         await b.play_round(1)
@@ -162,10 +159,7 @@ async def test_a_checkpoint_that_failed_is_not_coming_any_more(tmp_path: Path, m
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=100) as b:
         await want(b, 1)
 
-        def refuse(*_: object) -> None:
-            raise error
-
-        monkeypatch.setattr(b.run.storage._place, "write", refuse)
+        monkeypatch.setattr(b.run.storage._place, "write", failing(error))
         b.pserver.heartbeat_is_due.clear()
         await b.play_round(1)
         await b.run.wait_for_writes()
@@ -215,7 +209,7 @@ async def test_a_folder_that_takes_no_checkpoint_is_tried_again_after_an_interva
         assert b.run.storage.own_checkpoints.rounds == (12,)
 
 
-async def test_a_pserver_deletes_what_the_coordinator_does_not_need_any_more(tmp_path: Path):
+async def test_a_pserver_deletes_checkpoints_that_the_coordinator_does_not_need(tmp_path: Path):
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=2) as b:
         for round_ in (1, 2, 3, 4):
             if round_ % 2 == 0:

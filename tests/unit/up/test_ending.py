@@ -9,22 +9,22 @@ from gradpost.up.ending import STOP_GRACE_SECONDS, blame, describe_end, end_by_s
 
 def test_a_signal_is_passed_on_at_once() -> None:
     ending = end_by_signal(signal.SIGINT, now=10)
-    assert (ending.exit_code, ending.reason, ending.ask_with) == (130, "interrupted", signal.SIGINT)
-    assert (ending.ask_at, ending.kill_at) == (10, 10 + STOP_GRACE_SECONDS)
+    assert (ending.exit_code, ending.reason, ending.stop_signal) == (130, "interrupted", signal.SIGINT)
+    assert (ending.signal_at, ending.kill_at) == (10, 10 + STOP_GRACE_SECONDS)
     hang_up = end_by_signal(signal.SIGHUP, now=10)
-    assert (hang_up.exit_code, hang_up.reason, hang_up.ask_with) == (129, "ended by SIGHUP", signal.SIGTERM)
+    assert (hang_up.exit_code, hang_up.reason, hang_up.stop_signal) == (129, "ended by SIGHUP", signal.SIGTERM)
 
 
 def test_a_failing_script_leaves_the_others_time_to_hear_of_it() -> None:
     known, unknown = (end_by_script(1, 3, now=10, others_know=know) for know in (True, False))
     assert (known.exit_code, known.reason) == (3, "trainer 1 failed with exit code 3")
-    assert known.ask_at > unknown.ask_at > 10
+    assert known.signal_at > unknown.signal_at > 10
 
 
 def test_who_is_in_a_hurry_asks_first_and_kills_then() -> None:
     ending = end_by_script(1, 3, now=10, others_know=True)
     ending.hurry(11)
-    assert ending.ask_at == 11
+    assert ending.signal_at == 11
     ending.hurry(12)
     assert ending.kill_at == 12
 

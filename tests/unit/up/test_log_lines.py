@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gradpost.up.log_lines import LogLine, parse_log_line
+from gradpost.up.screen import LogLine, parse_log_line
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from gradpost.up.progress import RateMeter, describe
-from gradpost.up.report import print_summary
+from gradpost.up.progress import RateMeter, describe, print_summary
 from ps_protocol.messages import ClusterStatus, PserverStatus, RunSummary, ShardSummary
 
 

@@ -39,7 +39,7 @@ def test_into_a_pipe_it_is_plain_and_unchanged(capsys: pytest.CaptureFixture[str
     screen = make_screen()
     with screen.live(lambda: Text("never shown")):
         screen.show_line("trainer 0", "x" * 500 + " \x1b[31mred\x1b[0m [bold] :smile:")
-    screen.say("done", "red")
+    screen.print_message("done", "red")
     stdout, stderr = capsys.readouterr()
     assert stdout == "[trainer 0] " + "x" * 500 + " \x1b[31mred\x1b[0m [bold] :smile:\n"
     assert stderr == "gradpost: done\n"
@@ -72,7 +72,7 @@ def test_a_terminal_gets_colours_and_no_movements(monkeypatch: pytest.MonkeyPatc
     screen, terminal = on_terminal(monkeypatch)
     screen.show_line("trainer 0", "a \x1b[31mred\x1b[0m \x1b[2J\x1b[1;1H[bold]")
     screen.show_line("pserver 0", log_line("error", "it failed"))
-    screen.say("over \x1b[2J", "red")
+    screen.print_message("over \x1b[2J", "red")
     assert terminal.getvalue().splitlines() == [
         "\x1b[36m[trainer 0] \x1b[0ma \x1b[31mred\x1b[0m [bold]",
         "\x1b[33m[pserver 0] \x1b[0m\x1b[31mit failed\x1b[0m",

@@ -9,7 +9,7 @@ import pytest
 
 from gradpost.output import CommandError
 from gradpost.up import state_folder
-from gradpost.up.state_folder import KEPT_RUNS, named_root, new_folder, newest_folder, resume_folder
+from gradpost.up.state_folder import MAX_RUNS, named_root, new_folder, newest_folder, resume_folder
 from ps_config.environment import SETTINGS_FILE_VARIABLE
 from services.coordinator.record import RecordFile, describe_cluster
 
@@ -32,7 +32,7 @@ def test_a_script_that_could_not_be_started_pushes_nothing_out(tmp_path: Path, m
     (good.path / "checkpoints").mkdir()
     os.close(good.lock)
     failed = []
-    for _ in range(KEPT_RUNS + 1):
+    for _ in range(MAX_RUNS + 1):
         folder = new_folder(tmp_path)
         begin_run(folder.path, has_begun=False)
         os.close(folder.lock)
@@ -48,7 +48,7 @@ def test_new_folders_push_the_oldest_out(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "notes").mkdir()
     (tmp_path / "up-20990101-000000").touch()  # a file
     made = []
-    for minute in range(KEPT_RUNS + 2):
+    for minute in range(MAX_RUNS + 2):
         monkeypatch.setattr(state_folder.time, "strftime", lambda _, minute=minute: f"20261121-10{minute:02}00")
         folder = new_folder(tmp_path)
         begin_run(folder.path)
@@ -57,14 +57,14 @@ def test_new_folders_push_the_oldest_out(tmp_path: Path, monkeypatch: pytest.Mon
         os.close(resume_folder(tmp_path).lock)
         assert newest_folder(tmp_path) == folder.path
     kept = [path for path in made if path.exists()]
-    assert kept == made[-KEPT_RUNS:]
+    assert kept == made[-MAX_RUNS:]
     assert (tmp_path / "notes").is_dir()
     assert (tmp_path / "up-20990101-000000").is_file()
 
 
 def test_what_is_running_stays_and_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     running = []
-    for minute in range(KEPT_RUNS + 2):
+    for minute in range(MAX_RUNS + 2):
         monkeypatch.setattr(state_folder.time, "strftime", lambda _, minute=minute: f"20261121-10{minute:02}00")
         running.append(new_folder(tmp_path))
         begin_run(running[-1].path)

@@ -50,23 +50,30 @@ def train(folder: Path, rounds: int, checkpoints: tuple[int, ...], url: str = ""
     disk.folder.close()
 
 
-def test_it_finds_who_it_was_and_what_it_held(tmp_path):
-    train(tmp_path, 6, (0, 4))
-    disk = Disk(tmp_path / "state", str(tmp_path / "shared"))
-    disk.open(None)
-    assert (disk.index, disk.previous_incarnation) == (0, 1)
-    assert disk.held is not None
-    assert (disk.held.run, disk.held.rounds.applied, disk.held.restorable) == ("run1", 6, ((0, 6),))
+def open_disk(folder: Path, index: int | None = None) -> Disk:
+    disk = Disk(folder / "state", str(folder / "shared"))
+    disk.open(index)
+    return disk
 
 
-def test_what_an_earlier_version_has_written_is_read(tmp_path):
+def reopened(folder: Path) -> Disk:
+    disk = open_disk(folder, 0)
+    disk.write_incarnation(0, 2)
+    return disk
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise OSError("Input/output error")
+
+
+def test_files_of_an_earlier_version_are_read(tmp_path):
     train(tmp_path, 6, (0, 4))
     identity = tmp_path / "state" / "pserver-0" / IDENTITY
     rewrite_sealed(identity, lambda content: content["run"]["consistency"].update(max_merged=1, step_count="applied"))
-    disk = Disk(tmp_path / "state", str(tmp_path / "shared"))
-    disk.open(None)
+    disk = open_disk(tmp_path)
+    assert (disk.index, disk.previous_incarnation) == (0, 1)
     assert disk.held is not None
-    assert disk.held.rounds.applied == 6
+    assert (disk.held.run, disk.held.rounds.applied, disk.held.restorable) == ("run1", 6, ((0, 6),))
     manifest = tmp_path / "shared" / round_folder("run1", 4) / MANIFEST
     rewrite_sealed(manifest, lambda content: content["consistency"].update(max_merged=8, step_count="trainer"))
     assert disk.find_checkpoints("run1", 0) == [(4, 4), (0, 0)]
@@ -117,7 +124,7 @@ def test_without_its_disk_it_goes_back_to_a_complete_checkpoint(tmp_path, lost, 
     folder = tmp_path / "state" / "pserver-0"
     if lost == "folder":
         shutil.rmtree(folder)
-    else:  # and the log that still lies there is not replayed: nobody knows whose it is
+    else:  # the log is not replayed: its owner is unknown
         (folder / IDENTITY).unlink()
     disk = Disk(tmp_path / "state", url)
     disk.open(0)
@@ -140,15 +147,14 @@ def test_damaged_checkpoints_are_no_way_back(tmp_path):
 
 def test_nothing_is_deleted_for_a_checkpoint_that_is_not_there(tmp_path):
     train(tmp_path, 6, (0,))
-    disk = Disk(tmp_path / "state", str(tmp_path / "shared"))
-    disk.open(0)
-    disk.write_incarnation(0, 2)
+    disk = reopened(tmp_path)
+    with pytest.raises(StorageFailed, match="there is no checkpoint of round 7 of run run1"):
+        disk.open_run(install_for(PLAN, run="run2", restore=7, source="run1", incarnation=2))
     with pytest.raises(StorageFailed, match="there is no checkpoint of round 6 of run run0"):
         disk.open_run(install_for(PLAN, restore=6, source="run0", incarnation=2))
     assert disk.folder is not None
     disk.folder.close()
-    again = Disk(tmp_path / "state", str(tmp_path / "shared"))
-    again.open(0)
+    again = open_disk(tmp_path, 0)
     assert again.held is not None
     assert again.held.rounds.applied == 6
 
@@ -160,13 +166,6 @@ def test_a_run_does_not_begin_with_a_damaged_checkpoint(tmp_path, name):
     disk = Disk(tmp_path / "other", str(tmp_path / "shared"))
     disk.write_incarnation(0, 1)
     with pytest.raises(DamagedFile, match=rf"{name} in .* is damaged"):
-        disk.open_run(install_for(PLAN, run="run2", restore=4, source="run1"))
-
-
-def test_a_run_does_not_begin_with_a_checkpoint_that_is_not_there(tmp_path):
-    disk = Disk(tmp_path / "state")
-    disk.write_incarnation(0, 1)
-    with pytest.raises(StorageFailed, match="there is no checkpoint of round 4 of run run1"):
         disk.open_run(install_for(PLAN, run="run2", restore=4, source="run1"))
 
 
@@ -190,14 +189,7 @@ def test_a_later_life_fences_off_an_earlier_one(tmp_path):
         folder.write_identity(1, None)
 
 
-def reopened(folder: Path) -> Disk:
-    disk = Disk(folder / "state", str(folder / "shared"))
-    disk.open(0)
-    disk.write_incarnation(0, 2)
-    return disk
-
-
-def test_what_was_not_written_to_its_end_is_deleted_in_the_next_life(tmp_path):
+def test_incomplete_files_are_deleted_by_the_next_incarnation(tmp_path):
     train(tmp_path, 6, (0, 4))
     shared = tmp_path / "shared"
     whole = shared / round_folder("run1", 4)
@@ -226,8 +218,7 @@ def test_initial_values_of_an_attempt_that_was_given_up_do_not_come_back(tmp_pat
     storage.close()
     assert disk.folder is not None
     disk.folder.close()  # it dies before there are others
-    again = Disk(tmp_path / "state", str(tmp_path / "shared"))
-    again.open(0)
+    again = open_disk(tmp_path, 0)
     assert again.held is None
 
 
@@ -235,10 +226,6 @@ def test_a_log_that_cannot_be_deleted_now_does_not_become_the_next_runs(tmp_path
     train(tmp_path, 2, (0,))
     disk = reopened(tmp_path)
     assert disk.folder is not None
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError("Input/output error")
-
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", refuse)
         with pytest.raises(OSError, match="Input/output error"):
@@ -252,15 +239,11 @@ def test_a_run_that_cannot_be_opened_leaves_no_file_open(tmp_path, monkeypatch):
     train(tmp_path, 2, (0,))
     disk = reopened(tmp_path)
     assert disk.folder is not None
-
-    def fill(*_: object) -> None:
-        raise OSError("No space left on device")
-
     with monkeypatch.context() as full:
-        full.setattr(disk.folder, "write_identity", fill)
+        full.setattr(disk.folder, "write_identity", refuse)
         num_open = len(list(Path("/proc/self/fd").iterdir()))
         for _ in range(5):
-            with pytest.raises(OSError, match="No space"):
+            with pytest.raises(OSError, match="Input/output error"):
                 disk.open_run(install_for(PLAN, restore=2))
         assert len(list(Path("/proc/self/fd").iterdir())) == num_open
     storage, restored = disk.open_run(install_for(PLAN, restore=2))

@@ -16,7 +16,8 @@ from services.pserver.shard import Shard
 from services.runtime import storage as storage_module
 from services.runtime.failpoints import arm_failpoints
 
-from .support import digest_after, new_shard, open_storage, plan_for, step
+from .support import new_shard, open_storage, plan_for, step
+from .test_storage import assert_restores
 
 PLAN = plan_for(2)
 
@@ -46,14 +47,6 @@ def failing_once(real: Callable[[int], None]) -> Callable[[int], None]:
     return call
 
 
-def restored_digest(folder: Path) -> tuple[int, str]:
-    storage = open_storage(folder, PLAN)
-    storage.find_checkpoints()
-    restored = storage.restore()
-    assert restored is not None
-    return restored.round, restored.shard.digest()
-
-
 def test_a_record_that_could_not_be_synced_is_taken_back_and_written_again(tmp_path, monkeypatch):
     storage, shard = train(tmp_path, 3, "fsync")
     [path] = (tmp_path / "log-0").iterdir()
@@ -65,7 +58,7 @@ def test_a_record_that_could_not_be_synced_is_taken_back_and_written_again(tmp_p
     assert path.stat().st_size == storage.log_bytes == size
     assert shard.digest() == before
     step(shard, 4, storage)
-    assert restored_digest(tmp_path) == (4, digest_after(PLAN, 4))
+    assert_restores(tmp_path, 4)
 
 
 def test_a_log_that_gets_no_new_file_goes_on_in_the_old_one(tmp_path, monkeypatch):
@@ -75,9 +68,9 @@ def test_a_log_that_gets_no_new_file_goes_on_in_the_old_one(tmp_path, monkeypatc
     for round_ in (4, 5):
         step(shard, round_, storage)
     assert [segment.base for segment in update_log.list_segments(tmp_path / "log-0")] == [0]
-    assert restored_digest(tmp_path) == (5, digest_after(PLAN, 5))
+    assert_restores(tmp_path, 5)
     write()
-    assert restored_digest(tmp_path) == (5, digest_after(PLAN, 5))
+    assert_restores(tmp_path, 5)
 
 
 def test_a_log_file_that_is_closed_with_an_error_ends_no_round_twice(tmp_path, monkeypatch):
@@ -95,7 +88,7 @@ def test_a_log_file_that_is_closed_with_an_error_ends_no_round_twice(tmp_path, m
     assert not failures
     step(shard, 4, storage)
     write()
-    assert restored_digest(tmp_path) == (4, digest_after(PLAN, 4))
+    assert_restores(tmp_path, 4)
 
 
 def test_a_log_that_gets_no_file_at_all_is_an_error(tmp_path, monkeypatch):
@@ -114,4 +107,4 @@ def test_half_a_checkpoint_does_not_stay(tmp_path, passage):
     assert sorted(storage.checkpoints) == [0]
     assert not list((tmp_path / "checkpoints" / "run1").glob(f"{3:012}/*"))
     step(shard, 4, storage)
-    assert restored_digest(tmp_path) == (4, digest_after(PLAN, 4))
+    assert_restores(tmp_path, 4)
