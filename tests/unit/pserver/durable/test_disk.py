@@ -83,7 +83,7 @@ def test_a_log_that_does_not_say_whose_steps_were_counted_is_refused(tmp_path):
     train(tmp_path, 2, (0,))
     identity = tmp_path / "state" / "pserver-0" / IDENTITY
     rewrite_sealed(identity, lambda content: content["run"]["consistency"].update(step_count="trainer"))
-    with pytest.raises(DamagedFile, match="does not name the trainers whose steps it counts; delete it, and the run goes"):
+    with pytest.raises(DamagedFile, match="whose steps it counts; delete it, and the run goes"):
         Disk(tmp_path / "state").open(0)
 
 
