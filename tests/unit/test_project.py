@@ -279,6 +279,7 @@ PLAIN = [
     "examples",
     "gradpost",
     "ps_config",
+    "services/pserver",
     "tests/chaos",
     "tests/containers",
     "tests/dashboard",
