@@ -167,7 +167,7 @@ def test_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (finding.level, found) == ("skipped", None)
     monkeypatch.setenv("GRADPOST_COORDINATOR", "http://127.0.0.1:1")
     finding, found = check_coordinator()
-    assert (finding.level, "nobody answers at http://127.0.0.1:1" in finding.detail, found) == ("broken", True, None)
+    assert (finding.level, "no answer from http://127.0.0.1:1" in finding.detail, found) == ("broken", True, None)
     for version, level in ((PROTOCOL_VERSION, "ok"), (PROTOCOL_VERSION + 1, "broken")):
         openapi = json.dumps({"info": {"version": str(version)}})
         with serving({STATUS: STATE.model_dump_json(), "/openapi.json": openapi}) as url:

@@ -112,7 +112,7 @@ def test_nobody_answers(run_command: RunCommand) -> None:
     outcome = run_command("status", "--coordinator", f"http://127.0.0.1:{port}")
     assert (outcome.exit_code, outcome.stdout) == (1, "")
     assert outcome.stderr == (
-        f"gradpost: error: no coordinator: nobody answers at http://127.0.0.1:{port}: [Errno 111] Connection refused "
+        f"gradpost: error: no coordinator: no answer from http://127.0.0.1:{port}: [Errno 111] Connection refused "
         "(its address is --coordinator or GRADPOST_COORDINATOR)\n"
     )
 
