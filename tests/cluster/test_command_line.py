@@ -25,7 +25,6 @@ from .faulty_run import FaultyRun
 from .training_script import make_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.extended]
-
 Gradpost = Callable[..., Outcome]
 
 
@@ -124,8 +123,6 @@ def test_events_are_followed_over_a_restart_of_the_coordinator(run: FaultyRun, g
         assert follow.wait(30) == 0
         assert follow.stderr.read() == ""
 
-
-# ---------------------------------------------------------------------- gradpost tensorboard
 
 TENSORBOARD = "tensorboard.backend.event_processing.event_accumulator"
 NUM_STEPS = 20

@@ -326,14 +326,14 @@ async def bench(
         if disk is not None and disk.folder is not None:
             await bench.run.finish()
             disk.folder.close()
-        for _ in range(1000):  # an apply that nobody waited for
+        for _ in range(1000):  # an apply may still run
             if not compute.num_jobs:
                 break
             await asyncio.sleep(0.001)
         for _ in range(5):
             await asyncio.sleep(0)
         left = asyncio.all_tasks() - {asyncio.current_task()}
-        assert not left, f"somebody waits for ever: {left}"
+        assert not left, f"tasks that wait for ever: {left}"
     finally:
         compute.close()
 

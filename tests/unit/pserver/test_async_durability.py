@@ -21,6 +21,7 @@ from services.pserver.pauses import Pauses
 from services.runtime.failpoints import arm_failpoints
 
 from ...raising import raises_code
+from ...soaking import examples
 from .oracle import make_options
 from .support import Bench, bench
 from .test_async_run import busy, until
@@ -109,7 +110,7 @@ async def test_a_restart_after_any_step_changes_no_bit(tmp_path: Path, interval:
     assert digest == expected
 
 
-async def test_what_was_acknowledged_and_not_applied_yet_comes_back(tmp_path: Path) -> None:
+async def test_contributions_that_were_acknowledged_are_replayed(tmp_path: Path) -> None:
     async with life(tmp_path) as pserver:
         await steps(pserver, 1, 1)
         with busy(pserver):
@@ -123,7 +124,7 @@ async def test_what_was_acknowledged_and_not_applied_yet_comes_back(tmp_path: Pa
         assert pserver.run.round == 3
 
 
-async def test_what_was_staged_in_part_has_to_come_again(tmp_path: Path) -> None:
+async def test_a_contribution_that_was_staged_in_part_is_pushed_again(tmp_path: Path) -> None:
     async with life(tmp_path) as pserver:
         await steps(pserver, 1, 1)
         blocks = list(pserver.contribution(0, 2).items())
@@ -201,7 +202,9 @@ async def test_a_checkpoint_holds_the_first_contributions_and_nothing_else(tmp_p
 
 
 @pytest.mark.parametrize("failure", [None, TrainerLost("trainer 1 was lost")])
-async def test_a_pserver_that_stops_applies_what_it_has_taken(tmp_path: Path, failure: GradpostError | None) -> None:
+async def test_a_pserver_that_stops_applies_its_committed_contributions(
+    tmp_path: Path, failure: GradpostError | None
+) -> None:
     async with life(tmp_path, durability="none") as pserver:
         await steps(pserver, 1, 1)
         with busy(pserver) as release:
@@ -291,7 +294,7 @@ async def train(pserver: Bench, rank: int, steps: int) -> None:
 
 
 @pytest.mark.parametrize("what", ["freeze", "model", "checkpoint", "stop"])
-async def test_what_waits_for_a_pause_waits_for_that_one_only(tmp_path: Path, what: str) -> None:
+async def test_a_request_waits_for_one_pause_only(tmp_path: Path, what: str) -> None:
     async with life(tmp_path) as pserver:
         for rank in range(NUM_TRAINERS):
             await pserver.get(rank, 0)
@@ -318,9 +321,9 @@ async def test_what_waits_for_a_pause_waits_for_that_one_only(tmp_path: Path, wh
                 await trainer
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(script=st.lists(st.sampled_from(["write", "freeze", "model", "members", "cancel"]), max_size=40))
-async def test_in_any_order_everything_has_its_turn(script: list[str]) -> None:
+async def test_pauses_of_any_order_end(script: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         await play(Path(folder), script)
 
@@ -388,7 +391,7 @@ async def push(pserver: Bench, rank: int, step: int, part: str) -> None:
         await push(pserver, rank, step, "whole")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(script=st.lists(st.one_of(PUSHES, st.just(("write",))), max_size=12))
 @example(script=[("push", 0, 0, "whole"), ("push", 0, 1, "whole"), ("write",)])
 async def test_each_step_is_logged_once_and_whole_after_a_restart(script: list[tuple]) -> None:

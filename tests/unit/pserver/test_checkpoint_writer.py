@@ -87,7 +87,7 @@ async def test_a_last_one_that_cannot_be_written_is_no_success(tmp_path, monkeyp
             await want(b, 1, is_over=True)
 
 
-async def test_a_request_that_is_repeated_writes_once_and_another_one_comes_again(tmp_path, monkeypatch):
+async def test_a_repeated_request_writes_once_and_another_one_is_retried(tmp_path, monkeypatch):
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=100) as b:
         place = SlowPlace(b, monkeypatch)
         await b.play_round(1)
@@ -209,7 +209,7 @@ async def test_a_folder_that_takes_no_checkpoint_is_tried_again_after_an_interva
         assert b.run.storage.own_checkpoints.rounds == (12,)
 
 
-async def test_a_pserver_deletes_what_the_coordinator_does_not_need_any_more(tmp_path: Path):
+async def test_a_pserver_deletes_checkpoints_that_the_coordinator_does_not_need(tmp_path: Path):
     async with bench(state_dir=tmp_path, durability="log", checkpoint_rounds=2) as b:
         for round_ in (1, 2, 3, 4):
             if round_ % 2 == 0:

@@ -46,12 +46,12 @@ def squares_of(gradients: dict[str, Tensor]) -> float:
     return sum(float(gradient.double().square().sum()) for gradient in gradients.values())
 
 
-async def test_the_norm_is_that_of_the_aggregate_and_the_step_is_clipped_by_the_whole() -> None:
+async def test_a_step_is_clipped_by_the_norm_over_all_pservers() -> None:
     async with bench(**CLIPS) as b:
         answer = await measure(b)
         mean = average([gradients_of(0, 1), gradients_of(1, 1)])
         assert answer.sum_of_squares == pytest.approx(squares_of(mean), rel=1e-12)
-        assert b.run.round == 0  # nothing is stepped before somebody brings the sum
+        assert b.run.round == 0  # nothing is stepped before a trainer brings the sum
         norm = agreed(answer, others=1000.0)
         values, metadata = decode(await b.get(0, 1, norm=norm))
         assert metadata["round"] == "1"
@@ -102,7 +102,7 @@ async def test_a_norm_of_another_gradient_steps_nothing(change: dict[str, Any]) 
             await b.get(0, 1, norm=other)
         await release()
         version = await right
-        assert await b.get(0, 1, norm=other) == version  # once it is over, nobody looks at it
+        assert await b.get(0, 1, norm=other) == version  # it is ignored once the round is over
 
 
 async def test_requests_with_a_norm_that_do_not_fit_are_refused_and_count_nothing() -> None:
@@ -198,7 +198,7 @@ async def test_a_parameter_that_is_frozen_meanwhile_makes_another_norm_on_all_ps
         assert await b.get(0, 1, norm=agreed(answer))
 
 
-async def test_only_what_is_stepped_is_in_the_norm() -> None:
+async def test_frozen_parameters_are_not_part_of_the_norm() -> None:
     async with bench(1, **NEVER) as b:
         b.run.membership = Membership({0: 1}, controls=(Controls(since=1, frozen=("p1", "p3")),))
         answer = await measure(b, ranks=(0,))
@@ -222,7 +222,7 @@ async def test_a_round_that_is_skipped_is_agreed_on_and_steps_nothing() -> None:
             assert_same_bits(values[f"{name}.block0"], value, name)
 
 
-async def test_a_pause_holds_the_norm_back_and_its_end_tells_it() -> None:
+async def test_a_norm_waits_for_the_end_of_a_pause() -> None:
     async with bench(1, **NEVER) as b:
         await measure(b, ranks=(0,))
         for number, is_paused in ((2, True), (3, False)):
@@ -267,7 +267,7 @@ async def test_all_trainers_owe_a_norm_that_is_missing() -> None:
         assert await b.get(1, 1, norm=agreed(answer))  # a late norm still counts
 
 
-async def test_who_asked_may_go_away() -> None:
+async def test_a_client_that_asked_for_a_norm_or_brought_it_may_disconnect() -> None:
     async with bench(1, **CLIPS) as b:
         await b.push(0, 1)
         asked = asyncio.create_task(b.norm(0, 1))
@@ -297,13 +297,13 @@ async def test_norms_of_overwritten_rounds_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("checkpoint_rounds", [0, 2])
-async def test_a_pserver_that_comes_back_knows_what_it_said(tmp_path: Path, checkpoint_rounds: int) -> None:
+async def test_a_restarted_pserver_has_the_norms_that_it_sent(tmp_path: Path, checkpoint_rounds: int) -> None:
     settings: Any = {"durability": "log", "checkpoint_rounds": checkpoint_rounds, **CLIPS}
     async with bench(state_dir=tmp_path, **settings) as b:
         for round_ in (1, 2):
             norm = agreed(await measure(b, round_))
             values = await b.get(0, round_, norm=norm)
-        lost = await measure(b, 3)  # its norm was told, and nobody has brought it
+        lost = await measure(b, 3)  # its norm was sent, and no trainer has brought it
     async with bench(state_dir=tmp_path, incarnation=2, **settings) as b:
         assert b.run.round == 2
         assert await b.get(1, 2) == values

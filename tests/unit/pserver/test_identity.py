@@ -94,7 +94,7 @@ async def test_a_change_of_members_waits_for_a_run_that_is_being_opened(tmp_path
         assert ranges == [(0, 1)]
 
 
-async def test_who_asks_again_what_can_be_restored_waits_for_the_same_answer(tmp_path, monkeypatch):
+async def test_repeated_requests_for_restorable_rounds_share_one_search(tmp_path, monkeypatch):
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
         storage, may_end, looks = b.run.storage, threading.Event(), 0
@@ -119,7 +119,7 @@ async def test_who_asks_again_what_can_be_restored_waits_for_the_same_answer(tmp
         assert (await b.pserver.find_restorable(b.install.run), looks) == ([(0, 2)], 2)
 
 
-async def test_what_is_held_can_be_restored_before_the_pserver_knows_who_it_is(tmp_path: Path) -> None:
+async def test_held_rounds_are_reported_before_the_pserver_is_registered(tmp_path: Path) -> None:
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
         await b.pserver.open_folder(0)
@@ -131,7 +131,7 @@ async def test_what_is_held_can_be_restored_before_the_pserver_knows_who_it_is(t
         await b.pserver.install_run(b.install.model_copy(update={"restore": 1, "number": 2}))
 
 
-async def test_an_installation_that_was_given_up_does_not_bring_back_what_is_held(tmp_path: Path) -> None:
+async def test_a_late_installation_does_not_restore_a_held_run(tmp_path: Path) -> None:
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
         await b.pserver.open_folder(0)
@@ -145,7 +145,7 @@ async def test_an_installation_that_was_given_up_does_not_bring_back_what_is_hel
         assert b.run.round == 1
 
 
-async def test_what_is_decided_on_another_attempt_ends_the_changes_before_it(tmp_path: Path) -> None:
+async def test_a_freeze_of_another_attempt_ends_the_changes_before_it(tmp_path: Path) -> None:
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
         late = b.install.model_copy(update={"restore": 0, "attempt": 1, "number": 2})
@@ -158,7 +158,7 @@ async def test_what_is_decided_on_another_attempt_ends_the_changes_before_it(tmp
         assert b.run.install.attempt == 1
 
 
-async def test_a_pserver_that_has_not_looked_into_its_folder_does_not_say_that_it_holds_nothing(tmp_path: Path) -> None:
+async def test_a_pserver_that_has_not_read_its_folder_answers_try_again(tmp_path: Path) -> None:
     async with bench(state_dir=tmp_path, durability="log") as b:
         await b.play_round(1)
     next_life = Pserver(b.compute, PserverMetrics(CollectorRegistry(), b.compute), LIMITS, disk=Disk(tmp_path))
@@ -271,7 +271,7 @@ async def test_a_run_that_failed_is_released_like_any_other(mode: Any, alive: li
     assert alive == [0, 0]
 
 
-async def test_a_rollback_restores_into_the_memory_of_what_it_gives_up(tmp_path: Path, alive: list[int]) -> None:
+async def test_a_rollback_restores_into_released_memory(tmp_path: Path, alive: list[int]) -> None:
     async with bench(1, optimizer="Adam", groups=ADAM, state_dir=tmp_path, durability="log") as pserver:
         await train(pserver)
         back = pserver.install.model_copy(update={"attempt": 1, "number": 2, "restore": 1})

@@ -86,7 +86,7 @@ async def test_a_round_has_the_slots_that_came_with_it():
         assert await b.settle_used_bytes(0) == 0
 
 
-async def test_their_memory_is_not_kept():
+async def test_the_memory_of_loaded_slots_is_returned():
     async with bench(num_trainers=1) as b:
         await b.play_round(1)
         await b.settle_used_bytes(0)
@@ -99,7 +99,7 @@ async def test_their_memory_is_not_kept():
         assert b.pserver.pool.idle_bytes == idle
 
 
-async def test_blocks_without_slots_begin_anew():
+async def test_blocks_without_slots_begin_fresh():
     async with bench(num_trainers=1) as b:
         await b.play_round(1)
         fresh = dict.fromkeys(BUFFERS, FRESH)
@@ -134,13 +134,13 @@ W = "p1.block0"
         ),
     ],
 )  # fmt: skip
-async def test_what_does_not_fit_is_refused(error: str, changes: dict[str, Any]):
+async def test_slots_that_do_not_fit_are_refused(error: str, changes: dict[str, Any]):
     async with bench() as b:
         await push_slots(b, 1)
         await unchanged(b, error, push_slots(b, **changes))
 
 
-async def test_staged_is_staged():
+async def test_staged_slots_do_not_change():
     async with bench() as b:
         await push_slots(b)
         others = momentum({W: BUFFERS[W] + 1})
@@ -168,7 +168,7 @@ async def test_slots_are_of_the_round_that_is_asked_for():
         await refused("malformed_frame", b.call("slots", b.fence(0, 1), b"{}"))
 
 
-async def test_they_are_in_the_log(tmp_path):
+async def test_loaded_slots_are_in_the_log(tmp_path):
     settings = {"num_trainers": 1, "state_dir": tmp_path, "durability": "log"}
     async with bench(**settings) as b:
         await b.get(0, 0)
@@ -301,7 +301,7 @@ async def assert_same(b: Bench, oracle: Oracle, rank: int, step: int) -> None:
 
 @pytest.mark.parametrize(("durability", "interval"), [("log", 0), ("log", 3), ("none", 0)])
 @pytest.mark.parametrize("name", ["Adam", "NAdam"])
-async def test_every_count_begins_with_what_was_loaded(tmp_path, name, durability, interval):
+async def test_every_step_count_begins_with_the_loaded_state(tmp_path, name, durability, interval):
     groups = [make_options(name)]
     oracle, state = Oracle(name, groups), saved_state(name, groups)
     settings: dict[str, Any] = {

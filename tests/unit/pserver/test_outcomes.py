@@ -48,7 +48,7 @@ def state(after: int, scale: float = 1024.0) -> HyperParameters:
     return {"after": after, "scale": scale, "growth_tracker": after}
 
 
-async def test_the_lowest_ranks_scaler_is_told_to_all() -> None:
+async def test_replies_carry_the_scaler_state_of_the_lowest_rank() -> None:
     async with bench(nonfinite="skip_round") as b:
         assert "grad_scaler" not in await play(b, 1, None, None)
         assert "grad_scaler" not in await play(b, 2, None, state(1))
@@ -69,7 +69,7 @@ async def test_a_state_that_does_not_fit_and_another_one_in_the_same_round_are_r
             await unchanged(b, "contribution_conflict", push(b, 0, 1, other))
 
 
-async def test_with_delay_the_rounds_before_are_told_of_too() -> None:
+async def test_with_max_delay_replies_carry_the_outcomes_of_earlier_rounds() -> None:
     async with bench(nonfinite="skip_round", consistency=Consistency(max_delay=1)) as b:
         assert "skipped_before" not in await play(b, 1, None, None, bad=(0,))
         assert json.loads((await play(b, 2, None, None, bad=(0, 1)))["skipped_before"]) == {"1": [0]}
@@ -80,7 +80,7 @@ async def test_with_delay_the_rounds_before_are_told_of_too() -> None:
 
 
 @pytest.mark.parametrize("checkpoint_rounds", [1, 100])
-async def test_a_pserver_that_comes_back_tells_the_same(tmp_path: Path, checkpoint_rounds: int) -> None:
+async def test_a_restarted_pserver_replies_the_same_outcomes(tmp_path: Path, checkpoint_rounds: int) -> None:
     settings: dict[str, Any] = {
         "state_dir": tmp_path,
         "durability": "log",

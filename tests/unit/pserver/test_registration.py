@@ -72,7 +72,9 @@ async def test_a_page_of_a_proxy_is_no_answer(tmp_path: Path) -> None:
         await one.install_next_run()
 
 
-async def test_the_coordinator_hears_of_a_failure_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_coordinator_is_notified_of_a_failure_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(registration, "heartbeat_period", lambda _: 3600.0)
     stop, said = asyncio.Event(), asyncio.Event()
     failures: list[object] = []
@@ -177,13 +179,13 @@ async def test_heartbeats_say_that_a_pserver_stops_while_it_writes_its_last_chec
 
 
 @pytest.mark.parametrize("exits", [True, False])
-async def test_a_pserver_whose_coordinator_is_gone_for_good_does_not_wait_for_ever(tmp_path: Path, exits: bool) -> None:
+async def test_a_pserver_whose_coordinator_does_not_come_back_exits(tmp_path: Path, exits: bool) -> None:
     stop = asyncio.Event()
 
     def answer(request: httpx.Request) -> httpx.Response:
         if not request.url.path.endswith("heartbeat"):
             return httpx.Response(200, json=REGISTERED)
-        raise httpx.ConnectError("nobody listens")
+        raise httpx.ConnectError("refused")
 
     async with registration_of(answer, tmp_path, exits=exits, round_timeout_seconds=0.3) as (one, staying):
         await one.play_round(1)

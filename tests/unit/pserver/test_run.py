@@ -82,7 +82,7 @@ async def freeze_half_a_round(b: Bench) -> None:
     await b.freeze(2)
 
 
-async def test_the_end_of_a_change_that_was_given_up_for_a_later_one_sets_nobody_going():
+async def test_the_end_of_an_abandoned_change_of_members_applies_nothing():
     async with bench() as b:
         await freeze_half_a_round(b)
         frozen = await b.freeze(3)
@@ -97,7 +97,7 @@ async def test_the_end_of_a_change_that_was_given_up_for_a_later_one_sets_nobody
         assert b.run.rounds.history.participants == {1: (0,)}
 
 
-async def test_a_pserver_whose_coordinator_died_in_a_change_says_so():
+async def test_a_get_in_an_unfinished_change_of_members_names_the_coordinator():
     async with bench() as b:
         await freeze_half_a_round(b)
         with pytest.raises(RoundPending, match="the coordinator, in the middle of a change of members"):
@@ -187,7 +187,7 @@ async def test_contribution_missing():
         assert (await b.barrier(0, 2))["missing"] == [1]
 
 
-async def test_already_applied_whatever_the_bytes_are():
+async def test_a_push_of_an_applied_round_is_already_applied_whatever_its_bytes():
     async with bench() as b:
         await b.play_round(1)
         digest = await b.digest()
@@ -261,7 +261,7 @@ async def test_a_client_that_goes_away_before_its_request_is_complete_has_sent_n
 async def test_a_refused_get_has_not_counted_its_barrier():
     async with bench() as b:
         await b.push(0, 1)
-        await unchanged(b, "unknown_block", b.get(0, 1, names=["nobody.block0"], with_barrier=True))
+        await unchanged(b, "unknown_block", b.get(0, 1, names=["unknown.block0"], with_barrier=True))
         for wait_seconds in (-1, float("nan"), endpoints_module.MAX_WAIT_SECONDS + 1):
             await unchanged(b, "bad_header", b.get(0, 1, wait_seconds=wait_seconds, with_barrier=True))
         headers = {"gradpost-barrier": "fetch", WAIT_HEADER: "0"}

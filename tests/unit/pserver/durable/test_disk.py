@@ -66,21 +66,14 @@ def refuse(*_: object, **__: object) -> None:
     raise OSError("Input/output error")
 
 
-def test_it_finds_who_it_was_and_what_it_held(tmp_path):
-    train(tmp_path, 6, (0, 4))
-    disk = open_disk(tmp_path)
-    assert (disk.index, disk.previous_incarnation) == (0, 1)
-    assert disk.held is not None
-    assert (disk.held.run, disk.held.rounds.applied, disk.held.restorable) == ("run1", 6, ((0, 6),))
-
-
-def test_what_an_earlier_version_has_written_is_read(tmp_path):
+def test_files_of_an_earlier_version_are_read(tmp_path):
     train(tmp_path, 6, (0, 4))
     identity = tmp_path / "state" / "pserver-0" / IDENTITY
     rewrite_sealed(identity, lambda content: content["run"]["consistency"].update(max_merged=1, step_count="applied"))
     disk = open_disk(tmp_path)
+    assert (disk.index, disk.previous_incarnation) == (0, 1)
     assert disk.held is not None
-    assert disk.held.rounds.applied == 6
+    assert (disk.held.run, disk.held.rounds.applied, disk.held.restorable) == ("run1", 6, ((0, 6),))
     manifest = tmp_path / "shared" / round_folder("run1", 4) / MANIFEST
     rewrite_sealed(manifest, lambda content: content["consistency"].update(max_merged=8, step_count="trainer"))
     assert disk.find_checkpoints("run1", 0) == [(4, 4), (0, 0)]
@@ -131,7 +124,7 @@ def test_without_its_disk_it_goes_back_to_a_complete_checkpoint(tmp_path, lost, 
     folder = tmp_path / "state" / "pserver-0"
     if lost == "folder":
         shutil.rmtree(folder)
-    else:  # and the log that still lies there is not replayed: nobody knows whose it is
+    else:  # the log is not replayed: its owner is unknown
         (folder / IDENTITY).unlink()
     disk = Disk(tmp_path / "state", url)
     disk.open(0)
@@ -196,7 +189,7 @@ def test_a_later_life_fences_off_an_earlier_one(tmp_path):
         folder.write_identity(1, None)
 
 
-def test_what_was_not_written_to_its_end_is_deleted_in_the_next_life(tmp_path):
+def test_incomplete_files_are_deleted_by_the_next_incarnation(tmp_path):
     train(tmp_path, 6, (0, 4))
     shared = tmp_path / "shared"
     whole = shared / round_folder("run1", 4)

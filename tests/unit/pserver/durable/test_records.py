@@ -50,7 +50,7 @@ bodies = st.lists(st.binary(max_size=300), min_size=1, max_size=5)
 
 @given(bodies)
 @settings(max_examples=50)
-def test_what_was_written_is_read(tmp_path_factory, written):
+def test_records_are_read_as_they_were_written(tmp_path_factory, written):
     path = tmp_path_factory.mktemp("log") / "log"
     write(path, written)
     assert read(path) == (written, Ending("clean", path.stat().st_size))
@@ -69,7 +69,7 @@ def test_a_file_that_was_cut_anywhere_ends_with_its_last_whole_record(tmp_path_f
 
 @given(bodies, bodies, st.data())
 @settings(max_examples=100)
-def test_what_a_former_life_left_in_the_file_does_not_count(tmp_path_factory, former, written, data):
+def test_records_of_an_earlier_incarnation_are_ignored(tmp_path_factory, former, written, data):
     folder = tmp_path_factory.mktemp("log")
     ends = write(folder / "whole", written)
     whole = (folder / "whole").read_bytes()

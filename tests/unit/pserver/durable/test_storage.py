@@ -191,7 +191,7 @@ def test_checkpoints_of_rounds_that_a_later_attempt_has_undone_are_not_believed(
     assert sorted(reopen(tmp_path).checkpoints) == expected
 
 
-def test_without_a_log_a_checkpoint_is_what_there_is(tmp_path):
+def test_without_a_log_the_newest_checkpoint_is_restored(tmp_path):
     train(tmp_path, 11, durability="none")
     storage = open_storage(tmp_path, PLAN, "none")
     storage.find_checkpoints()
@@ -225,7 +225,7 @@ def test_the_log_reaches_back_over_as_many_checkpoints_as_are_kept(tmp_path):
         ((8, 6), (), [6, 8]),
     ],
 )
-def test_only_what_no_complete_checkpoint_can_need_is_deleted_from_the_place(tmp_path, complete, reported, kept):
+def test_only_checkpoints_that_no_complete_one_can_need_are_deleted(tmp_path, complete, reported, kept):
     storage = train(tmp_path, 11, checkpoints=(2, 4, 6, 8))
     storage.prune_place(complete, reported)
     assert sorted(storage.checkpoints) == kept
@@ -376,7 +376,7 @@ def test_a_log_is_read_to_its_end_while_a_checkpoint_begins_another_file(tmp_pat
     log.close()
 
 
-def test_going_back_deletes_what_lies_behind(tmp_path):
+def test_a_rollback_deletes_later_rounds(tmp_path):
     train(tmp_path, 11)
     storage = reopen(tmp_path)
     restored = storage.restore(6)
