@@ -297,6 +297,7 @@ PLAIN = [
     "gradpost",
     "ps_config",
     "ps_http2",
+    "services/pserver",
     "tests/unit/cli",
     "tests/unit/coordinator",
     "tests/unit/protocol",
