@@ -1,4 +1,4 @@
-"""A pserver that is being registered while its disk is slow, and the coordinator is not."""
+"""A pserver between registrations and runs: what it restores, what it reports, and the memory that it releases."""
 
 from __future__ import annotations
 
