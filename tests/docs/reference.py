@@ -167,10 +167,16 @@ def renew_settings(text: str) -> str:
         rows = [
             (_code([name]), _code([_variable(name, field)]), _default(field.default), _meaning(field))
             for name, field in model.model_fields.items()
-            if name in inspect.get_annotations(model)  # inherited ones have another table
+            if name in _declared_names(model)  # inherited ones have another table
         ]
         text = put_table(text, heading, ("setting", "variable", "default", "meaning"), rows)
     return text
+
+
+def _declared_names(model: type[BaseSettings]) -> set[str]:
+    """Return the settings of a class and of its bases that belong to no other table."""
+    classes = [cls for cls in (model, *model.__bases__) if cls is model or not issubclass(cls, BaseSettings)]
+    return {name for cls in classes for name in inspect.get_annotations(cls)}
 
 
 def _variable(name: str, field: FieldInfo) -> str:

@@ -15,7 +15,6 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.fields import (
     MAX_NOTE,
     ByOrdinal,
-    CheckedConsistency,
     Flag,
     Message,
     Note,
@@ -39,11 +38,11 @@ NUMBERS = {"mode": "ssp", "max_staleness": 3, "dc_lambda": 1, "compensation": "d
         (OrdinalText, ["0", "17"], ["1_0", "1.0", "+1", " 1", "-0", "9" * 19]),
         (ByOrdinal[Ordinal], [{"0": 1}], [{"-1": 1}, {"+1": 1}, {"1.0": 1}, {" 1": 1}, {"9" * 19: 1}, {"0": "1"}]),
         (
-            CheckedConsistency,
+            Consistency,
             [{}, NUMBERS],
             [{**NUMBERS, "max_staleness": value} for value in (True, "3", 3.0, 10**20)],
         ),
-        (CheckedConsistency, [], [{**NUMBERS, "wait_for_apply": 0}, {**NUMBERS, "dc_lambda": "1"}, {"mode": 1}, [], 1]),
+        (Consistency, [], [{**NUMBERS, "wait_for_apply": 0}, {**NUMBERS, "dc_lambda": "1"}, {"mode": 1}, [], 1]),
     ],
 )
 def test_a_member_is_of_its_own_type(kind: Any, right: list[Any], wrong: list[Any]) -> None:
@@ -57,7 +56,7 @@ def test_a_member_is_of_its_own_type(kind: Any, right: list[Any], wrong: list[An
 
 
 def test_what_is_sent_is_what_is_received() -> None:
-    consistency = TypeAdapter(CheckedConsistency)
+    consistency = TypeAdapter(Consistency)
     for sent in (
         Consistency(),
         Consistency("async", max_delay=2),
