@@ -1,4 +1,4 @@
-"""An asynchronous run: each gradient is applied exactly once; what is held back, what a get sees, who is told what."""
+"""An asynchronous run: each gradient is applied once; full queues, failed blocks, waits and staleness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of named rounds go to the place, one after another; others of its own keep a pserver's log short."""
+"""Checkpoints of named rounds are written in turn, and a pserver's own checkpoints keep its log short."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds that wait for a global norm on one pserver: who is told what, what counts, and what ends every wait."""
+"""Rounds that wait for a global norm on one pserver: the norm, clipped steps, and what ends every wait."""
 
 from __future__ import annotations
 

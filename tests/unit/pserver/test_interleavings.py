@@ -1,4 +1,4 @@
-"""One run on one pserver, as it really is (endpoints, shard, compute thread, condition), under drawn schedules."""
+"""One run on one pserver with its endpoints, shard, compute thread and condition, under drawn schedules."""
 
 from __future__ import annotations
 
