@@ -244,6 +244,10 @@ class Bench:
         [reply] = {await self.get(rank, round_) for rank in ranks}
         return reply
 
+    async def play_rounds(self, first: int, last: int) -> None:
+        for round_ in range(first, last + 1):
+            await self.play_round(round_)
+
     # ------------------------------------------------------------ the coordinator
 
     async def change_members(
