@@ -125,7 +125,7 @@ async def test_held_rounds_are_reported_before_the_pserver_is_registered(tmp_pat
         await b.pserver.open_folder(0)
         b.pserver.index = None
         assert await b.pserver.find_restorable(b.install.run) == [(0, 1)]
-        with pytest.raises(NotReady, match="who it is"):
+        with pytest.raises(NotReady, match="not registered yet"):
             await b.pserver.find_restorable("another run")
         b.pserver.index = 0
         await b.pserver.install_run(b.install.model_copy(update={"restore": 1, "number": 2}))
@@ -164,7 +164,7 @@ async def test_a_pserver_that_has_not_read_its_folder_answers_try_again(tmp_path
     next_life = Pserver(b.compute, PserverMetrics(CollectorRegistry(), b.compute), LIMITS, disk=Disk(tmp_path))
     freeze = Freeze(run=b.install.run, attempt=0, number=2)
     for ask in (next_life.freeze(freeze), next_life.find_restorable(b.install.run)):
-        with pytest.raises(TryAgain, match="has not looked") as refusal:
+        with pytest.raises(TryAgain, match="has not opened its folder") as refusal:
             await ask
         assert not isinstance(refusal.value, NotReady)  # which is what one says that holds nothing
     await next_life.open_folder(0)

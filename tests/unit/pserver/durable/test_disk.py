@@ -91,7 +91,7 @@ def test_a_log_that_does_not_say_whose_steps_were_counted_is_refused(tmp_path):
     train(tmp_path, 2, (0,))
     identity = tmp_path / "state" / "pserver-0" / IDENTITY
     rewrite_sealed(identity, lambda content: content["run"]["consistency"].update(step_count="trainer"))
-    with pytest.raises(DamagedFile, match="does not say whose steps it counts; delete it, and the run goes"):
+    with pytest.raises(DamagedFile, match="whose steps it counts; delete it, and the run goes"):
         Disk(tmp_path / "state").open(0)
 
 
@@ -193,7 +193,7 @@ def test_a_folder_has_one_holder(tmp_path):
 def test_a_later_life_fences_off_an_earlier_one(tmp_path):
     folder = StateFolder(tmp_path, 0)
     folder.write_identity(2, None)
-    with pytest.raises(FolderTaken, match="belongs to a later life of pserver 0"):
+    with pytest.raises(FolderTaken, match="belongs to a later incarnation of pserver 0"):
         folder.write_identity(1, None)
 
 
