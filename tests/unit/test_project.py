@@ -293,7 +293,6 @@ def test_soak_runs_what_test_all_leaves_out_and_ends_within_an_hour() -> None:
 
 # Folders whose docstrings, comments and strings follow the rules below.
 PLAIN = [
-PLAIN = [
     ".ci",
     "benchmarks",
     "examples",
@@ -315,7 +314,6 @@ PLAIN = [
     "tests/unit/trainer",
     "tests/unit/up",
     "tests/warm",
-]
 ]
 
 FRAGMENT = re.compile(r"(Of|Who|Whom|Whose|Whoever|Those|What|Whether|The same)\b")
