@@ -1,4 +1,4 @@
-"""A pserver that is being registered while its disk is slow, and the coordinator is not."""
+"""A pserver between registrations and runs: what it restores, what it reports, and the memory that it releases."""
 
 from __future__ import annotations
 
@@ -190,8 +190,7 @@ async def test_a_run_that_could_not_be_opened_is_still_held(tmp_path: Path, monk
 
 async def test_a_run_that_could_not_go_back_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with bench(state_dir=tmp_path, durability="log") as b:
-        for round_ in (1, 2, 3):
-            await b.play_round(round_)
+        await b.play_rounds(1, 3)
         back = b.install.model_copy(update={"restore": 2, "attempt": 1, "number": 2})
 
         with monkeypatch.context() as patch:

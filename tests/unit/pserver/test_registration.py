@@ -1,4 +1,4 @@
-"""A pserver that stops writes its last checkpoint, and does not wait for ever for a disk to take it."""
+"""A pserver registers, sends heartbeats and writes its last checkpoint before it stops."""
 
 from __future__ import annotations
 
