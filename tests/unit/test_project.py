@@ -297,6 +297,8 @@ PLAIN = [
     "gradpost",
     "ps_config",
     "ps_http2",
+    "ps_protocol",
+    "services/coordinator",
     "services/pserver",
     "tests/unit/cli",
     "tests/unit/coordinator",
