@@ -299,6 +299,8 @@ PLAIN = [
     "gradpost",
     "ps_config",
     "ps_http2",
+    "ps_protocol",
+    "services/coordinator",
     "services/pserver",
     "tests/chaos",
     "tests/containers",
@@ -316,7 +318,7 @@ PLAIN = [
     "tests/warm",
 ]
 
-FRAGMENT = re.compile(r"(Of|Who|Whom|Whose|Whoever|Those|What|Whether|The same)\b")
+FRAGMENT = re.compile(r"(Of|Who|Whom|Whose|Who(?:ever)|Those|What|Whether|The same)\b")
 # Spelt so that this file contains none of the words.
 ARCHAISM = re.compile(r"\b(a(?:new)|who(?:ever)|(?:no|some|every)(?:body))\b", re.IGNORECASE)
 QUOTATION = re.compile(r"""`[^`]*`|"[^"]*"|“[^”]*”""")
