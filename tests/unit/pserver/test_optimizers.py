@@ -1,4 +1,4 @@
-"""Every rule equals `torch.optim` in one process, bit for bit, whatever the cuts and the number of threads."""
+"""Every update rule equals `torch.optim` in one process, bit for bit, for any slicing and number of threads."""
 
 from __future__ import annotations
 
@@ -365,7 +365,7 @@ def test_the_gradient_is_only_read(monkeypatch, name):
     assert torch.equal(recorder.gradient, before)
 
 
-def test_loaded_blocks_have_what_was_loaded_and_no_more(monkeypatch):
+def test_loaded_blocks_have_the_loaded_slots_alone(monkeypatch):
     recorder = Recorder(monkeypatch, "Adam", four((64, 30, 64, 64)), [make_options("Adam")])
     recorder.apply("a", "b", "c", "d")
     before = {name: slot.clone() for name, slot in recorder.blocks.slots().items()}
