@@ -297,6 +297,8 @@ PLAIN = [
     "gradpost",
     "ps_config",
     "ps_http2",
+    "ps_protocol",
+    "services/coordinator",
     "services/pserver",
     "tests/unit/cli",
     "tests/unit/coordinator",
@@ -304,7 +306,7 @@ PLAIN = [
     "tests/unit/up",
 ]
 
-FRAGMENT = re.compile(r"(Of|Who|Whom|Whose|Whoever|Those|What|Whether|The same)\b")
+FRAGMENT = re.compile(r"(Of|Who|Whom|Whose|Who(?:ever)|Those|What|Whether|The same)\b")
 # Spelt so that this file contains none of the words.
 ARCHAISM = re.compile(r"\b(a(?:new)|who(?:ever)|(?:no|some|every)(?:body))\b", re.IGNORECASE)
 QUOTATION = re.compile(r"""`[^`]*`|"[^"]*"|“[^”]*”""")
