@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from ps_protocol import messages
+from ps_protocol import membership, messages
 from ps_protocol.consistency import Consistency
 from ps_protocol.fields import (
     MAX_NOTE,
@@ -106,7 +106,8 @@ def find_unbounded(schema: Any, document: Any, where: str) -> Iterator[str]:
 
 
 def all_messages() -> list[type[Message]]:
-    found = [cls for _, cls in inspect.getmembers(messages, inspect.isclass) if issubclass(cls, Message)]
+    classes = {**vars(messages), **vars(membership)}.values()
+    found = [cls for cls in classes if inspect.isclass(cls) and issubclass(cls, Message)]
     assert len(found) > 30
     return [cls for cls in found if cls is not MembershipMessage]
 

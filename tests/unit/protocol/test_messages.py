@@ -5,16 +5,8 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from ps_protocol.membership import Controls, Membership
-from ps_protocol.messages import (
-    DeclareModel,
-    InstallMembers,
-    JoinTrainer,
-    PserverInfo,
-    RegisterPserver,
-    RunSummary,
-    TrainerHeartbeat,
-)
+from ps_protocol.membership import Controls, InstallMembers, Membership
+from ps_protocol.messages import DeclareModel, JoinTrainer, PserverInfo, RegisterPserver, RunSummary, TrainerHeartbeat
 
 
 def test_a_loss_that_is_not_a_number_survives_the_wire() -> None:

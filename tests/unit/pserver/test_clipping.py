@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import ContributionMissing, NormChanged, RoundPending, RoundTimeout, StaleRound, TrainerLost
-from ps_protocol.membership import Controls, Membership
-from ps_protocol.messages import InstallMembers, NormAnswer
+from ps_protocol.membership import Controls, InstallMembers, Membership
+from ps_protocol.messages import NormAnswer
 from ps_protocol.norms import AgreedNorm, ShardNorm
 from ps_protocol.routes import NORM_HEADER
 

@@ -12,8 +12,8 @@ import torch
 from starlette.requests import ClientDisconnect
 
 from ps_protocol.errors import Conflict, RoundPending, TrainerLost
-from ps_protocol.membership import Controls
-from ps_protocol.messages import InstallMembers, PserverRegistered
+from ps_protocol.membership import Controls, InstallMembers
+from ps_protocol.messages import PserverRegistered
 from ps_protocol.routes import MEMBERS, WAIT_HEADER
 from services.pserver import endpoints as endpoints_module
 from services.pserver.app import make_pserver_app
