@@ -334,7 +334,7 @@ class AsyncRun(PserverRun):
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything that was committed is applied."""
+        """True if everything that was committed is applied."""
         return self.num_queued == 0 and all(queue.failure is None for queue in self._queues.values())
 
     def _history(self) -> History:

@@ -133,7 +133,7 @@ class Rounds(Generic[Payload]):
 
     @property
     def is_paused(self) -> bool:
-        """Whether an administrator has paused the run before the open round."""
+        """True if an administrator has paused the run before the open round."""
         return self.paused_from is not None and self.open >= self.paused_from
 
     def __repr__(self) -> str:
@@ -246,7 +246,7 @@ class Rounds(Generic[Payload]):
         """Hold back every barrier from now on, and return the progress of all trainers. No apply may be running."""
         assert self.applying is None
         self.is_frozen = True
-        self.measuring = None  # who takes part may change
+        self.measuring = None  # the members may change
         complete: dict[Round, list[Rank]] = {}
         for round_, rank, contribution in self.staged():
             if contribution.is_complete:

@@ -98,7 +98,7 @@ class Shard:
 
     @property
     def is_initialised(self) -> bool:
-        """Whether every block and buffer has its first values."""
+        """True if every block and buffer has its first values."""
         return len(self._initialised) == len(self.layout.place) and len(self._buffers) == len(self._buffer_specs)
 
     # ------------------------------------------------------------------ updates

@@ -12,6 +12,7 @@ from signal import SIGCONT, SIGSTOP
 from typing import Any
 
 import httpx
+import numpy as np  # noqa: F401 - DRAW and SEED use it
 import pytest
 import torch
 

@@ -123,7 +123,7 @@ def test_low_precision_parameters_have_float32_masters(cluster: LocalCluster, dt
         weight = nn.Parameter(torch.ones(300, dtype=dtype))
         optimizer = RemoteOptimizer(torch.optim.SGD([("weight", weight)], lr=1.0), session=session)
         for _ in range(8):
-            step_with(optimizer, weight, value=2.0**-10, dtype=dtype)
+            step_with(optimizer, weight, value=2.0**-10)
         return weight.detach().clone()
 
     for weight in run_all(cluster, train):

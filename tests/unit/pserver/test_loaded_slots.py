@@ -1,4 +1,4 @@
-"""Slots that come with a contribution: staged as blocks are, taken by the round, and there again after a restart."""
+"""Optimizer state that a contribution brings, and the step counts of trainers in asynchronous modes."""
 
 from __future__ import annotations
 

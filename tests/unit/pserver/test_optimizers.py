@@ -1,4 +1,4 @@
-"""Every rule equals `torch.optim` in one process, bit for bit, whatever the cuts and the number of threads."""
+"""Every update rule equals `torch.optim` in one process, bit for bit, for any slicing and number of threads."""
 
 from __future__ import annotations
 
