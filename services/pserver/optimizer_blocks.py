@@ -192,8 +192,9 @@ class OptimizerBlocks:
         return sum(slot.nbytes for slot in self._slots.values())
 
     def _find_runs(self, present: frozenset[str]) -> dict[tuple[int, StepState], _Stepped]:
-        """Return the present blocks by group and state. Adjacent ones share a run, if no parameter ends within a
-        window.
+        """Return the present blocks by group and state.
+
+        Adjacent blocks share a run, unless a parameter ends within a window between them.
         """
         found: dict[tuple[int, StepState], _Stepped] = {}
         places = self._layout.places

@@ -272,8 +272,7 @@ class Pserver:
         return frozen
 
     async def _opened_run(self) -> PserverRun | None:
-        """Return the current run, after a running installation or search: during these a run is neither served nor
-        held.
+        """Return the current run, after a running installation or search.
 
         Raises TryAgain before the folder is opened, or while it cannot be read: requests arrive a little earlier.
         """

@@ -98,9 +98,7 @@ class StateFolder:
             raise DamagedFile(f"{error}; delete it, and the run goes back to the newest checkpoint") from None
 
     def write_identity(self, incarnation: Incarnation, run: InstallRun | None) -> None:
-        """Persist the identity of this process. Raises FolderTaken if a later incarnation has written one (the lock is
-        lost).
-        """
+        """Persist the identity of this process. Raises FolderTaken if a later incarnation has taken the folder."""
         if self._read_identity().incarnation > incarnation:
             raise FolderTaken(f"{self.path} belongs to a later incarnation of pserver {self.index}")
         self.identity = Identity(incarnation=incarnation, run=run)

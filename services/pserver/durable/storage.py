@@ -231,8 +231,7 @@ class RunStorage:
                     self._try_delete(file)
 
     def prune_folder(self, complete: Sequence[Round] | None) -> None:
-        """Delete files that no restart needs: the log reaches back over as many checkpoints as are kept, own ones
-        included.
+        """Delete files that no restart needs. The log reaches back over as many checkpoints as are kept.
 
         A finished run needs its last checkpoint only, once that is complete. Raises OSError.
         """
@@ -368,8 +367,7 @@ class RunStorage:
         restored.is_short = self.has_log and newest is None and self._log.is_short
 
     def find_restorable(self, newest: Round | None = None) -> list[tuple[Round, Round]]:
-        """Return the ranges of rounds, first and last, that can be restored according to the log's digests, newest
-        first.
+        """Return the ranges of rounds, first and last, that the log's digests allow to restore, newest first.
 
         With `newest` the checkpoint that leads to that round is read, and left out if it is damaged. The run may go
         back to any of these rounds, so none is deleted before the run goes on and makes another checkpoint.
