@@ -22,8 +22,8 @@ import xxhash
 
 from ps_protocol.errors import Conflict, GradpostError, RoundPending, StaleRound, TryAgain
 from ps_protocol.fence import Fence
-from ps_protocol.membership import NO_CONTROLS
-from ps_protocol.messages import BarrierAnswer, FrozenRounds, InstallMembers, InstallRun, PushAnswer
+from ps_protocol.membership import NO_CONTROLS, FrozenRounds, InstallMembers, InstallRun
+from ps_protocol.messages import BarrierAnswer, PushAnswer
 from ps_protocol.norms import AgreedNorm
 from ps_protocol.optimizers import HyperParameters
 from ps_protocol.routes import APPLIED_KEY, HISTORY_KEY, STATES_KEY
@@ -334,7 +334,7 @@ class AsyncRun(PserverRun):
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything that was committed is applied."""
+        """True if everything that was committed is applied."""
         return self.num_queued == 0 and all(queue.failure is None for queue in self._queues.values())
 
     def _history(self) -> History:

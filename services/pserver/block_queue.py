@@ -92,12 +92,12 @@ class BlockQueue:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more update may be put."""
+        """True if one more update may be put."""
         return self.num_updates < self._max_queued
 
     @property
     def is_working(self) -> bool:
-        """Whether the queued updates will be applied."""
+        """True if the queued updates will be applied."""
         return self.failure is None and self._task is not None
 
     def put_update(self, update: Update) -> None:

@@ -7,17 +7,14 @@ of the blocks staged from it. Then it returns to the pool by itself, so no path 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
 
 import numpy as np
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope
 
 from ps_http2.asgi import receive_into
 from ps_protocol.errors import BadInput
 from ps_protocol.frames import Frame, FrameLimits, TensorEntry, parse_frame
-
-if TYPE_CHECKING:
-    from starlette.types import Receive, Scope
 
 PAGE_BYTES = 4 * 1024  # sizes of buffers are multiples of it,
 GRAIN_BYTES = 64 * 1024  # or of this: bodies with the same blocks have headers of different lengths

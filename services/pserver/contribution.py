@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from ps_protocol.errors import ContributionConflict
-from ps_protocol.optimizers import HyperParameters
-from ps_protocol.slots import StepState
+from ps_protocol.optimizers import HyperParameters, StepState
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 Payload = TypeVar("Payload")
@@ -28,7 +27,7 @@ class Contribution(Generic[Payload]):
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of it is staged. Its batch barrier is counted separately."""
+        """True if all of it is staged. Its batch barrier is counted separately."""
         return self.num_blocks == len(self.blocks) and self.num_slots == len(self.slots)
 
     def stage(
@@ -50,7 +49,7 @@ class Contribution(Generic[Payload]):
         total = self.num_blocks if num_blocks is None else num_blocks
         if total is not None and (total < len(self.blocks) + len(new) or self.num_blocks not in (None, total)):
             raise ContributionConflict(
-                f"trainer {rank} pushed more blocks in round {round_} than it said, or said two numbers",
+                f"trainer {rank} pushed more blocks in round {round_} than it announced, or announced two numbers",
                 expected=self.num_blocks if self.num_blocks is not None else total,
                 actual=max(total, len(self.blocks) + len(new)),
             )
@@ -72,12 +71,12 @@ class Contribution(Generic[Payload]):
         self.slots.update(slots)
         return num_new
 
-    def _check_slots(self, rank: Rank, round_: Round, staged: int, said: int) -> None:
-        if staged > said or (self.num_blocks is not None and said != self.num_slots):
+    def _check_slots(self, rank: Rank, round_: Round, staged: int, announced: int) -> None:
+        if staged > announced or (self.num_blocks is not None and announced != self.num_slots):
             raise ContributionConflict(
-                f"trainer {rank} pushed more slots in round {round_} than it said, or said two numbers",
-                expected=said if self.num_blocks is None else self.num_slots,
-                actual=max(staged, said),
+                f"trainer {rank} pushed more slots in round {round_} than it announced, or announced two numbers",
+                expected=announced if self.num_blocks is None else self.num_slots,
+                actual=max(staged, announced),
             )
 
 

@@ -104,9 +104,7 @@ def add_inspection_routes(app: FastAPI, pserver: Pserver, large: LargeReplies) -
 
     @app.get(routes.SLOTS, tags=["inspection"], response_class=Response, responses=BINARY)
     async def slots(name: Names, at: AtRound = None, wait_seconds: Seconds = 0.0) -> Response:
-        """Return the optimizer's slots of these blocks, `{slot}/{block}`; the metadata contains the steps of each
-        block.
-        """
+        """Return the slots `{slot}/{block}` of these blocks; the metadata contains the steps of each block."""
         return LargeReply(large, lambda: read_slots(pserver.run, name, at, wait_seconds), CONTENT_TYPE)
 
     @app.get(routes.SHARD, tags=["inspection"], response_class=Response, responses=BINARY)

@@ -13,8 +13,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ps_protocol.optimizers import HyperParameters, OptimizerSpec
-from ps_protocol.slots import FRESH, StepState, read_states, slots_under, split_key, write_states
+from ps_protocol.optimizers import (
+    FRESH,
+    HyperParameters,
+    OptimizerSpec,
+    StepState,
+    read_states,
+    slots_under,
+    split_key,
+    write_states,
+)
 from ps_protocol.vocabulary import Rank
 
 from .layout import ShardLayout
@@ -184,8 +192,9 @@ class OptimizerBlocks:
         return sum(slot.nbytes for slot in self._slots.values())
 
     def _find_runs(self, present: frozenset[str]) -> dict[tuple[int, StepState], _Stepped]:
-        """Return the present blocks by group and state. Adjacent ones share a run, if no parameter ends within a
-        window.
+        """Return the present blocks by group and state.
+
+        Adjacent blocks share a run, unless a parameter ends within a window between them.
         """
         found: dict[tuple[int, StepState], _Stepped] = {}
         places = self._layout.places

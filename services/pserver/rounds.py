@@ -18,11 +18,9 @@ from dataclasses import dataclass
 from typing import Generic
 
 from ps_protocol.errors import ContributionMissing, FutureRound, StaleRound
-from ps_protocol.membership import Membership
-from ps_protocol.messages import FrozenRounds
+from ps_protocol.membership import FrozenRounds, Membership
 from ps_protocol.norms import ShardNorm
-from ps_protocol.optimizers import HyperParameters
-from ps_protocol.slots import StepState
+from ps_protocol.optimizers import HyperParameters, StepState
 from ps_protocol.vocabulary import Incarnation, Rank, Round
 
 from .admission import Admission, admit, check_member
@@ -135,7 +133,7 @@ class Rounds(Generic[Payload]):
 
     @property
     def is_paused(self) -> bool:
-        """Whether an administrator has paused the run before the open round."""
+        """True if an administrator has paused the run before the open round."""
         return self.paused_from is not None and self.open >= self.paused_from
 
     def __repr__(self) -> str:
@@ -248,7 +246,7 @@ class Rounds(Generic[Payload]):
         """Hold back every barrier from now on, and return the progress of all trainers. No apply may be running."""
         assert self.applying is None
         self.is_frozen = True
-        self.measuring = None  # who takes part may change
+        self.measuring = None  # the members may change
         complete: dict[Round, list[Rank]] = {}
         for round_, rank, contribution in self.staged():
             if contribution.is_complete:

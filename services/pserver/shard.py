@@ -20,10 +20,9 @@ from torch import Tensor
 
 from ps_protocol.errors import BadInput
 from ps_protocol.frames import encode_header
-from ps_protocol.optimizers import HyperParameters
+from ps_protocol.optimizers import FRESH, MASTER, HyperParameters, StepState, split_key, write_states
 from ps_protocol.plan import SlicePlan
 from ps_protocol.routes import SLOT_NAMES_KEY, STATES_KEY, STEPS_KEY
-from ps_protocol.slots import FRESH, MASTER, StepState, split_key, write_states
 from ps_protocol.vocabulary import BufferSpec, PserverIndex, Rank
 
 from .aggregation import Aggregator
@@ -99,7 +98,7 @@ class Shard:
 
     @property
     def is_initialised(self) -> bool:
-        """Whether every block and buffer has its first values."""
+        """True if every block and buffer has its first values."""
         return len(self._initialised) == len(self.layout.place) and len(self._buffers) == len(self._buffer_specs)
 
     # ------------------------------------------------------------------ updates

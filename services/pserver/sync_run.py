@@ -11,14 +11,8 @@ import xxhash
 
 from ps_protocol.errors import Ended, GradpostError, NormChanged, NotReady, RoundPending, StaleRound, TryAgain
 from ps_protocol.fence import Fence
-from ps_protocol.messages import (
-    BarrierAnswer,
-    FrozenRounds,
-    InstallMembers,
-    InstallRun,
-    NormAnswer,
-    PushAnswer,
-)
+from ps_protocol.membership import FrozenRounds, InstallMembers, InstallRun
+from ps_protocol.messages import BarrierAnswer, NormAnswer, PushAnswer
 from ps_protocol.norms import AgreedNorm, clip_coefficient
 from ps_protocol.routes import STATES_KEY
 from ps_protocol.vocabulary import Incarnation, Rank, Round
@@ -292,7 +286,7 @@ class SyncRun(PserverRun):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no round is being applied. A round whose apply failed counts as being applied."""
+        """True if no round is being applied. A round whose apply failed counts as being applied."""
         return self.rounds.applying is None
 
     async def _finish_apply(self) -> None:

@@ -22,7 +22,7 @@ from services.runtime.scopes import ROUTE_SCOPES
 from trainer_client.testing import LocalCluster
 
 from ..raising import raises_code
-from ..unit.protocol.test_fields import find_unbounded
+from ..unit.protocol.test_messages import find_unbounded
 from .apps import call, read_json, run_coordinator, run_pserver
 
 Document: TypeAlias = dict[str, Any]

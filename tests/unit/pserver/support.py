@@ -21,8 +21,8 @@ from ps_protocol.consistency import Consistency
 from ps_protocol.errors import GradpostError, StaleRun
 from ps_protocol.fence import Fence
 from ps_protocol.frames import FrameLimits, encode_header, parse_frame
-from ps_protocol.membership import Membership
-from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRun, NormAnswer, PserverRegistered
+from ps_protocol.membership import Freeze, FrozenRounds, InstallMembers, InstallRun, Membership
+from ps_protocol.messages import NormAnswer, PserverRegistered
 from ps_protocol.norms import AgreedNorm
 from ps_protocol.plan import SlicePlan, make_plan
 from ps_protocol.routes import (
@@ -42,7 +42,7 @@ from services.pserver.metrics import PserverMetrics
 from services.pserver.pserver import Pserver
 from services.runtime.compute import ComputeExecutor
 
-from .oracle import Options, make_numbers, make_options, make_spec
+from .oracle import Options, TorchOracle, assert_same_bits, make_numbers, make_options, make_spec
 
 PARAMETERS = [ParameterSpec(f"p{i}", (size,)) for i, size in enumerate((1, 5, 64, 130))]
 GROUPS = [make_options("SGD", momentum=0.9)]
@@ -244,11 +244,18 @@ class Bench:
         [reply] = {await self.get(rank, round_) for rank in ranks}
         return reply
 
+    async def play_rounds(self, first: int, last: int) -> None:
+        for round_ in range(first, last + 1):
+            await self.play_round(round_)
+
     # ------------------------------------------------------------ the coordinator
 
-    async def change_members(self, number: int, members: Mapping[int, int], failure: Any = None) -> None:
+    async def change_members(
+        self, number: int, members: Mapping[int, int], failure: Any = None, **membership: Any
+    ) -> None:
+        changed = Membership(dict(members), **membership)
         await self.pserver.install_members(
-            InstallMembers(run=self.install.run, number=number, membership=Membership(dict(members)), failure=failure)
+            InstallMembers(run=self.install.run, number=number, membership=changed, failure=failure)
         )
 
     async def freeze(self, number: int) -> FrozenRounds:
@@ -398,3 +405,9 @@ def failing(error: Exception) -> Callable[..., Any]:
         raise error
 
     return fail
+
+
+def assert_equals_oracle(values: Mapping[str, Tensor], oracle: TorchOracle) -> None:
+    """Compare the values of blocks with the parameters of one process, bit for bit."""
+    for name, parameter in oracle.parameters.items():
+        assert_same_bits(values[f"{name}.block0"], parameter.detach(), name)

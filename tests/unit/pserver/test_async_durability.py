@@ -1,4 +1,4 @@
-"""An asynchronous run on a disk: whatever was acknowledged comes back once, and checkpoints are cut exactly."""
+"""An asynchronous run on a disk: acknowledged contributions are replayed once, and pauses of any order end."""
 
 from __future__ import annotations
 

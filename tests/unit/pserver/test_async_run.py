@@ -1,10 +1,10 @@
-"""An asynchronous run: each gradient is applied exactly once; what is held back, what a get sees, who is told what."""
+"""An asynchronous run: each gradient is applied once; full queues, failed blocks, waits and staleness."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -61,6 +61,17 @@ def busy(pserver: Bench) -> Iterator[threading.Event]:
         assert not job.cancelled()
 
 
+def before_applies(pserver: Bench, act: Callable[[str, Tensor], None]) -> None:
+    """Call this on the compute thread before each step of a block."""
+    apply_block = pserver.run.shard.apply_block
+
+    def act_and_apply(name: str, gradient: Tensor, *args: Any, **kwargs: Any) -> None:
+        act(name, gradient)
+        apply_block(name, gradient, *args, **kwargs)
+
+    pserver.run.shard.apply_block = act_and_apply
+
+
 def taken(pserver: Bench) -> bool:
     """Whether each worker has taken what was in its queue, and waits for the compute thread."""
     return all(queue._queue.empty() for queue in pserver.run._queues.values())
@@ -115,15 +126,13 @@ async def test_a_push_is_in_all_its_queues_or_in_none() -> None:
 async def test_a_push_that_waits_for_several_queues_is_not_overtaken_in_one() -> None:
     async with asynchronous(3, max_queued=1) as pserver:
         gate, reached = threading.Event(), threading.Event()
-        apply_block = pserver.run.shard.apply_block
 
-        def apply(name: str, *args: Any, **kwargs: Any) -> None:
+        def wait(name: str, _: Tensor) -> None:
             if name == NAMES[1]:
                 reached.set()
                 gate.wait(10)
-            apply_block(name, *args, **kwargs)
 
-        pserver.run.shard.apply_block = apply
+        before_applies(pserver, wait)
         await pserver.push(1, 1, ones(1.0, NAMES[1:2]))
         await until(reached.is_set)
         both = asyncio.ensure_future(pserver.push(2, 1, ones(1.0, NAMES[:2])))
@@ -149,16 +158,14 @@ async def test_a_full_queue_sends_the_sender_away_and_loses_nothing(monkeypatch:
         assert stepped(await pserver.get(1, 1), by=3)
 
 
-async def test_a_worker_that_fails_stops_its_block_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_fails_stops_its_block_and_no_other() -> None:
     async with asynchronous() as pserver:
-        apply_block = pserver.run.shard.apply_block
 
-        def fail(name: str, *args: Any, **kwargs: Any) -> None:
+        def fail(name: str, _: Tensor) -> None:
             if name == NAMES[1]:
                 raise MemoryError("no memory")
-            apply_block(name, *args, **kwargs)
 
-        monkeypatch.setattr(pserver.run.shard, "apply_block", fail)
+        before_applies(pserver, fail)
         await pserver.push(0, 1, ones())
         for _ in range(2):
             with raises_code("apply_failed", match=r"block 'p1.block0' has stopped.*no memory"):
@@ -171,9 +178,9 @@ async def test_a_worker_that_fails_stops_its_block_and_no_other(monkeypatch: pyt
         assert not pserver.run.is_idle  # no checkpoint is made of it
 
 
-async def test_a_get_does_not_wait_for_updates_behind_a_failed_block(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_get_does_not_wait_for_updates_behind_a_failed_block() -> None:
     async with asynchronous(3, read_consistency="shard", wait_for_apply=False) as pserver:
-        monkeypatch.setattr(pserver.run.shard, "apply_block", lambda *args, **kwargs: 1 / 0)
+        before_applies(pserver, lambda *_: 1 / 0)
         with busy(pserver):
             for rank in range(2):
                 await pserver.push(rank, 1, ones())
@@ -295,13 +302,11 @@ async def test_a_get_sees_half_a_contribution_unless_reads_are_consistent_in_the
 
 async def test_a_get_behind_an_update_that_fails_raises_apply_failed() -> None:
     async with asynchronous(3, read_consistency="shard") as pserver:
-        apply_block = pserver.run.shard.apply_block
 
-        def apply(name: str, gradient: Tensor, *args: Any, **kwargs: Any) -> None:
+        def fail(_: str, gradient: Tensor) -> None:
             assert gradient[0] != 7
-            apply_block(name, gradient, *args, **kwargs)
 
-        pserver.run.shard.apply_block = apply
+        before_applies(pserver, fail)
         with busy(pserver):
             await pserver.push(2, 1, ones(1.0, NAMES[:1]))
             await until(lambda: taken(pserver))

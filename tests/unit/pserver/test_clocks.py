@@ -1,4 +1,4 @@
-"""Steps and clocks of the asynchronous modes: arbitrary interleavings against a model that looks at sets only."""
+"""Steps and clocks of the asynchronous modes: arbitrary interleavings against a model that uses sets only."""
 
 from __future__ import annotations
 

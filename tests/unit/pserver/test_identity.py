@@ -1,4 +1,4 @@
-"""A pserver that is being registered while its disk is slow, and the coordinator is not."""
+"""A pserver between registrations and runs: what it restores, what it reports, and the memory that it releases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from prometheus_client import CollectorRegistry
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import Conflict, NotReady, StaleRun, TrainerLost, TryAgain
-from ps_protocol.messages import Freeze, InstallRun, PserverRegistered
+from ps_protocol.membership import Freeze, InstallRun
+from ps_protocol.messages import PserverRegistered
 from services.pserver.durable.disk import Disk
 from services.pserver.durable.storage import Restored, RunStorage
 from services.pserver.metrics import PserverMetrics
@@ -125,7 +126,7 @@ async def test_held_rounds_are_reported_before_the_pserver_is_registered(tmp_pat
         await b.pserver.open_folder(0)
         b.pserver.index = None
         assert await b.pserver.find_restorable(b.install.run) == [(0, 1)]
-        with pytest.raises(NotReady, match="who it is"):
+        with pytest.raises(NotReady, match="not registered yet"):
             await b.pserver.find_restorable("another run")
         b.pserver.index = 0
         await b.pserver.install_run(b.install.model_copy(update={"restore": 1, "number": 2}))
@@ -164,7 +165,7 @@ async def test_a_pserver_that_has_not_read_its_folder_answers_try_again(tmp_path
     next_life = Pserver(b.compute, PserverMetrics(CollectorRegistry(), b.compute), LIMITS, disk=Disk(tmp_path))
     freeze = Freeze(run=b.install.run, attempt=0, number=2)
     for ask in (next_life.freeze(freeze), next_life.find_restorable(b.install.run)):
-        with pytest.raises(TryAgain, match="has not looked") as refusal:
+        with pytest.raises(TryAgain, match="has not opened its folder") as refusal:
             await ask
         assert not isinstance(refusal.value, NotReady)  # which is what one says that holds nothing
     await next_life.open_folder(0)
@@ -190,8 +191,7 @@ async def test_a_run_that_could_not_be_opened_is_still_held(tmp_path: Path, monk
 
 async def test_a_run_that_could_not_go_back_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with bench(state_dir=tmp_path, durability="log") as b:
-        for round_ in (1, 2, 3):
-            await b.play_round(round_)
+        await b.play_rounds(1, 3)
         back = b.install.model_copy(update={"restore": 2, "attempt": 1, "number": 2})
 
         with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""One run on one pserver, as it really is (endpoints, shard, compute thread, condition), under drawn schedules."""
+"""One run on one pserver with its endpoints, shard, compute thread and condition, under drawn schedules."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from torch import Tensor
 from ps_protocol.errors import Conflict, ContributionConflict, FutureRound, GradpostError, NotReady, RoundPending
 
 from ...soaking import examples
-from .oracle import TorchOracle, assert_same_bits, average, make_options
+from .oracle import TorchOracle, average, make_options
 from .support import (
     PARAMETERS,
     Bench,
     Upload,
+    assert_equals_oracle,
     bench,
     decode,
     encode,
@@ -238,8 +239,7 @@ async def interleave(num_trainers: int, scripts: list[list[int]]) -> None:
             if round_:
                 oracle.step(average([gradients_of(rank, round_) for rank in range(num_trainers)]), options)
             values, _ = decode(witness.versions[round_])
-            for name, expected in oracle.parameters.items():
-                assert_same_bits(values[f"{name}.block0"], expected.detach(), f"{name} of version {round_}")
+            assert_equals_oracle(values, oracle)
 
 
 @settings(max_examples=examples(60), deadline=None)

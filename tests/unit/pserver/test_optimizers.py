@@ -1,4 +1,4 @@
-"""Every rule equals `torch.optim` in one process, bit for bit, whatever the cuts and the number of threads."""
+"""Every update rule equals `torch.optim` in one process, bit for bit, for any slicing and number of threads."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ps_protocol.optimizers import MEAN, RULES
+from ps_protocol.optimizers import MEAN, RULES, StepState
 from ps_protocol.plan import make_plan
-from ps_protocol.slots import StepState
 from ps_protocol.vocabulary import PLACEMENTS, WINDOW, ParameterSpec
 from services.pserver import optimizer_rules
 from services.pserver.layout import ShardLayout

@@ -1,4 +1,4 @@
-"""What trainers have of a shard that is pulled as differences: the same bits as here, and close to the values."""
+"""Values that are pulled as deltas: trainers have the published bits, which are close to the values."""
 
 from __future__ import annotations
 

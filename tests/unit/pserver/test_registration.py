@@ -1,4 +1,4 @@
-"""A pserver that stops writes its last checkpoint, and does not wait for ever for a disk to take it."""
+"""A pserver registers, sends heartbeats and writes its last checkpoint before it stops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from ps_protocol.errors import StorageFailed
-from ps_protocol.messages import PserverRegistered, RegisterPserver, WantCheckpoint
+from ps_protocol.membership import WantCheckpoint
+from ps_protocol.messages import PserverRegistered, RegisterPserver
 from services.pserver import registration
 from services.pserver.durable import storage
 from services.pserver.durable.disk import Disk
@@ -142,7 +143,7 @@ async def test_a_place_that_fails_to_read_is_asked_again_before_a_pserver_regist
         with structlog.testing.capture_logs() as logs:
             await asyncio.wait_for(staying.run("http://pserver:1", stop), 10)
     compute.close()
-    assert "what this pserver holds cannot be read: Input/output error" in [line["event"] for line in logs]
+    assert "the state of this pserver cannot be read: Input/output error" in [line["event"] for line in logs]
     [message] = registered
     assert message.held is not None
     assert message.held.rounds.applied == 1
@@ -191,7 +192,7 @@ async def test_a_pserver_whose_coordinator_does_not_come_back_exits(tmp_path: Pa
         await one.play_round(1)
         with structlog.testing.capture_logs() as logs, contextlib.suppress(TimeoutError):
             await asyncio.wait_for(staying._send_heartbeats(PserverRegistered(**REGISTERED), stop), 1.5)
-        said = [line["event"] for line in logs if "does not come back" in line["event"]]
+        said = [line["event"] for line in logs if "neither the coordinator" in line["event"]]
         assert (stop.is_set(), staying.exit_code, len(said)) == ((True, 1, 1) if exits else (False, 0, 0))
 
 

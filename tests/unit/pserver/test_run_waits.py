@@ -1,4 +1,4 @@
-"""Who waits for whom in a run on one pserver, and what ends every wait."""
+"""The waits of a synchronous run on one pserver, and what ends them."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""A shard: initial values, steps, frames, digests, aggregation and layout."""
+
 from __future__ import annotations
 
 import pytest

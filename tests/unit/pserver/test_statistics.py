@@ -1,4 +1,4 @@
-"""Statistics of pieces, merged, are those of the whole; NumPy counts the histogram again."""
+"""Statistics of merged pieces equal those of the whole, and the load of a pserver."""
 
 from __future__ import annotations
 

@@ -1,22 +1,30 @@
-"""What a process finds in its folder: who it was, or that this cannot be known; and what is left without a folder."""
+"""The state folder of a pserver: its identity, its log, checkpoints that are missing or damaged, and disk errors."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from ps_protocol.consistency import Consistency
 from ps_protocol.errors import StorageFailed
+from services.pserver.durable import update_log
 from services.pserver.durable.disk import IDENTITY, Disk, FolderTaken, StateFolder, open_folder
+from services.pserver.durable.storage import RunStorage
 from services.pserver.history import History
+from services.pserver.shard import Shard
+from services.runtime import storage as storage_module
 from services.runtime.checkpoints import MANIFEST, Manifest, round_folder, write_manifest
+from services.runtime.failpoints import arm_failpoints
 from services.runtime.storage import DamagedFile, open_checkpoint_storage
 
 from ...earlier_files import rewrite_sealed
-from .support import digest_after, install_for, new_shard, plan_for, step
+from .support import digest_after, install_for, new_shard, open_storage, plan_for, step
+from .test_storage import assert_restores
 
 PLAN = plan_for(1)
 
@@ -83,7 +91,7 @@ def test_a_log_that_does_not_say_whose_steps_were_counted_is_refused(tmp_path):
     train(tmp_path, 2, (0,))
     identity = tmp_path / "state" / "pserver-0" / IDENTITY
     rewrite_sealed(identity, lambda content: content["run"]["consistency"].update(step_count="trainer"))
-    with pytest.raises(DamagedFile, match="does not say whose steps it counts; delete it, and the run goes"):
+    with pytest.raises(DamagedFile, match="whose steps it counts; delete it, and the run goes"):
         Disk(tmp_path / "state").open(0)
 
 
@@ -185,7 +193,7 @@ def test_a_folder_has_one_holder(tmp_path):
 def test_a_later_life_fences_off_an_earlier_one(tmp_path):
     folder = StateFolder(tmp_path, 0)
     folder.write_identity(2, None)
-    with pytest.raises(FolderTaken, match="belongs to a later life of pserver 0"):
+    with pytest.raises(FolderTaken, match="belongs to a later incarnation of pserver 0"):
         folder.write_identity(1, None)
 
 
@@ -249,3 +257,94 @@ def test_a_run_that_cannot_be_opened_leaves_no_file_open(tmp_path, monkeypatch):
     storage, restored = disk.open_run(install_for(PLAN, restore=2))
     assert restored is not None
     storage.close()
+
+
+TWO_SHARDS = plan_for(2)
+
+
+@pytest.fixture(autouse=True)
+def disarm() -> Iterator[None]:
+    yield
+    arm_failpoints("")
+
+
+def train_shard(folder: Path, rounds: int, durability: str = "log") -> tuple[RunStorage, Shard]:
+    storage, shard = open_storage(folder, TWO_SHARDS, durability), new_shard(TWO_SHARDS)
+    storage.snapshot(shard, History())()
+    for round_ in range(1, rounds + 1):
+        step(shard, round_, storage)
+    return storage, shard
+
+
+def failing_once(real: Callable[[int], None]) -> Callable[[int], None]:
+    failures = [OSError(errno.EIO, "Input/output error")]
+
+    def call(fd: int) -> None:
+        if failures:
+            raise failures.pop()
+        real(fd)
+
+    return call
+
+
+def test_a_record_that_could_not_be_synced_is_taken_back_and_written_again(tmp_path, monkeypatch):
+    storage, shard = train_shard(tmp_path, 3, "fsync")
+    [path] = (tmp_path / "log-0").iterdir()
+    size = path.stat().st_size
+    monkeypatch.setattr(os, "fdatasync", failing_once(os.fdatasync))
+    before = shard.digest()
+    with pytest.raises(OSError, match="Input/output error"):
+        step(shard, 4, storage)
+    assert path.stat().st_size == storage.log_bytes == size
+    assert shard.digest() == before
+    step(shard, 4, storage)
+    assert_restores(tmp_path, 4)
+
+
+def test_a_log_that_gets_no_new_file_goes_on_in_the_old_one(tmp_path, monkeypatch):
+    storage, shard = train_shard(tmp_path, 3)
+    monkeypatch.setattr(update_log, "sync_folder", failing_once(storage_module.sync_folder))
+    write = storage.snapshot(shard, History())
+    for round_ in (4, 5):
+        step(shard, round_, storage)
+    assert [segment.base for segment in update_log.list_segments(tmp_path / "log-0")] == [0]
+    assert_restores(tmp_path, 5)
+    write()
+    assert_restores(tmp_path, 5)
+
+
+def test_a_log_file_that_is_closed_with_an_error_ends_no_round_twice(tmp_path, monkeypatch):
+    storage, shard = train_shard(tmp_path, 3)
+    real, failures = os.close, [OSError(errno.EIO, "Input/output error")]
+
+    def close(fd: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        real(fd)
+        if failures and path.endswith(".log"):
+            raise failures.pop()
+
+    monkeypatch.setattr(os, "close", close)
+    write = storage.snapshot(shard, History())
+    assert not failures
+    step(shard, 4, storage)
+    write()
+    assert_restores(tmp_path, 4)
+
+
+def test_a_log_that_gets_no_file_at_all_is_an_error(tmp_path, monkeypatch):
+    storage = open_storage(tmp_path, TWO_SHARDS)
+    monkeypatch.setattr(update_log, "sync_folder", failing_once(storage_module.sync_folder))
+    with pytest.raises(OSError, match="Input/output error"):
+        storage.snapshot(new_shard(TWO_SHARDS), History())
+
+
+@pytest.mark.parametrize("passage", [1, 2])
+def test_half_a_checkpoint_does_not_stay(tmp_path, passage):
+    storage, shard = train_shard(tmp_path, 3)
+    arm_failpoints(f"checkpoint.rename=enospc@{passage}")
+    with pytest.raises(OSError, match="No space left"):
+        storage.snapshot(shard, History())()
+    assert sorted(storage.checkpoints) == [0]
+    assert not list((tmp_path / "checkpoints" / "run1").glob(f"{3:012}/*"))
+    step(shard, 4, storage)
+    assert_restores(tmp_path, 4)

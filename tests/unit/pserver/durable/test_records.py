@@ -1,4 +1,4 @@
-"""A log file after any accident is either read to its end, cut at a torn tail, or known to be damaged."""
+"""Log files after any accident, and checkpoints that are restored onto other pservers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shard that is restored has the very bits that it had, from whatever the disk still holds."""
+"""A restored shard has the bits that it had, from whatever the disk still holds."""
 
 from __future__ import annotations
 
