@@ -293,6 +293,8 @@ def test_soak_runs_what_test_all_leaves_out_and_ends_within_an_hour() -> None:
 
 # Folders whose docstrings, comments and strings follow the rules below.
 PLAIN = [
+    ".ci",
+    "benchmarks",
     "examples",
     "gradpost",
     "ps_config",
@@ -300,10 +302,20 @@ PLAIN = [
     "ps_protocol",
     "services/coordinator",
     "services/pserver",
+    "tests/chaos",
+    "tests/containers",
+    "tests/dashboard",
+    "tests/docs",
+    "tests/gpu",
+    "tests/kubernetes",
+    "tests/prometheus",
+    "tests/unit/benchmarks",
     "tests/unit/cli",
     "tests/unit/coordinator",
     "tests/unit/protocol",
+    "tests/unit/trainer",
     "tests/unit/up",
+    "tests/warm",
 ]
 
 FRAGMENT = re.compile(r"(Of|Who|Whom|Whose|Who(?:ever)|Those|What|Whether|The same)\b")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ps_protocol.errors import NotReady, RoundTimeout, StalePserver, TrainerLost
-from ps_protocol.messages import FrozenRounds, HeldRun
+from ps_protocol.membership import FrozenRounds, HeldRun
 from ps_protocol.plan import SlicePlan
 from services.coordinator.cluster import Cluster
 from services.coordinator.pservers import PserverRegistry
