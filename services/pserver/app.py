@@ -9,7 +9,8 @@ from fastapi import FastAPI
 
 from ps_protocol import routes
 from ps_protocol.fields import Identifier, OrdinalText
-from ps_protocol.messages import Freeze, FrozenRounds, InstallMembers, InstallRun, PserverState, WantCheckpoint
+from ps_protocol.membership import Freeze, FrozenRounds, InstallMembers, InstallRun, WantCheckpoint
+from ps_protocol.messages import PserverState
 from ps_protocol.vocabulary import Round
 from services.runtime.app import add_raw_route, make_app
 from services.runtime.large_replies import LargeReplies
