@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol with limits for headers, connections, TLS handshakes and unread replies.
+"""The HTTP/1.1 protocol of uvicorn with limits for headers, connections, TLS handshakes and unread replies.
 
 A connection that begins with the preface of HTTP/2 is handed over to `ps_http2`.
 """

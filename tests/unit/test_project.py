@@ -302,6 +302,7 @@ PLAIN = [
     "ps_protocol",
     "services/coordinator",
     "services/pserver",
+    "services/runtime",
     "tests/chaos",
     "tests/containers",
     "tests/dashboard",
@@ -316,6 +317,7 @@ PLAIN = [
     "tests/unit/trainer",
     "tests/unit/up",
     "tests/warm",
+    "trainer_client/transport",
 ]
 
 FRAGMENT = re.compile(r"(Of|Who|Whom|Whose|Who(?:ever)|Those|What|Whether|The same)\b")
