@@ -39,7 +39,7 @@ from ps_protocol.vocabulary import (
     Round,
 )
 
-from .destinations import Differences
+from .destinations import Deltas
 from .membership import Membership
 from .metrics import MetricsServer, TrainerMetrics
 from .pserver_client import PserverClient, Pulled
@@ -156,10 +156,10 @@ class ParameterClient:
         self._lag = asyncio.create_task(self.metrics.watch_loop_lag(), name="loop lag")
         return self.joined
 
-    def follow(self, joined: TrainerJoined, process: int) -> None:
+    def adopt_place(self, joined: TrainerJoined, process: int) -> None:
         """Of a further process of a trainer's host, instead of `join`: the trainer's place, in which another one is."""
         self.joined = joined
-        self.membership.follow(joined, process)
+        self.membership.adopt_place(joined, process)
 
     def _warn(self, line: str) -> None:
         self.log.warning(line)
@@ -257,12 +257,12 @@ class ParameterClient:
         Nothing may be under way. `must_upload` says whether it is to be pushed by this trainer first.
         """
         news = self.membership.news
-        news.follow()
+        news.adopt_newest_attempt()
         for pserver in self.pservers:
             pserver.go_back(news.attempt)
         if news.uploader is not None:
             self.uploader = news.uploader
-        self.feedback.forget()
+        self.feedback.reset()
         self.outcomes = Outcomes()
         self._pushed_round = self._begun_round = self._sent_round = self.membership.round = news.resume
         self.must_upload = news.uploader == self.joined.rank
@@ -372,22 +372,22 @@ class ParameterClient:
 
         indices = [index for index, wanted in enumerate(destinations) if wanted or names is None]
         pulled = await self._fetch_all(round_, indices, fetch)
-        self._settle(round_, pulled)
+        self._note_results(round_, pulled)
         if names is None:
             self.membership.round = max(self.membership.round, round_)
         return {spec.name: values[spec.name].to(TORCH_DTYPES[spec.dtype]) for spec in specs}
 
-    def _settle(self, round_: Round, pulled: Sequence[Pulled]) -> None:
+    def _note_results(self, round_: Round, pulled: Sequence[Pulled]) -> None:
         """What was pushed for a round has been applied, or was skipped."""
         max_delay = self.joined.consistency.max_delay
         skipped = {told: ranks for one in pulled for told, ranks in one.skipped.items()}
         if not max_delay and round_ >= self._pushed_round:  # else the next one is on its way
-            self.feedback.settle(is_applied=round_ not in skipped)
+            self.feedback.resolve(is_applied=round_ not in skipped)
         if round_ in skipped:
             self.grad_norm = None if self.max_grad_norm is None else math.nan
         fresh = sorted(skipped.keys() - set(self.outcomes.skipped))
         scaler = next((one.scaler for one in pulled if one.scaler is not None), None)
-        self.outcomes = self.outcomes.followed_by(skipped, scaler, newest=round_, keep=2 * max_delay + 2)
+        self.outcomes = self.outcomes.advance(skipped, scaler, newest=round_, keep=2 * max_delay + 2)
         for told in fresh:
             self.metrics.skipped.inc()
             names = ", ".join(f"trainer {rank}" for rank in sorted(skipped[told]))
@@ -433,8 +433,8 @@ class ParameterClient:
             result.append(wanted)
         return result
 
-    def make_differences(self, destinations: Sequence[Mapping[str, memoryview]]) -> list[Differences] | None:
-        """Memory for what is added to these destinations, for each pserver, if the run's pulls are differences.
+    def make_deltas(self, destinations: Sequence[Mapping[str, memoryview]]) -> list[Deltas] | None:
+        """Memory for what is added to these destinations, for each pserver, if the run's pulls are deltas.
 
         Then the destinations must be flat float32 memory that nobody else writes to as long as `have` says so.
         """
@@ -442,7 +442,7 @@ class ParameterClient:
             return None
         plan = self.plan
         rounded = {b.name for b in plan.blocks if plan.pulled(b.parameter) == "F32" and b.parameter not in plan.means}
-        return [Differences({name: data for name, data in one.items() if name in rounded}) for one in destinations]
+        return [Deltas({name: data for name, data in one.items() if name in rounded}) for one in destinations]
 
     async def pull(
         self,
@@ -452,15 +452,15 @@ class ParameterClient:
         with_batch_barrier: bool,
         is_finite: bool = True,
         have: Sequence[Round] | None = None,
-        differences: Sequence[Differences] | None = None,
-        on_landed: Callable[[str], None] | None = None,
+        deltas: Sequence[Deltas] | None = None,
+        on_block: Callable[[str], None] | None = None,
     ) -> list[Round]:
         """Wait for version `round_` of every shard and write it to `destinations`; the barrier may ride on it.
 
         Returns the version of each shard, which `have` may be the next time if these bytes stay as they are: what has
-        not changed since is not sent then; for pulls that are differences it needs those of `make_differences`.
-        `is_finite` says whether every pserver found this trainer's gradient finite. `on_landed` is told the name of
-        each block as soon as it is there, if the run's pulls are no differences.
+        not changed since is not sent then; for pulls that are deltas it needs those of `make_deltas`.
+        `is_finite` says whether every pserver found this trainer's gradient finite. `on_block` is told the name of
+        each block as soon as it is there, if the run's pulls are no deltas.
         """
 
         async def fetch(index: int, norm: AgreedNorm | None) -> Pulled:
@@ -471,14 +471,14 @@ class ParameterClient:
                 is_finite=is_finite,
                 norm=norm,
                 have=None if have is None else have[index],
-                differences=None if differences is None else differences[index],
-                on_landed=on_landed,
+                deltas=None if deltas is None else deltas[index],
+                on_block=on_block,
             )
 
         pulled = await self._fetch_all(
             round_, range(len(self.pservers)), fetch, with_batch_barrier=with_batch_barrier, is_finite=is_finite
         )
-        self._settle(round_, pulled)
+        self._note_results(round_, pulled)
         self.membership.round = round_
         return [one.version for one in pulled]
 

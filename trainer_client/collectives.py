@@ -30,17 +30,17 @@ class Collectives:
         self._lent: list[Tensor] = []  # theirs
         self._broken: RuntimeError | None = None
 
-    def add_up(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         """Begin to replace a contiguous tensor by the sum of all processes'. It must not change until `settle`."""
         self._begin(tensor, lambda: self._group.allreduce([tensor]))
 
-    def collect(self, tensor: Tensor) -> None:
+    def reduce(self, tensor: Tensor) -> None:
         """The same, for process 0 alone; the others' is anything afterwards."""
         options = dist.ReduceOptions()
         options.rootRank = 0
         self._begin(tensor, lambda: self._group.reduce([tensor], options))
 
-    def spread(self, tensor: Tensor, source: int = 0) -> None:
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Begin to replace a contiguous tensor by that of process `source`. It must not change until `settle`."""
         options = dist.BroadcastOptions()
         options.rootRank = source
@@ -74,7 +74,7 @@ class Collectives:
                 await asyncio.sleep(POLL_SECONDS)
             work.wait()  # raises what went wrong
 
-    def settle(self) -> None:
+    def release(self) -> None:
         """What has finished is over: the tensors are the caller's again."""
         for work in self._begun:
             work.wait()  # for an accelerator: what is computed from now on comes after it

@@ -16,10 +16,10 @@ from ps_protocol.vocabulary import Block
 from ps_protocol.wire_types import SCALES, quantised
 
 from .device_copies import ParameterCopies, host_memory, is_away
-from .tensors import TORCH_DTYPES, lands_directly, wire_dtype, writable_bytes
+from .tensors import TORCH_DTYPES, has_wire_layout, wire_dtype, writable_bytes
 
 
-class Landing:
+class Destinations:
     """Sets of host tensors by parameter name, one for each step that may be on its way, in the dtype on the wire.
 
     They are the parameters' own memory if nobody computes with these meanwhile. A difference is added to what was
@@ -38,7 +38,7 @@ class Landing:
         self.sets: list[dict[str, Tensor]] = (
             [{name: host_memory(p, self._dtypes[name]) for name, p in parameters.items()} for _ in range(max_delay + 1)]
             if self._is_apart
-            else [landing_of(parameters, self._dtypes)]
+            else [make_destinations(parameters, self._dtypes)]
         )
         self._note_memory()
 
@@ -61,7 +61,7 @@ class Landing:
                     actual=f"{parameter.dtype} {list(parameter.shape)}",
                 )
         if not self._is_apart:
-            self.sets = [landing_of(self._parameters, self._dtypes)]
+            self.sets = [make_destinations(self._parameters, self._dtypes)]
         self._note_memory()
         return True
 
@@ -76,20 +76,20 @@ class Landing:
         """
         taken = {name: self._parameters[name] for name in names}
         seen = taken if is_noticed else {name: parameter.data for name, parameter in taken.items()}
-        copy_landed(seen, self.sets[index], self._copies)
+        write_back(seen, self.sets[index], self._copies)
 
 
-def landing_of(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+def make_destinations(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
     """For each tensor where its bytes are written to, in the dtype on the wire: its own memory, or some beside it."""
     return {
         name: tensor.detach()
-        if lands_directly(tensor) and tensor.dtype == dtypes[name]
+        if has_wire_layout(tensor) and tensor.dtype == dtypes[name]
         else host_memory(tensor, dtypes[name])
         for name, tensor in tensors.items()
     }
 
 
-def copy_landed(tensors: Mapping[str, Tensor], landed: Mapping[str, Tensor], copies: ParameterCopies) -> None:
+def write_back(tensors: Mapping[str, Tensor], landed: Mapping[str, Tensor], copies: ParameterCopies) -> None:
     """Copy what was pulled to where it could not be written directly: other devices, other memory formats."""
     written = []  # by the network
     with torch.no_grad():
@@ -108,7 +108,7 @@ def _memory_of(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-class Arrivals:
+class PullProgress:
     """Of one pull. Blocks may land again, with the same bytes, when a reply had broken off."""
 
     def __init__(self, blocks_of: Mapping[str, Sequence[Block]]) -> None:
@@ -143,7 +143,7 @@ class Arrivals:
         return not self._missing[name]
 
 
-class Differences:
+class Deltas:
     """Memory for those of one pserver's blocks, made once: some 26 bytes for 100 of the values."""
 
     def __init__(self, values: Mapping[str, memoryview]) -> None:

@@ -77,7 +77,7 @@ class FlatGradients:
     ) -> None:
         """`send` begins to add a bucket up; its memory must not change until `begin`."""
         self.buckets = buckets
-        self.num_left = 0  # of this step, from the first one on
+        self.num_sent = 0  # of this step, from the first one on
         self._parameters = parameters
         self._send = send
         self._bucket_of = {name: bucket for bucket in buckets for name in bucket.parts}
@@ -90,7 +90,7 @@ class FlatGradients:
         """
         self.check()
         self._bucket_of[name].put(name, gradient)
-        while self.num_left < len(self.buckets) and self._is_full(self.buckets[self.num_left]):
+        while self.num_sent < len(self.buckets) and self._is_full(self.buckets[self.num_sent]):
             self._send_next()
 
     def _is_full(self, bucket: FlatBucket) -> bool:
@@ -100,15 +100,15 @@ class FlatGradients:
         return is_full
 
     def _send_next(self) -> None:
-        bucket = self.buckets[self.num_left]
-        self.num_left += 1
+        bucket = self.buckets[self.num_sent]
+        self.num_sent += 1
         self._send(bucket)
 
     def check(self, gradients: Mapping[str, Tensor] | None = None) -> None:
         """Raise ContributionConflict if the step cannot be taken, `gradient_changed` if one of these comes too late."""
         if self._is_spoiled:
             raise ContributionConflict("what has left for the others cannot be taken back; the script has to end")
-        for bucket in self.buckets[: self.num_left]:
+        for bucket in self.buckets[: self.num_sent]:
             if late := bucket.parts.keys() & (gradients or {}).keys() - bucket.filled:
                 raise BadInput(
                     f"{min(late)!r} was frozen, and has a gradient now, whose bucket has left", code="gradient_changed"
@@ -116,25 +116,25 @@ class FlatGradients:
 
     def send_rest(self, gradients: Mapping[str, Tensor]) -> None:
         """Let the other buckets leave, with these flat gradients, and zeros where there is none."""
-        for bucket in self.buckets[self.num_left :]:
+        for bucket in self.buckets[self.num_sent :]:
             bucket.complete(gradients)
             self._send_next()
 
     def begin(self) -> None:
         """The next step's gradients are to come."""
-        self.num_left = 0
+        self.num_sent = 0
         for bucket in self.buckets:
             bucket.begin()
 
     def forget(self) -> None:
         """Give up what was added. What has left cannot be taken back, and then nor can this step be taken again."""
-        self._is_spoiled = self._is_spoiled or self.num_left > 0
+        self._is_spoiled = self._is_spoiled or self.num_sent > 0
         for bucket in self.buckets:
             bucket.begin()
 
     def empty(self) -> bool:
         """From now on there are no gradients here. Whether something has left already, which is void."""
-        has_left = self.num_left > 0
+        has_left = self.num_sent > 0
         self.forget()
         self._is_spoiled = False
         return has_left

@@ -96,7 +96,7 @@ class Membership:
         self._heartbeats = asyncio.create_task(self._send_heartbeats(), name="heartbeats")
         return self.joined
 
-    def follow(self, joined: TrainerJoined, process: int) -> None:
+    def adopt_place(self, joined: TrainerJoined, process: int) -> None:
         """Of a further process of a trainer's host: know its place, without taking part in the run."""
         self.joined = joined
         self.log = make_log(run=joined.run, trainer=joined.rank, process=process)
@@ -168,7 +168,7 @@ class Membership:
         path = TRAINER_HEARTBEAT.format(rank=self.joined.rank)
         period = heartbeat_period(self.joined.lease_seconds)
         while True:
-            await self.news.wait_until_wanted(period)
+            await self.news.wait_for_next_heartbeat(period)
             try:
                 reply = TrainerHeartbeatReply.model_validate_json(await self._request("POST", path, self._heartbeat()))
             except (httpx.TransportError, ValueError) as error:  # the latter: a proxy's page, say
@@ -187,7 +187,7 @@ class Membership:
             self._logged.pop("heartbeats", None)
             self._log_once("notice", reply.notice)
             self._log_once("pages", "; ".join(f"pserver {index}: {page}" for index, page in self.news.pages.items()))
-            self.news.heard(reply, asyncio.get_running_loop().time())
+            self.news.update(reply, asyncio.get_running_loop().time())
             if reply.failure is not None:
                 self.fail(error_from_problem(reply.failure))
                 return

@@ -34,7 +34,7 @@ class News:
     _wanted: asyncio.Event = field(default_factory=asyncio.Event)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
-    def heard(self, reply: TrainerHeartbeatReply, now: float) -> None:
+    def update(self, reply: TrainerHeartbeatReply, now: float) -> None:
         """The coordinator has answered a heartbeat."""
         self.heard_at = now
         self.newest_attempt, self.resume, self.uploader = reply.attempt, reply.resume, reply.uploader
@@ -57,7 +57,7 @@ class News:
         finally:
             waiting.discard(limit)
 
-    def is_in_touch(self, now: float, seconds: float) -> bool:
+    def has_recent_heartbeat(self, now: float, seconds: float) -> bool:
         """Whether the coordinator has answered within the last seconds, so that it decides how long to wait."""
         return self.heard_at is not None and now - self.heard_at < seconds
 
@@ -65,17 +65,17 @@ class News:
         """Those that do not answer, and for how long."""
         return {index: (incarnation, now - since) for index, (incarnation, since) in self.failing.items()}
 
-    def answered(self, index: PserverIndex) -> None:
+    def mark_reachable(self, index: PserverIndex) -> None:
         """This pserver can be reached, or another incarnation has taken its place."""
         self.failing.pop(index, None)
         self.pages.pop(index, None)
 
-    def follow(self) -> None:
+    def adopt_newest_attempt(self) -> None:
         """This trainer has gone back to where the newest attempt began."""
         self.attempt = self.newest_attempt
         self.ahead_of.clear()
 
-    async def wait_until_wanted(self, period: float) -> None:
+    async def wait_for_next_heartbeat(self, period: float) -> None:
         """Wait for the time of the next heartbeat, which comes sooner if somebody wants news; tells who waited."""
         async with self._changed:
             self._changed.notify_all()
@@ -84,7 +84,7 @@ class News:
             await asyncio.wait_for(self._wanted.wait(), max(0.0, period - MIN_PERIOD_SECONDS))
         self._wanted.clear()
 
-    async def wait(self, seconds: float) -> None:
+    async def wait_for_heartbeat(self, seconds: float) -> None:
         """Ask for a heartbeat now, and wait for its end, up to some seconds."""
         self._wanted.set()
         async with self._changed:

@@ -25,7 +25,7 @@ from .host.follower import FollowerSteps
 from .host.leader import LeaderSteps
 from .local_steps import LocalSteps, check_outer
 from .model_tensors import describe_model, find_aliases, frozen_parameters, name_parameters, stored_tensors
-from .optimizer_state.remote import RemoteSlots
+from .optimizer_state.remote import RemoteOptimizerState
 from .overlap import ForwardWaits, Overlap
 from .parameter_watch import Digests, ModelPlaces, ParameterWatch, check_model, digest_values, find_rewritten
 from .resumable_batches import Position, ResumableBatches
@@ -63,7 +63,7 @@ class RemoteOptimizer(Optimizer):
     Every argument is also a setting (`GRADPOST_*`); the argument wins.
 
     Args:
-        optimizer: one of the element-wise optimizers of torch.optim; in a ring any but LBFGS. Slots that it has, of a
+        optimizer: one of the element-wise optimizers of torch.optim; in a ring any but LBFGS. OptimizerState that it has, of a
             checkpoint say, are the run's from its first step on if this trainer brings the initial values, and are
             no more its own.
         model: gives its buffers and frozen parameters their start, and parameters their names. Its float buffers, such
@@ -112,7 +112,7 @@ class RemoteOptimizer(Optimizer):
         self._own = optimizer if self._is_ring or self._local is not None else None  # steps here
         self.spec = describe_local_optimizer(optimizer) if self._is_ring else describe_optimizer(self._remote)
         names = {id(parameter): name for name, parameter in self._named.items()}
-        self._slots = None if self._is_ring else RemoteSlots(self.spec, self._remote, names)
+        self._slots = None if self._is_ring else RemoteOptimizerState(self.spec, self._remote, names)
         self._share_state((self if self._own is None else self._own).state)
         share_hooks(self, optimizer, loads_itself=self._own is not None)
         if self._session.client.is_declared:
@@ -127,13 +127,13 @@ class RemoteOptimizer(Optimizer):
                 "buffers, such as the statistics of batch norm, are not part of the run without RemoteOptimizer(…, "
                 "model=model); if the model has any, exported and resumed models lack them"
             )
-        self._is_void = False  # the run has gone back since this step's forward pass began
+        self._is_rolled_back = False  # the run has gone back since this step's forward pass began
         self._flattening = Flattening()
         self._overlap: Overlap | None = None
         self._waits: ForwardWaits | None = None
         self._unscale: Callable[[Tensor], None] | None = None  # of a GradScaler
         self._describe_scaler: Callable[[], HyperParameters] | None = None
-        self._scale_was_said = False
+        self._has_warned_of_scale = False
         if self._local is None:  # whose own optimizer writes to them, and pushes what anyone has written
             check_model(model, self._named.values())
         self._start(model)
@@ -173,7 +173,7 @@ class RemoteOptimizer(Optimizer):
     def _round(self) -> Round:
         if self._waits is not None:
             return self._steps.begun
-        return self._session.round if self._session.host is None else self._steps.landed
+        return self._session.round if self._session.host is None else self._steps.version
 
     def batches(
         self,
@@ -281,8 +281,8 @@ class RemoteOptimizer(Optimizer):
                 if self._slots is not None:
                     self._slots.begin(None)
         if settings.overlap_pulls and model is not None:
-            self._waits = ForwardWaits(model, self._pulled, self._land_in_time, self.synchronize)
-            self._session.land_last_step = self.synchronize
+            self._waits = ForwardWaits(model, self._pulled, self._wait_for_parameters, self.synchronize)
+            self._session.finish_last_step = self.synchronize
         if settings.overlap:
             self._overlap = Overlap(
                 self._session, self._named, self._send_early, settings.accumulate_steps, self._waits
@@ -304,7 +304,7 @@ class RemoteOptimizer(Optimizer):
             return steps
         group.open(client.rendezvous)
         ring = RingSteps(self._session, self._named, self._stored, self._remote, group, self._averages)
-        self._session.accompany = ring.accompany
+        self._session.join_others = ring.join_others
         return ring
 
     def _check_overlapping_pulls(self, model: nn.Module | None) -> None:
@@ -352,9 +352,9 @@ class RemoteOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._waits is not None and self._is_over_already():
+        if self._waits is not None and self._finish_pull():
             return loss
-        self._notice_changes()
+        self._check_changes()
         try:
             self._step()
         finally:
@@ -362,7 +362,7 @@ class RemoteOptimizer(Optimizer):
                 self._watch.note()
         return loss
 
-    def _notice_changes(self) -> None:
+    def _check_changes(self) -> None:
         """Take over what was loaded before the first step. Raises BadModel for what was changed later."""
         if _identities(self.param_groups) != self._members:
             raise BadModel(
@@ -370,8 +370,8 @@ class RemoteOptimizer(Optimizer):
                 "slice plan is made once, when the run starts. Save a checkpoint, and start a new run"
             )
         self._places.check()
-        self._notice_reset()
-        self._steps.look_for_changes()
+        self._check_reset()
+        self._steps.refresh_parameters()
         if self._values_at_start is not None:
             changed = find_rewritten(self._named, self._values_at_start)
             self._values_at_start = None
@@ -419,7 +419,7 @@ class RemoteOptimizer(Optimizer):
         if self._overlap is not None:
             self._check_early()
         if getattr(self, "found_inf", None) is not None:
-            self._say_whose_scale()
+            self._warn_of_own_scale()
         has_overflowed = unscale_gradients(self, self._named.values())
         policy = self._session.client.nonfinite
         if has_overflowed and policy != "skip_round" and self.shares_rounds:
@@ -437,20 +437,20 @@ class RemoteOptimizer(Optimizer):
         elif self._local.step():
             self._exchange(self._local.outer_gradients())
 
-    def _land_in_time(self, names: Collection[str]) -> None:
+    def _wait_for_parameters(self, names: Collection[str]) -> None:
         """Of the newest step, before somebody computes with them."""
         assert isinstance(self._steps, Steps)
         assert self._watch is not None  # no local steps
         if self._session.is_open and (landing := self._steps.pending & set(names)):
             trained = landing & self._named.keys()  # the others are buffers
             self._watch.check(trained)
-            self._is_void = self._steps.take(landing) or self._is_void
-            self._watch.note(self._named if self._is_void else trained)
+            self._is_rolled_back = self._steps.take(landing) or self._is_rolled_back
+            self._watch.note(self._named if self._is_rolled_back else trained)
 
-    def _is_over_already(self) -> bool:
+    def _finish_pull(self) -> bool:
         """Take what has not been waited for; whether the run has gone back, so that these gradients are of no round."""
-        self._land_in_time(self._pulled)
-        is_void, self._is_void = self._is_void, False
+        self._wait_for_parameters(self._pulled)
+        is_void, self._is_rolled_back = self._is_rolled_back, False
         if is_void:
             self._begin_watching()
         return is_void
@@ -463,10 +463,10 @@ class RemoteOptimizer(Optimizer):
 
     def _send_early(self, name: str, gradient: Tensor) -> None:
         if self._waits is not None:
-            self._land_in_time(self._pulled)  # what is pushed now says that the round before has been pulled
+            self._wait_for_parameters(self._pulled)  # what is pushed now says that the round before has been pulled
         if self._unscale is not None:
             self._unscale(gradient)
-        if not self._is_void:
+        if not self._is_rolled_back:
             self._steps.add(name, self._flattening.flat(name, gradient))
 
     def _check_early(self) -> None:
@@ -495,11 +495,11 @@ class RemoteOptimizer(Optimizer):
             raise BadModel("a RemoteOptimizer has one GradScaler")
         self._unscale, self._describe_scaler = unscale, describe
 
-    def _say_whose_scale(self) -> None:
+    def _warn_of_own_scale(self) -> None:
         """Once: torch's own knows nothing of the others' gradients."""
         is_own = self._unscale is None and self.shares_rounds and self._session.world_size > 1
-        if is_own and not self._scale_was_said:
-            self._scale_was_said = True
+        if is_own and not self._has_warned_of_scale:
+            self._has_warned_of_scale = True
             self._session.client.log.warning(
                 "torch's GradScaler backs off alone when this trainer's gradients overflow, and scales drift apart; "
                 "with trainer_client.GradScaler(optimizer) all trainers have the same one"
@@ -528,7 +528,7 @@ class RemoteOptimizer(Optimizer):
     def wait_for_outcome(self) -> None:
         """Wait for that round, if `step` has not."""
         if self._waits is not None:
-            self._land_in_time(self._pulled)
+            self._wait_for_parameters(self._pulled)
 
     def gradients_here(self) -> list[Tensor]:
         """Those of this step that have not left."""
@@ -563,7 +563,7 @@ class RemoteOptimizer(Optimizer):
             numbers.append(self._describe_scaler())
         self._steps.begin(gradients, numbers, is_finite=is_finite)
         if self._waits is None:
-            self._steps.take_due()
+            self._steps.finish_due_step()
         self._session.client.metrics.step_seconds.observe(time.perf_counter() - started)
 
     @torch.no_grad()
@@ -579,7 +579,7 @@ class RemoteOptimizer(Optimizer):
             finally:
                 if self._watch is not None:
                     self._watch.note()
-        if self._watch is None or self._steps.begun == self._steps.landed:
+        if self._watch is None or self._steps.begun == self._steps.version:
             self._steps.take()
             return
         self._watch.check()
@@ -619,7 +619,7 @@ class RemoteOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """What the wrapped optimizer's would be in one process: slots are fetched from the pservers, to host memory.
 
-        Of the newest step, which is waited for (`synchronize`); waits for no other trainer. Slots are float32 even
+        Of the newest step, which is waited for (`synchronize`); waits for no other trainer. OptimizerState are float32 even
         where parameters are not. With local steps, and in a ring, it is the wrapped optimizer's own. Where several
         processes of a host are one trainer, only process 0 has slots; with `max_delay` all of them call
         `synchronize` before.
@@ -629,7 +629,7 @@ class RemoteOptimizer(Optimizer):
         self._session.check_open("state_dict()")
         if self._session.host is None:
             self.synchronize()
-        self._notice_reset()
+        self._check_reset()
         attempt = self._session.client.membership.news.attempt
         with self._slots.in_state(self):
             if self._watch is not None and self._session.client.membership.news.attempt != attempt:
@@ -675,7 +675,7 @@ class RemoteOptimizer(Optimizer):
         if self._own is not None:
             self._own.state = self.state
 
-    def _notice_reset(self) -> None:
+    def _check_reset(self) -> None:
         """Follow a script that has cleared or replaced `state`: the next step begins without slots.
 
         Raises BadModel for entries of the script, which the run would not notice.

@@ -21,12 +21,12 @@ class Outcomes(NamedTuple):
     skipped: Collection[Round] = ()
     scaler: HyperParameters | None = None  # that the lowest rank pushed in the newest round, for a trainer that joins
 
-    def followed_by(
+    def advance(
         self, skipped: Collection[Round], scaler: HyperParameters | None, *, newest: Round, keep: int
     ) -> Outcomes:
         """Return the outcomes of the `keep` newest rounds, with those that came with version `newest`.
 
-        >>> Outcomes(skipped=(4, 5)).followed_by([6], None, newest=6, keep=2)
+        >>> Outcomes(skipped=(4, 5)).advance([6], None, newest=6, keep=2)
         Outcomes(skipped=(5, 6), scaler=None)
         """
         known = sorted({*self.skipped, *skipped})

@@ -41,8 +41,8 @@ class Session:
             raise
         self._is_open = True
         self._reported: set[str] = set()  # names
-        self.land_last_step: Callable[[], object] | None = None  # where `step` does not wait for its parameters
-        self.accompany: Callable[[], None] | None = None  # in a ring: the others, who may have more batches
+        self.finish_last_step: Callable[[], object] | None = None  # where `step` does not wait for its parameters
+        self.join_others: Callable[[], None] | None = None  # in a ring: the others, who may have more batches
 
     def __repr__(self) -> str:
         state = "open" if self.is_open else "closed"
@@ -132,21 +132,21 @@ class Session:
         try:
             if outcome == "done":
                 self.io.run(self.client.finish())
-                outcome, reason = self._land_last_step()
+                outcome, reason = self._finish_last_step()
             if self.host is not None:
                 self.io.run(self.host.leave(outcome, reason))
-            if outcome == "done" and self.accompany is not None:
-                self._accompany()
+            if outcome == "done" and self.join_others is not None:
+                self._join_others()
             self._leave(outcome, reason)
         except Exception as error:
             print(f"gradpost: leaving the run failed, and it counts as lost: {error!r}", file=sys.stderr)
         finally:
             self.io.close()
 
-    def _accompany(self) -> None:
-        assert self.accompany is not None
+    def _join_others(self) -> None:
+        assert self.join_others is not None
         try:
-            self.accompany()
+            self.join_others()
         except BaseException as error:  # an interrupt: the others cannot go on without this one, and hear of it now
             self._leave(*outcome_of(error))
             raise
@@ -155,12 +155,12 @@ class Session:
         patience = self.client.settings.retry_seconds if outcome == "done" else 0.0
         self.io.start(self.client.leave(outcome, reason)).result(timeout=patience + CLOSE_SECONDS)
 
-    def _land_last_step(self) -> tuple[str, str]:
+    def _finish_last_step(self) -> tuple[str, str]:
         """Into the parameters, for whoever uses the model afterwards; returns the outcome and its reason."""
-        if self.land_last_step is None:
+        if self.finish_last_step is None:
             return "done", ""
         try:
-            self.land_last_step()
+            self.finish_last_step()
         except GradpostError as error:
             return "failed", f"{type(error).__name__}: {error}"
         return "done", ""

@@ -28,7 +28,7 @@ def writable_bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def lands_directly(tensor: Tensor) -> bool:
+def has_wire_layout(tensor: Tensor) -> bool:
     """Whether pulled bytes may be written to the tensor's own memory: it lies flat, in order, in host memory."""
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 

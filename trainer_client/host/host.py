@@ -24,7 +24,7 @@ from ..client import ParameterClient
 from ..collectives import Collectives, make_group, run_aside
 from ..io_thread import IoThread
 from .peer import MAX_LINE_BYTES, Line, Peer, encode
-from .rendezvous import START_SECONDS, HostPlace, Meeting
+from .rendezvous import START_SECONDS, HostPlace, Rendezvous
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class Host:
         self._all_here = asyncio.Event()
         self._joined: TrainerJoined | None = None
         self._failure: GradpostError | None = None  # the first one
-        self._meeting: Meeting
+        self._rendezvous: Rendezvous
         self._address = ""
         self._server: asyncio.Server | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -63,7 +63,7 @@ class Host:
     async def join(self) -> TrainerJoined:
         """Of process 0: join the run; of the others: wait until it has. Raises what `ParameterClient.join` does."""
         try:
-            self._meeting = await run_aside(lambda: Meeting(self.place))
+            self._rendezvous = await run_aside(lambda: Rendezvous(self.place))
             joined = await (self._lead() if self.is_leader else self._follow())
         except RuntimeError as error:  # torchrun's store
             raise Ended(
@@ -73,18 +73,18 @@ class Host:
         if self._failure is not None:
             self._client.membership.fail(self._failure)
         for peer in self._peers.values():
-            self._tell_joined(peer)
+            self._send_joined(peer)
         self._watching = asyncio.create_task(self._watch(joined.lease_seconds), name="host")
         return joined
 
     async def _lead(self) -> TrainerJoined:
         self._server = await asyncio.start_server(self._welcome, LOOPBACK, 0, limit=MAX_LINE_BYTES)
         self._address = f"{self._server.sockets[0].getsockname()[1]}:{secrets.token_hex(16)}"
-        await run_aside(lambda: self._meeting.tell(self._address))
+        await run_aside(lambda: self._rendezvous.publish(self._address))
         try:
             return await self._client.join()
         except GradpostError as error:
-            self._tell_all("failure", problem=error.to_problem())
+            self._send_to_all("failure", problem=error.to_problem())
             await self.leave("failed", str(error))
             raise
 
@@ -104,28 +104,28 @@ class Host:
             writer.close()
             return
         peer = self._peers[process] = Peer(process, reader, writer, self._fail)
-        peer.tell("welcome")
+        peer.send("welcome")
         if self._joined is not None:
-            self._tell_joined(peer)
+            self._send_joined(peer)
         if len(self._peers) == self.place.num_processes - 1:
             self._all_here.set()
 
-    def _tell_joined(self, peer: Peer) -> None:
+    def _send_joined(self, peer: Peer) -> None:
         if self.is_leader and self._joined is not None:
-            peer.tell("joined", joined=self._joined.model_dump(mode="json"))
+            peer.send("joined", joined=self._joined.model_dump(mode="json"))
 
     async def _follow(self) -> TrainerJoined:
         self._peers[0] = leader = await self._find_leader()
         self._all_here.set()
-        joined = TrainerJoined.model_validate((await leader.hear("joined"))["joined"])
-        self._client.follow(joined, self.place.process)
+        joined = TrainerJoined.model_validate((await leader.receive("joined"))["joined"])
+        self._client.adopt_place(joined, self.place.process)
         return joined
 
     async def _find_leader(self) -> Peer:
         loop = asyncio.get_running_loop()
         begun, was_said = loop.time(), False
         while (waited := loop.time() - begun) < START_SECONDS:
-            self._address = await run_aside(self._meeting.find)
+            self._address = await run_aside(self._rendezvous.look_up)
             if self._address:
                 with contextlib.suppress(OSError, ValueError, TimeoutError):  # an earlier life's
                     async with asyncio.timeout(HELLO_SECONDS):
@@ -155,7 +155,7 @@ class Host:
         while True:
             await asyncio.sleep(period)
             for peer in [peer for peer in self._peers.values() if not peer.left.is_set()]:
-                peer.tell("alive")
+                peer.send("alive")
                 peer.silent_periods += 1
                 if peer.silent_periods > limit:
                     text = f"process {peer.process} of this host has said nothing for {lease_seconds:g} s"
@@ -180,45 +180,45 @@ class Host:
             self._watching.cancel()
         if self._server is not None:
             self._server.close()
-        self._tell_all("left", outcome=outcome, reason=reason)
+        self._send_to_all("left", outcome=outcome, reason=reason)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):  # a process that is stopped does not read
                 await asyncio.gather(*(peer.close() for peer in self._peers.values()))
 
-    def _tell_all(self, kind: str, **facts: Any) -> None:
+    def _send_to_all(self, kind: str, **facts: Any) -> None:
         for peer in self._peers.values():
-            peer.tell(kind, **facts)
+            peer.send(kind, **facts)
 
     # ------------------------------------------------------------------ what they tell each other
 
-    def tell(self, kind: str, **facts: Any) -> None:
+    def send(self, kind: str, **facts: Any) -> None:
         """Tell all whom this process has a connection to. Does not wait."""
-        self._io.loop.call_soon_threadsafe(lambda: self._tell_all(kind, **facts))
+        self._io.loop.call_soon_threadsafe(lambda: self._send_to_all(kind, **facts))
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
+    def reporting_failure(self) -> Iterator[None]:
         """What goes wrong in this block goes wrong for the others, too."""
         try:
             yield
         except BaseException as error:
             told = error if isinstance(error, GradpostError) else Ended(f"process 0 of this host: {error!r}")
-            self.tell("failure", problem=told.to_problem())
+            self.send("failure", problem=told.to_problem())
             raise
 
-    def hear(self, kind: str, patience: float | None = None) -> list[Line]:
+    def receive(self, kind: str, patience: float | None = None) -> list[Line]:
         """Wait for the next message of all whom this process has a connection to, in the order of processes.
 
         Raises what ended the run, what another process says has failed, Ended, and BadModel if a message is of
         another kind.
         """
-        return self._run(self._hear_all(kind, patience))
+        return self._run(self._receive_all(kind, patience))
 
-    async def _hear_all(self, kind: str, patience: float | None) -> list[Line]:
+    async def _receive_all(self, kind: str, patience: float | None) -> list[Line]:
         if not self._all_here.is_set():
             missing = self.place.num_processes - 1 - len(self._peers)
             await self._wait(self._all_here.wait(), START_SECONDS, f"{missing} other processes of this host", kind)
         return [
-            await self._wait(peer.hear(kind), patience, f"process {process} of this host", kind)
+            await self._wait(peer.receive(kind), patience, f"process {process} of this host", kind)
             for process, peer in sorted(self._peers.items())
         ]
 
@@ -246,7 +246,7 @@ class Host:
         place = self.place
 
         def make() -> Any:
-            store = self._meeting.store_for(self._address)
+            store = self._rendezvous.store_for(self._address)
             return make_group(store, place.process, place.num_processes, device, LOOPBACK)
 
         self.collectives = Collectives(self._run(self._with_news(run_aside(make))))
@@ -255,19 +255,19 @@ class Host:
     def finish(self) -> None:
         """Wait for all collectives that were begun, in which all others take part. Raises as `hear`."""
         self._run(self._with_news(self.collectives.finish()))
-        self.collectives.settle()
+        self.collectives.release()
 
     def finish_with_leader(self) -> None:
         """The same, where process 0 may not come any more."""
         self._run(self._with_news(self._finish_or_give_up(self._peers[0])))
-        self.collectives.settle()
+        self.collectives.release()
 
     async def _finish_or_give_up(self, leader: Peer) -> None:
         finish, left = asyncio.ensure_future(self.collectives.finish()), asyncio.ensure_future(leader.left.wait())
         try:
             await asyncio.wait({finish, left}, return_when=asyncio.FIRST_COMPLETED)
             if not finish.done():
-                raise leader.was_done()
+                raise leader.left_early_error()
             finish.result()
         finally:
             finish.cancel()

@@ -42,12 +42,12 @@ class Peer:
     def __repr__(self) -> str:
         return f"<Peer [process {self.process} | {self._inbox.qsize()} messages | silent {self.silent_periods}]>"
 
-    def tell(self, kind: str, **facts: Any) -> None:
+    def send(self, kind: str, **facts: Any) -> None:
         """Does not wait; who has gone away is not told."""
         if not self._writer.is_closing():
             self._writer.write(encode(kind, **facts))
 
-    async def hear(self, kind: str) -> Line:
+    async def receive(self, kind: str) -> Line:
         """Wait for its next message, which must be of this kind. Raises what it says has failed, Ended, BadModel.
 
         It stays in the inbox if somebody else gives up waiting.
@@ -58,7 +58,7 @@ class Peer:
             raise error_from_problem(line["problem"])
         if line["kind"] == "left":
             self._inbox.put_nowait(line)
-            raise self.was_done()
+            raise self.left_early_error()
         if line["kind"] != kind:
             raise BadModel(
                 f"process {self.process} of this host has called another method of its optimizer than this one",
@@ -67,7 +67,7 @@ class Peer:
             )
         return line
 
-    def was_done(self) -> Ended:
+    def left_early_error(self) -> Ended:
         """For who still needs it."""
         return Ended(f"process {self.process} of this host was done before the others", code="host_broken")
 

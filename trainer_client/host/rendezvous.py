@@ -68,18 +68,18 @@ START_SECONDS = 1800.0  # as long as torch.distributed waits for everybody by de
 _numbers = itertools.count()  # of the sessions of this process; the same one has the same number in all processes
 
 
-class Meeting:
+class Rendezvous:
     """For one session. All methods block, for torchrun's store."""
 
     def __init__(self, place: HostPlace) -> None:
         self._key = f"gradpost/host {place.trainer}/session {next(_numbers)}"
         self._store = _reach_store()
 
-    def tell(self, address: str) -> None:
+    def publish(self, address: str) -> None:
         """Of process 0: say where it listens."""
         self._store.set(self._key, address)
 
-    def find(self) -> str:
+    def look_up(self) -> str:
         """Where process 0 listens; nothing if it has not said so yet."""
         return str(self._store.get(self._key).decode()) if self._store.check([self._key]) else ""
 

@@ -51,20 +51,20 @@ class Values:
                 )
 
     @torch.no_grad()
-    def give(self, collectives: Collectives) -> None:
+    def send(self, collectives: Collectives) -> None:
         """Of process 0: begin to send them, as they are now."""
         for flat, views in self._parts:
             for name, view in views.items():
                 view.copy_(self._tensors[name])
-            collectives.spread(flat)
+            collectives.broadcast(flat)
 
-    def take(self, collectives: Collectives) -> None:
+    def receive(self, collectives: Collectives) -> None:
         """Of the others: begin to receive them; `land` when that has finished."""
         for flat, _ in self._parts:
-            collectives.spread(flat)
+            collectives.broadcast(flat)
 
     @torch.no_grad()
-    def land(self) -> None:
+    def write_back(self) -> None:
         """Copy what was received to the tensors."""
         for _, views in self._parts:
             for name, view in views.items():

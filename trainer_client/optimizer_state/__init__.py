@@ -1,1 +1,1 @@
-"""Slots of the optimizer between `torch.optim`'s form, a trainer and the pservers."""
+"""OptimizerState of the optimizer between `torch.optim`'s form, a trainer and the pservers."""

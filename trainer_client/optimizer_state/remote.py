@@ -12,10 +12,10 @@ from ps_protocol.optimizers import OptimizerSpec
 from ps_protocol.slots import StepState
 
 from ..steps import Steps
-from .torch_state import Slots, needed_slots, read_state, write_state
+from .torch_state import OptimizerState, needed_slots, read_state, write_state
 
 
-class RemoteSlots:
+class RemoteOptimizerState:
     """Of the optimizer that steps on the pservers."""
 
     def __init__(self, spec: OptimizerSpec, optimizer: Optimizer, names: Mapping[int, str]) -> None:
@@ -25,7 +25,7 @@ class RemoteSlots:
         self._names = names
         # Of steps that it has taken, or of a checkpoint: they are the run's initial slots.
         own = optimizer.state_dict() if optimizer.state else None
-        self._initial: Slots = {} if own is None else read_state(spec, self._groups(), names, own)
+        self._initial: OptimizerState = {} if own is None else read_state(spec, self._groups(), names, own)
         self._steps: Steps | None = None
         self._leads = False
 
@@ -55,14 +55,14 @@ class RemoteSlots:
             return needed_slots(self._spec.name, group, state, parameter.dtype)
 
         if self._steps is not None:
-            slots = self._steps.pull_slots(needed, leads=self._leads)
+            slots = self._steps.pull_optimizer_state(needed, leads=self._leads)
             remote.state.update(write_state(self._spec, self._groups(), self._names, slots))
         try:
             yield
         finally:
             dict.clear(remote.state)  # which is no reset by the script
 
-    def read(self, state_dict: dict[str, Any]) -> tuple[Slots, dict[str, Any]]:
+    def read(self, state_dict: dict[str, Any]) -> tuple[OptimizerState, dict[str, Any]]:
         """The slots of a state_dict, and the rest of it, whose groups lack nothing. Raises BadModel."""
         groups = self._optimizer.param_groups
         slots = read_state(self._spec, self._groups(), self._names, state_dict)
@@ -70,7 +70,7 @@ class RemoteSlots:
         whole = [{**group, **theirs} for group, theirs in zip(groups, saved, strict=True)]
         return slots, {**state_dict, "state": {}, "param_groups": whole}
 
-    def load(self, slots: Slots) -> None:
+    def load(self, slots: OptimizerState) -> None:
         """Push these with the next step. Does not block."""
         if self._steps is not None:
-            self._steps.load_slots(slots)
+            self._steps.load_optimizer_state(slots)

@@ -30,13 +30,13 @@ class Remainder:
         self.next = torch.zeros_like(self.kept)  # what is left once the newest push has been applied
         self.is_pending = False  # there is such a push
 
-    def settle(self, *, is_applied: bool) -> None:
+    def resolve(self, *, is_applied: bool) -> None:
         """The newest push counts, or never did."""
         if self.is_pending and is_applied:
             self.kept, self.next = self.next, self.kept
         self.is_pending = False
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begin anew."""
         self.kept.zero_()
         self.is_pending = False
@@ -55,15 +55,15 @@ class ErrorFeedback:
             remainder = self._remainders[block.name] = Remainder(block.num_elements)
         return remainder
 
-    def settle(self, *, is_applied: bool) -> None:
+    def resolve(self, *, is_applied: bool) -> None:
         """See Remainder."""
         for remainder in self._remainders.values():
-            remainder.settle(is_applied=is_applied)
+            remainder.resolve(is_applied=is_applied)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begin anew: the run has gone back."""
         for remainder in self._remainders.values():
-            remainder.forget()
+            remainder.reset()
 
 
 def encode_gradient(

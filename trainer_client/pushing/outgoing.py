@@ -21,7 +21,7 @@ from ps_protocol.vocabulary import PserverIndex, Round
 
 from ..client import ParameterClient, completion
 from ..io_thread import IoThread
-from ..optimizer_state.transfer import SlotFrames
+from ..optimizer_state.transfer import StateFrames
 from .buckets import Bucket, Payload
 
 END_SECONDS = 5.0  # for requests that are given up; they end at once
@@ -89,7 +89,7 @@ class Outgoing:
         gradients: Mapping[str, Tensor],
         numbers: list[HyperParameters],
         computed_on: Round | None,
-        slots: Sequence[SlotFrames] | None = None,
+        slots: Sequence[StateFrames] | None = None,
     ) -> None:
         """Push all that has not left; parameters without a gradient are left out. `slots` go along, to each pserver."""
         for pserver, one in enumerate(slots or ()):

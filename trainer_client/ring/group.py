@@ -90,18 +90,18 @@ class Group:
 
     # ------------------------------------------------------------------ collectives
 
-    def add_up(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         """Begin to replace a contiguous tensor by the sum of all trainers'. It must not change until `wait`."""
-        self.collectives.add_up(tensor)
+        self.collectives.all_reduce(tensor)
 
-    def spread(self, tensor: Tensor, source: Rank = 0) -> None:
+    def broadcast(self, tensor: Tensor, source: Rank = 0) -> None:
         """Begin to replace a contiguous tensor by that of a rank. It must not change until `wait`."""
-        self.collectives.spread(tensor, source)
+        self.collectives.broadcast(tensor, source)
 
     def wait(self) -> None:
         """Wait for all that was begun. Blocks for the other trainers; raises what ended the run, or `ring_broken`."""
         self._io.run(self._client.membership.guard(self._wait(self.collectives.finish())))
-        self.collectives.settle()
+        self.collectives.release()
 
     async def _wait(self, work: Coroutine[Any, Any, None]) -> None:
         """Heartbeats say since when. When a connection breaks, the coordinator has yet to notice whose."""
@@ -114,7 +114,7 @@ class Group:
             limit = self._client.joined.lease_seconds + NEWS_SECONDS
             until = loop.time() + limit
             while (left := until - loop.time()) > 0:
-                await membership.news.wait(left)  # they come as the run's failure, which ends this
+                await membership.news.wait_for_heartbeat(left)  # they come as the run's failure, which ends this
             reason = str(error).partition("\n")[0] or f"no answer for {self._limit:g} s"
             text = f"the connections to the other trainers broke, and nobody was lost within {limit:g} s: {reason}"
             raise Ended(text, code="ring_broken") from error

@@ -1,4 +1,4 @@
-"""Landing a reply in its destination: bytes go from the network's chunk straight to where they belong."""
+"""Destinations a reply in its destination: bytes go from the network's chunk straight to where they belong."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from ps_protocol.errors import BadInput
 from ps_protocol.frames import LENGTH_BYTES, Frame, FrameLimits, parse_header, parse_length
 from ps_protocol.routes import SINCE_KEY
 
-NO_DIFFERENCES: Mapping[str, memoryview] = {}
+NO_DELTAS: Mapping[str, memoryview] = {}
 
 
 class FrameSink:
     """Incremental reader of one frame. Writes to `destinations` (tensor name -> its writable bytes) as chunks come.
 
     A frame that breaks off leaves them half written; the same version read again repairs that. What is no value but
-    the quantised difference to one, and its scales, goes to `differences`. `on_landed` is told of each tensor that is
+    the quantised difference to one, and its scales, goes to `deltas`. `on_block` is told of each tensor that is
     complete, and of destinations that a frame leaves out because they hold its values already.
     """
 
@@ -23,15 +23,15 @@ class FrameSink:
         self,
         destinations: Mapping[str, memoryview],
         limits: FrameLimits,
-        differences: Mapping[str, memoryview] = NO_DIFFERENCES,
-        on_landed: Callable[[str], None] | None = None,
+        deltas: Mapping[str, memoryview] = NO_DELTAS,
+        on_block: Callable[[str], None] | None = None,
     ) -> None:
-        self._on_landed = on_landed
+        self._on_landed = on_block
         self._destinations = destinations
-        self._differences = differences
+        self._deltas = deltas
         self._limits = limits
         self._places: dict[str, memoryview] = {}  # where the tensors of this frame go
-        self.differing: list[str] = []  # those of them that are for `differences`
+        self.delta_names: list[str] = []  # those of them that are for `deltas`
         self._start = bytearray()  # length and header, until they are complete
         self._frame: Frame | None = None
         self.num_bytes = 0  # that have come
@@ -83,9 +83,9 @@ class FrameSink:
         frame = parse_header(bytes(self._start[LENGTH_BYTES:]), self._limits)
         for entry in frame.tensors:
             destination = self._destinations.get(entry.name)
-            if entry.name in self._differences and (entry.dtype == "I8" or destination is None):
-                destination = self._differences[entry.name]
-                self.differing.append(entry.name)
+            if entry.name in self._deltas and (entry.dtype == "I8" or destination is None):
+                destination = self._deltas[entry.name]
+                self.delta_names.append(entry.name)
             if destination is None or len(destination) != entry.end - entry.begin:
                 raise BadInput(
                     f"the reply's tensor {entry.name!r} is not what was asked for",
