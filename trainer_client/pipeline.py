@@ -21,7 +21,7 @@ from ps_protocol.optimizers import HyperParameters
 from ps_protocol.vocabulary import Round
 
 from .client import ParameterClient
-from .destinations import PullProgress, Deltas
+from .destinations import Deltas, PullProgress
 from .io_thread import IoThread
 from .optimizer_state.transfer import StateFrames
 from .pushing.buckets import Bucket, make_buckets
@@ -32,12 +32,12 @@ from .tensors import writable_bytes
 class Pipeline:
     """All methods are called by the training thread; `wait` blocks for the network.
 
-    Gradients are sent from where they lie if nobody computes meanwhile; else, and if they are something else on the
-    wire, from copies of our own, k + 1 sets of them.
+    Gradients are sent from their own memory if the script computes nothing meanwhile and they have their form on the
+    wire; else from k + 1 sets of copies.
     """
 
     def __init__(self, client: ParameterClient, io: IoThread, *, by_parameter: bool) -> None:
-        """`by_parameter`: somebody computes with those parameters of a step that have landed, while others have not."""
+        """Prepare the sets. `by_parameter`: the script computes with complete parameters while others are missing."""
         self._is_by_parameter = by_parameter
         self.max_delay = client.joined.consistency.max_delay
         self.newest: Round = 0  # that was waited for, or was found to be there already
@@ -48,7 +48,7 @@ class Pipeline:
         self._have: dict[int, list[Round]] = {}  # by landing set: the version of each shard in it, if that is known
         self._layouts: list[_Layout | None] = [None] * (self.max_delay + 1)
         self._outgoing: Outgoing | None = None  # of a step that has not begun, and has gradients already
-        self._pulls: dict[Round, Future[None]] = {}  # those that nobody has waited for
+        self._pulls: dict[Round, Future[None]] = {}  # not waited for yet
         self._arrivals: dict[Round, PullProgress] = {}  # of these, as long as they last
         self._pushed = nothing_to_wait_for()  # of the newest step
         self._newest_pull: Future[None] | None = None
@@ -66,7 +66,7 @@ class Pipeline:
         self.forget_versions()
 
     def forget_versions(self) -> None:
-        """Somebody else has written to the landing sets: pull all blocks next time. Nothing may be under way."""
+        """Pull all blocks the next time, because the sets were changed. Nothing may be under way."""
         self._have.clear()
 
     def pull_start(self, version: Round) -> None:
@@ -127,11 +127,11 @@ class Pipeline:
 
     @property
     def _borrows(self) -> bool:
-        """Whether nobody computes before a step was pulled, or writes to its gradients."""
+        """True if no computation runs before a step was pulled, so that its gradients stay as they are."""
         return self.max_delay == 0 and not self._is_by_parameter
 
     def _begin_pushes(self, step: Round) -> Outgoing:
-        if self.max_delay:  # nobody waits for what becomes of the step before
+        if self.max_delay:  # the outcome of the step before is not awaited
             self._client.feedback.resolve(is_applied=True)
         shards = self._layout(step).shards
         return Outgoing(self._client, self._io, step, shards, self._pushed, borrow=self._borrows)
@@ -154,7 +154,7 @@ class Pipeline:
             is_finite=is_finite and is_finite_everywhere,
             have=self._have.pop(slot, None),  # what a failure leaves there is nothing that is known
             deltas=self._deltas[slot],
-            on_block=arrivals.landed if arrivals is not None and self._deltas[slot] is None else None,
+            on_block=arrivals.mark_complete if arrivals is not None and self._deltas[slot] is None else None,
         )
         metrics, ended = self._client.metrics, perf_counter()
         metrics.push_seconds.observe(acknowledged - outgoing.begun)

@@ -124,7 +124,7 @@ class PserverConnection:
 
 
 class _Retries:
-    """What has failed in one request until now."""
+    """The failures of one request until now."""
 
     def __init__(self, connection: PserverConnection, push_again: Callable[[], Awaitable[bool]] | None) -> None:
         self._connection = connection

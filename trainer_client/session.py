@@ -73,7 +73,7 @@ class Session:
 
     @property
     def strategy(self) -> Strategy:
-        """Who adds gradients up: pservers, or the trainers in a ring."""
+        """The strategy: pservers aggregate gradients, or the trainers in a ring."""
         return self._joined.consistency.strategy
 
     @property
@@ -83,7 +83,7 @@ class Session:
 
     @property
     def is_open(self) -> bool:
-        """Whether this trainer is still in the run; False in a process that was forked from it."""
+        """True while this trainer is in the run; False in a process that was forked from it."""
         return self._is_open and not self.io.is_inherited
 
     def check_open(self, call: str) -> None:
@@ -120,7 +120,7 @@ class Session:
     def close(self, outcome: str = "done", reason: str = "") -> None:
         """Leave the run, `done` or `failed`. Blocks for steps that are on their way if done; safe to call twice.
 
-        In a ring whoever is done takes part in the others' rounds, without gradients, and leaves with them.
+        In a ring a trainer that is done takes part in the others' rounds, without gradients, and leaves with them.
         """
         global _current
         # A forked child (a data loader's worker) has neither the thread nor the membership.
@@ -156,7 +156,7 @@ class Session:
         self.io.start(self.client.leave(outcome, reason)).result(timeout=patience + CLOSE_SECONDS)
 
     def _finish_last_step(self) -> tuple[str, str]:
-        """Into the parameters, for whoever uses the model afterwards; returns the outcome and its reason."""
+        """Write the last step to the parameters; return the outcome and its reason."""
         if self.finish_last_step is None:
             return "done", ""
         try:
@@ -173,7 +173,7 @@ class Session:
 
 
 async def _make_client(arguments: dict[str, Any]) -> tuple[ParameterClient, HostPlace | None]:
-    """On the loop that it will live on. Who is told which trainer it is, is one by itself."""
+    """Make the client on its loop. A trainer with an explicit rank or world size is a single process."""
     is_told = arguments.get("rank") is not None or arguments.get("world_size") is not None
     place = None if is_told else find_place(os.environ)
     if place is None or not read_settings(**arguments).one_trainer_per_host:

@@ -22,7 +22,7 @@ from ps_protocol.slots import StepState
 from ps_protocol.vocabulary import Round
 
 from .buffer_averages import BufferAverages
-from .destinations import Destinations, write_back, make_destinations
+from .destinations import Destinations, make_destinations, write_back
 from .device_copies import GradientCopies, ParameterCopies, is_away
 from .local_steps import LocalSteps
 from .optimizer_state.loading import Loading
@@ -34,7 +34,7 @@ from .tensors import writable_bytes
 
 
 class Contribution(NamedTuple):
-    """What a step begins with."""
+    """The arguments of a step."""
 
     gradients: Mapping[str, Tensor]  # flat, by parameter name
     numbers: list[HyperParameters]
@@ -42,7 +42,7 @@ class Contribution(NamedTuple):
 
 
 class Steps:
-    """Of one trainer, whose model has been declared. All methods block for the network unless they say otherwise."""
+    """The steps of one trainer whose model is declared. All methods block for the network unless stated otherwise."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Steps:
                 return
 
     def _initial_values(self) -> dict[str, Tensor]:
-        """What the run begins with. Raises `pserver_lost` after the first round: no pserver has those values."""
+        """Return the values that the run begins with. Raises `pserver_lost` after the first round."""
         if self.version > 0:
             text = "the pservers have lost all that was trained, and there is no checkpoint"
             raise Ended(f"{text}; this trainer had round {self.version}", code="pserver_lost")
@@ -202,7 +202,7 @@ class Steps:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether a step was interrupted or failed after its push had begun."""
+        """True if a step was interrupted or failed after its push had begun."""
         return self._unfinished is not None
 
     def finish(self) -> None:
@@ -299,12 +299,12 @@ class Steps:
             f"{error.detail}: {before - version} steps of this trainer are lost and have to be taken again; "
             f"the next one is {version + 1}"
         )
-        # In the middle of a forward pass its backward pass is still to come, though nobody takes its gradients.
+        # In the middle of a forward pass its backward pass is still to come; its gradients are dropped.
         self._begin_after(version, is_noticed=not self._is_by_parameter)
 
     def _land(self, version: Round, names: set[str], *, is_noticed: bool = True) -> None:
         with torch.no_grad():
-            self._destinations.take(self._pipeline.slot(version), names, is_noticed=is_noticed)
+            self._destinations.write_back(self._pipeline.slot(version), names, is_noticed=is_noticed)
         self._pending = self._pending - names
         if self._local is not None:
             self._local.begin()

@@ -91,7 +91,7 @@ class FollowerSteps:
         self._take_result()
 
     def take(self, names: Collection[str] | None = None) -> bool:
-        """The same, for the newest step. Nothing is on its way, and nobody waited for, without `max_delay`."""
+        """Wait for the newest step's parameters. Without `max_delay` there is nothing to wait for."""
         if self._client.joined.consistency.max_delay:
             self._host.send("synchronize")
             self._take_result()

@@ -27,7 +27,7 @@ from .values import Values
 
 
 class LeaderSteps:
-    """As `Steps`, which it has, or those of a ring."""
+    """The steps of the process that leads: the mean of the host's gradients is its contribution to the run."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class LeaderSteps:
     def add(self, name: str, gradient: Tensor) -> None:
         """Take a flat gradient of the next step, before that begins. Does not block.
 
-        Buckets that have come from everybody meanwhile go on to the run.
+        Buckets that all processes have reduced meanwhile go on to the run.
         """
         self._gradients.add(name, gradient)
         while self._host.collectives.has_ended(self._num_handed_on):
@@ -153,7 +153,7 @@ class LeaderSteps:
             self._send_result()
 
     def take(self, names: Collection[str] | None = None) -> bool:
-        """The same, for the newest step. Nothing is on its way, and nobody waited for, without `max_delay`."""
+        """Wait for the newest step's parameters. Without `max_delay` there is nothing to wait for."""
         if not self._client.joined.consistency.max_delay:
             return False
         with self._host.reporting_failure():

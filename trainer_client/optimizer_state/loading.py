@@ -1,4 +1,4 @@
-"""OptimizerState and values that a script has loaded, until they are in the run: they go with the trainer's next step."""
+"""Loaded optimizer state and values, until the trainer's next step brings them to the pservers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .transfer import StateFrames, make_state_frames
 
 
 class Loading:
-    """What one trainer has loaded. Nothing here blocks.
+    """Optimizer state and values that one trainer has loaded. No method blocks.
 
-    Before the first round only the trainer that brings the initial values pushes it: all others would bring the same.
+    Before the first round only the trainer that brings the initial values pushes them.
     """
 
     def __init__(self, client: ParameterClient, parameters: Mapping[str, Tensor]) -> None:
@@ -30,7 +30,7 @@ class Loading:
         self._has_stepped = False  # in this life of the trainer
 
     def load(self, slots: OptimizerState, begun: Round) -> None:
-        """Push these with the step after `begun`, instead of any that were loaded before and have not left."""
+        """Push this state with the step after `begun`, in place of earlier state that has not left."""
         if not self._is_pushed_here(begun):
             return
         if self._belongs_to_run(begun):
@@ -69,7 +69,7 @@ class Loading:
         self._after, self._frames = begun, []
 
     def frames_for(self, step: Round) -> list[StateFrames] | None:
-        """What goes to each pserver with this step, if anything does."""
+        """Return the frames for each pserver that belong to this step; None if there are none."""
         self._has_stepped = True
         if (self.slots is None and not self._masters) or step > self._after + 1:
             return None
@@ -83,12 +83,12 @@ class Loading:
         return self._frames
 
     def note_pulled(self, version: Round) -> None:
-        """This version was pulled."""
+        """Forget the loaded state if this version, which was pulled, contains it."""
         if version > self._after:
             self._forget()
 
     def note_rollback(self, version: Round) -> None:
-        """The run begins, or goes on, after this version."""
+        """Forget the loaded state if it is in this version, after which the run goes on, or was lost."""
         is_taken = self.slots is None and not self._masters
         is_lost = version < self._after or (version == self._after and is_taken)
         if version > self._after:  # they are in it

@@ -1,4 +1,4 @@
-"""What `state_dict` and `load_state_dict` of a `RemoteOptimizer` do with slots that live on the pservers."""
+"""`state_dict` and `load_state_dict` of a `RemoteOptimizer` whose state lives on the pservers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .torch_state import OptimizerState, needed_slots, read_state, write_state
 
 
 class RemoteOptimizerState:
-    """Of the optimizer that steps on the pservers."""
+    """The state of the optimizer that steps on the pservers."""
 
     def __init__(self, spec: OptimizerSpec, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         """`names` are those of its parameters, by id. Raises BadModel for slots that no pserver could have."""
@@ -30,9 +30,10 @@ class RemoteOptimizerState:
         self._leads = False
 
     def begin(self, steps: Steps | None, *, leads: bool = False) -> None:
-        """There is a run; the optimizer's own slots move there, and take no memory here any more.
+        """Push the optimizer's own state to the run, and free it in the trainer.
 
-        None: another process of this host speaks to the pservers, `leads`, and only that one has slots to show.
+        Without `steps` another process of this host talks to the pservers. That one `leads`, and only it has state to
+        show.
         """
         self._steps, self._leads = steps, leads
         if self._initial:
@@ -47,7 +48,7 @@ class RemoteOptimizerState:
 
     @contextmanager
     def in_state(self, remote: Optimizer) -> Iterator[None]:
-        """Within the block `remote.state` is what it would be in one process. Blocks for the pservers."""
+        """Put the state into `remote.state` within the block. Blocks for the pservers."""
         named = {self._names[id(p)]: (group, p) for group in remote.param_groups for p in group["params"]}
 
         def needed(name: str, state: StepState) -> tuple[str, ...]:
@@ -63,7 +64,7 @@ class RemoteOptimizerState:
             dict.clear(remote.state)  # which is no reset by the script
 
     def read(self, state_dict: dict[str, Any]) -> tuple[OptimizerState, dict[str, Any]]:
-        """The slots of a state_dict, and the rest of it, whose groups lack nothing. Raises BadModel."""
+        """Return the state in a state_dict, and its rest with complete groups. Raises BadModel."""
         groups = self._optimizer.param_groups
         slots = read_state(self._spec, self._groups(), self._names, state_dict)
         saved = state_dict["param_groups"]
@@ -71,6 +72,6 @@ class RemoteOptimizerState:
         return slots, {**state_dict, "state": {}, "param_groups": whole}
 
     def load(self, slots: OptimizerState) -> None:
-        """Push these with the next step. Does not block."""
+        """Push this state with the next step. Does not block."""
         if self._steps is not None:
             self._steps.load_optimizer_state(slots)

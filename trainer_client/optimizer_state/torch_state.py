@@ -22,13 +22,13 @@ MOMENTUM = "momentum_buffer"
 
 
 class ParameterState(NamedTuple):
-    """What is remembered of one parameter."""
+    """The optimizer state of one parameter."""
 
     state: StepState
     slots: Mapping[str, Tensor]  # of shape (numel,), float32, in host memory
 
 
-OptimizerState = Mapping[str, ParameterState]  # by parameter name; who is not in it was never stepped
+OptimizerState = Mapping[str, ParameterState]  # by parameter name; without those that were never stepped
 
 
 def needed_slots(
@@ -92,9 +92,9 @@ def _scalar(value: float) -> Tensor:
 def read_state(
     spec: OptimizerSpec, groups: Groups, names: Mapping[int, str], state_dict: Mapping[str, Any]
 ) -> OptimizerState:
-    """The slots of a `state_dict` of an optimizer with these groups.
+    """Return the state in a `state_dict` of an optimizer with these groups; it may share memory with it.
 
-    They may share memory with it. Raises BadInput for anything that does not fit.
+    Raises BadInput for a `state_dict` that does not fit.
     """
     match state_dict:
         case {"state": dict(state), "param_groups": [*saved]}:
@@ -118,7 +118,7 @@ def read_state(
 
 
 def _fixed(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer does not take over from another's groups."""
+    """Return the values that an optimizer does not load from another's groups."""
     return {key: group[key] for key in ("initial_accumulator_value",) if key in group}
 
 
@@ -152,7 +152,7 @@ def _plain(name: str, value: Any) -> float | list[float]:
 def _read(
     optimizer: str, group: Mapping[str, Any], name: str, parameter: Tensor, entry: Mapping[str, Any]
 ) -> ParameterState | None:
-    """What is remembered of one parameter; None if that is nothing."""
+    """Return the state of one parameter; None if there is none."""
     if not isinstance(entry, Mapping):
         raise BadModel(f"the state of {name!r} is none of a parameter", actual=type(entry).__name__)
     entry = dict(entry)

@@ -1,4 +1,4 @@
-"""OptimizerState between a trainer and the pservers: fetched block by block, and pushed with a contribution."""
+"""Transfer of optimizer state: fetched block by block, and pushed with a contribution."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..client import ParameterClient
 from ..pserver_client import PserverClient
 from ..pushing.buckets import ENTRY_HEADER_BYTES, MAX_HEADER_BYTES, MIN_LENT_BYTES, Payload
 from ..tensors import writable_bytes
-from .torch_state import ParameterState, OptimizerState
+from .torch_state import OptimizerState, ParameterState
 
 NOTHING = ParameterState(FRESH, {})
 
@@ -36,7 +36,7 @@ async def pull_optimizer_state(
     for name, blocks in client.plan.blocks_of.items():
         if name in client.plan.means:
             continue  # a buffer has no slots
-        # In asynchronous modes blocks may differ for a moment; a checkpoint that is cut anew goes by the first, too.
+        # In asynchronous modes blocks may differ for a moment; a checkpoint that is sliced again uses the first, too.
         state = held[blocks[0].pserver].states.get(blocks[0].name, FRESH) if blocks else FRESH
         names = needed(name, state)
         if state == FRESH and not names:
@@ -69,7 +69,7 @@ async def _fetch(pserver: PserverClient, round_: Round, wanted: Mapping[str, mem
 
 @dataclass
 class StateFrames:
-    """What goes to one pserver with a contribution."""
+    """The frames of optimizer state that go to one pserver with a contribution."""
 
     frames: list[Payload] = field(default_factory=list)
     num_slots: int = 0  # and step states
@@ -123,7 +123,7 @@ def _size(value: memoryview | StepState) -> int:
 
 
 class _Draft:
-    """A frame that is being filled."""
+    """A frame in the making."""
 
     def __init__(self) -> None:
         self.num_bytes = self.header_bytes = 0
@@ -131,7 +131,7 @@ class _Draft:
         self._tensors: dict[str, memoryview] = {}
 
     def add(self, key: str, value: memoryview | StepState) -> None:
-        """A slot by its key, or a state by its block."""
+        """Add a slot by its key, or a state by its block."""
         self.num_bytes += _size(value)
         self.header_bytes += len(key) + ENTRY_HEADER_BYTES
         if isinstance(value, memoryview):
@@ -140,7 +140,7 @@ class _Draft:
             self._states[key] = value
 
     def frame(self) -> Payload:
-        """Its parts; small tensors that stand together are one."""
+        """Return the parts of the frame; adjacent small tensors are one part."""
         entries = [(key, "F32", (len(data) // torch.float32.itemsize,)) for key, data in self._tensors.items()]
         parts: list[memoryview] = []
         small = bytearray(encode_header(entries, {STATES_KEY: write_states(self._states)}))

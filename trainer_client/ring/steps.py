@@ -1,11 +1,11 @@
-"""Steps of strategy ring: gradients are averaged among the trainers, and everybody steps its own optimizer.
+"""Steps of strategy ring: gradients are averaged among the trainers, and each steps its own optimizer.
 
     step t:  bucket by bucket, last layers first ──► sum of all trainers' ──► average ──► the optimizer's own step
              and then a small vector: which gradients there were, whose are not finite, who had none left
-             (clipped: rank 0 tells the average's norm, so that it is the same bits on all)
+             (clipped: rank 0 broadcasts the average's norm, so that it is the same bits on all)
 
-The sums are the same bits on all trainers, and so are the parameters. The vector is how all agree what becomes of the
-round: nobody steps before it is here. A trainer without batches accompanies the others until nobody has any.
+The sums are the same bits on all trainers, and so are the parameters. The vector decides the outcome
+of the round, and no trainer steps before it. A trainer without batches joins the others' rounds until all are done.
 """
 
 from __future__ import annotations
@@ -160,9 +160,9 @@ class RingSteps:
 
     def _say_of_round(self) -> None:
         if self._has_joined:
-            self._tally.say([], is_active=False, is_void=self._is_void)
+            self._tally.fill([], is_active=False, is_void=self._is_void)
             return
-        self._tally.say(
+        self._tally.fill(
             self._gradients.keys(),
             is_finite=self._is_finite and not self._find_nonfinite(),
             numbers=_digest((_numbers(self._optimizer), self._said_numbers)),
@@ -184,15 +184,15 @@ class RingSteps:
 
     @torch.no_grad()
     def join_others(self) -> None:
-        """Take part in the others' rounds, without gradients and without stepping, until nobody has any.
+        """Take part in the others' rounds, without gradients and without stepping, until all trainers are done.
 
-        Of a trainer that is done: the collectives need everybody. Blocks for that. What ends the run of the others
-        ends it, too, and is not raised. Nothing of the script's is looked at any more. Whoever has given up a round in
-        the middle cannot take part in another one.
+        The collectives need all trainers; blocks for them. An error that ends the run of the others ends it, too, and
+        is not raised. The script's tensors are not used any more. A trainer that gave up a round in the middle cannot
+        take part.
         """
         if self._is_midway:
             return
-        self._is_void = self._flat.empty()  # of a backward pass after which there was no step
+        self._is_void = self._flat.discard_all()  # of a backward pass after which there was no step
         self._has_joined = self._client.membership.is_done = self._group.is_patient = True
         log, last = self._client.log, self.version
         try:
@@ -207,7 +207,7 @@ class RingSteps:
             self._client.begin_round(self._client.membership.round)
 
     def _end_of_all(self) -> None:
-        """Nobody had a batch: there is no such round."""
+        """End the joint rounds: no trainer had a batch, so there is no such round."""
         self._has_joined = self._is_midway = False
         self.begun = self.version
         self._forget_round()
@@ -219,9 +219,10 @@ class RingSteps:
         self.take()
 
     def take(self, names: Collection[str] | None = None) -> bool:
-        """The same; False: a ring never goes back. Blocks for the other trainers.
+        """Wait for the step that has begun, and take it; always False, since a ring never rolls back.
 
-        Raises NonFiniteGradient under `reject` if it is this trainer's gradient; the others wait for another.
+        Blocks for the other trainers. Raises NonFiniteGradient under `reject` for this trainer's own gradient; the
+        others wait for another one.
         """
         while self.begun > self.version:
             try:
@@ -246,7 +247,7 @@ class RingSteps:
                     self._send_all()
             except BaseException as error:
                 self.begun = self.version
-                self._flat.spoil(is_spoiled=not isinstance(error, NonFiniteGradient))
+                self._flat.mark_spoiled(is_spoiled=not isinstance(error, NonFiniteGradient))
                 raise
         return False
 
@@ -343,7 +344,7 @@ class RingSteps:
         averages.write_back()
 
     def _clip(self, max_norm: float) -> None:
-        """Multiply the averages so that their norm is `max_norm` at most; zeros stand where nobody has a gradient."""
+        """Multiply the averages so that their norm is `max_norm` at most; parameters without a gradient have zeros."""
         squares = torch.stack([bucket.sum_of_squares() for bucket in self._buckets]).sum(0, keepdim=True)
         self._group.broadcast(squares)  # machines may round a sum differently, and nothing would mend that
         self._group.wait()

@@ -15,7 +15,7 @@ from .http1 import Http1Transport
 
 
 def make_bulk_transport(tls: TlsFiles, *, http2: bool, local: str | None = None) -> httpx.AsyncBaseTransport:
-    """What carries tensors; with `local`, of HTTP/2 alone, to the one pserver that has this Unix socket."""
+    """Return the transport for tensors; `local` is the Unix socket of one pserver, for HTTP/2."""
     return Http2Transport(tls, local) if http2 else Http1Transport(tls)
 
 
@@ -70,7 +70,7 @@ class Exchange:
         *,
         body: Sequence[memoryview] = (),
     ) -> httpx.Response:
-        """The same with an answer that is small, and whole."""
+        """Send a request, and return its small answer with the whole body."""
         response = await self.begin(method, url, headers, body=body)
         try:
             await response.aread()

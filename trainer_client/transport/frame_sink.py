@@ -1,4 +1,4 @@
-"""Destinations a reply in its destination: bytes go from the network's chunk straight to where they belong."""
+"""A parser of replies that writes each tensor from the network's chunk straight to its destination."""
 
 from __future__ import annotations
 
